@@ -21,7 +21,7 @@ from twostep.model.families.sharding import ModelPart, shard_of
 from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
-from twostep.model.parallel.channel import Command, Kind, StepMemory, Transfer
+from twostep.model.parallel.channel import BlockTransfer, Command, CommandKind, StepMemory
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -183,7 +183,7 @@ def test_batches_pass_through_shared_memory(memory: StepMemory, sent: list[Batch
         for rank in (1, 2):
             memory.set_done(rank, number - 1)
         command = Command.unpack(memory.put(number, batch, never, 0.0).pack())
-        assert (command.kind, command.number) == (Kind.STEP, number)
+        assert (command.kind, command.number) == (CommandKind.STEP, number)
         got = memory.get(command)
         for name in ("token_ids", "positions", "query_start", "seq_lens", "block_tables", "slots", "sample_rows", "carried"):
             a, b = getattr(batch, name), getattr(got, name)
@@ -215,10 +215,10 @@ def test_a_step_larger_than_its_slot_is_refused(memory: StepMemory, monkeypatch:
         memory.put(1, small_batch(), never, 0.0)
 
 
-@given(st.sampled_from([Kind.READ, Kind.WRITE]), st.integers(0, 2**64 - 1), *[st.integers(0, 2**32 - 1)] * 3)
-def test_transfers_pass_as_messages(kind: Kind, after: int, count: int, first_layer: int, num_layers: int) -> None:
-    transfer = Transfer(kind, after, count, LayerRange(first_layer, num_layers))
-    assert Transfer.unpack(transfer.pack()) == transfer
+@given(st.sampled_from([CommandKind.READ, CommandKind.WRITE]), st.integers(0, 2**64 - 1), *[st.integers(0, 2**32 - 1)] * 3)
+def test_transfers_pass_as_messages(kind: CommandKind, after: int, count: int, first_layer: int, num_layers: int) -> None:
+    transfer = BlockTransfer(kind, after, count, LayerRange(first_layer, num_layers))
+    assert BlockTransfer.unpack(transfer.pack()) == transfer
 
 
 def small_batch() -> Batch:

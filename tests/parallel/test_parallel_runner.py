@@ -52,14 +52,15 @@ def several(directory: Path, **options: Any) -> Iterator[ParallelRunner]:
 def recorded(runner: ModelRunner) -> list[torch.Tensor]:
     """The logits of its steps, from now on."""
     seen: list[torch.Tensor] = []
-    compute = runner._logits
+    steps = runner._steps  # logits do not leave a step in any other way
+    compute = steps.forward
 
     def watched(batch: Any) -> torch.Tensor:
         logits = compute(batch)
         seen.append(logits.clone())
         return logits
 
-    runner._logits = watched  # type: ignore[method-assign]
+    steps.forward = watched  # type: ignore[method-assign]
     return seen
 
 

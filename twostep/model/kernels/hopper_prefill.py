@@ -36,7 +36,7 @@ _NUM_STAGES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperProgram:
-    """What the kernel is compiled for. `tokens` of a tile of queries; `block_rows` of the pool from block to block."""
+    """Says what the kernel is compiled for. `tokens` of a tile of queries; `block_rows` of the pool from block to block."""
 
     num_kv_heads: int
     share: int

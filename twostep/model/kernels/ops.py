@@ -1,4 +1,4 @@
-"""What a device must offer to run a model: models are written against `Ops` and know no device.
+"""The operations that a device must offer to run a model: models are written against `Ops` and know no device.
 
 `Ops` itself is in torch: what the CPU runs, and the oracle of the other devices' kernels (TritonOps, triton_ops.py).
 Sizes: T tokens of a step, N heads of whatever kind, D head_dim. All tensors share one dtype and device where nothing else is said.

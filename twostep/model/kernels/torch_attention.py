@@ -35,7 +35,7 @@ _SMALL_CONTEXT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What a model's attention needs besides its KV.
+    """Holds what a model's attention needs besides its KV.
 
     cos, sin  the RoPE tables on the device, float32 [max_model_len, R / 2], R <= D even: the first R of a head's numbers turn; 0: none
     windows   of each layer: keys that a query sees, its own included; 0: all

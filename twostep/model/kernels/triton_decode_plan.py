@@ -93,7 +93,7 @@ def fitted(layout: DecodeLayout, shape: KvShape, shared_bytes: int) -> DecodeLay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeProgram:
-    """What the decode kernels are compiled for: a layout, and the shapes it works on.
+    """Says what the decode kernels are compiled for: a layout, and the shapes it works on.
 
     groups        of KV heads, each some programs'
     share         query heads to a KV head, padded to `rows` in products, to `merge_share` in merges

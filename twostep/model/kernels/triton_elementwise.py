@@ -1,4 +1,4 @@
-"""What stands between the matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
+"""The operations between matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
 
 All of it is bound by memory: each kernel reads its inputs once, computes in float32, and writes its outputs once. The oracle of each
 is the method of the same name in Ops.

@@ -1,4 +1,4 @@
-"""What launches share: the chip's properties, memory for parts of results, and kernels that start before the one ahead of them has ended
+"""Shared by all launches: the chip's properties, memory for parts of results, and kernels that start before the one ahead of them has ended
 (programmatic dependent launch, Hopper and later).
 
     kernel A   ───────────────┐ memory visible

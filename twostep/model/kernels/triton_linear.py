@@ -56,8 +56,8 @@ class StreamedLinear:
         return self._run(x, in_parts=not self._gated)
 
     def trial(self) -> str:
-        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong: a card or a compiler that nobody
-        tried must not show in the tokens."""
+        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong: an untried card or
+        compiler must not show in the tokens."""
         generator = torch.Generator(self._weight.device).manual_seed(0)
         width = self._weight.shape[1]
         for tokens in _TRIAL_TOKENS:
@@ -139,7 +139,7 @@ def _tile(tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool,
 
 
 def _bytes_on_their_way(tile: LinearTile, tokens: int) -> int:
-    """Of weight and tokens, in the shared memory of one program."""
+    """Returns the bytes of weight and tokens in the shared memory of one program."""
     padded = max(16, 1 << (tokens - 1).bit_length())
     return (tile.cols + padded) * tile.depth * 2 * tile.num_stages
 

@@ -1,7 +1,7 @@
 """Sum over ranks, residual and RMSNorm in one kernel, for the few tokens of a decode step: one program a token, one hop over NVLink.
 
     rank 0   x ─┬─ push ──▶ rank 1's inbox          each 8 bytes of an inbox are 4 of data and the number of the exchange:
-                └─ poll own inbox ─▶ Σ ─▶ + ─▶ norm     whoever sees the number has the data, and nobody waits for a fence
+                └─ poll own inbox ─▶ Σ ─▶ + ─▶ norm     a reader of the number has the data, and no rank waits for a fence
     rank 1   x ─┬─ push ──▶ rank 0's inbox
                 └─ poll …
 
@@ -30,7 +30,7 @@ def inbox_bytes(width: int, item_bytes: int, *, size: int, max_rows: int) -> int
 
 
 class RowExchange:
-    """Of one rank. All ranks call it with the same shapes in the same order, on one stream."""
+    """One rank's end of the exchange. All ranks call it with the same shapes in the same order, on one stream."""
 
     def __init__(self, inboxes: torch.Tensor, rank: int, *, max_rows: int) -> None:
         """inboxes  int64 [size]: the address of each rank's inbox as this device sees it, zero at first"""

@@ -96,8 +96,8 @@ class SharedPrefix:
         self.parts, self.scales = workspace.parts, workspace.scales
 
     def listing(self, block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """What a step shares, to be copied to `listed`; None where it is not worth the pass. Of at most `num_seqs` sequences, on the
-        host (see shared_prefix.find_groups)."""
+        """Returns what a step shares, to be copied to `listed`; None where it is not worth the pass. For at most `num_seqs` sequences, on
+        the host (see shared_prefix.find_groups)."""
         groups = find_groups(block_tables, seq_lens, block_size=self.shape.block_size, layout=self.layout)
         return pack(groups, self.layout) if groups else None
 

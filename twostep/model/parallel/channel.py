@@ -77,7 +77,7 @@ class Hello:
         return hello
 
 
-class Kind(IntEnum):
+class CommandKind(IntEnum):
     STEP = 1
     COPY = 2
     END = 3
@@ -90,7 +90,7 @@ class Command:
     """`number` counts steps from 1; other commands have that of the step before. `sizes` of a step: tokens, sequences, blocks of a table,
     sampled rows, whether tokens are carried; of a copy: source and target block."""
 
-    kind: Kind
+    kind: CommandKind
     number: int
     sizes: tuple[int, ...] = ()
 
@@ -100,14 +100,14 @@ class Command:
     @staticmethod
     def unpack(message: bytes) -> Command:
         kind, number, *sizes = _COMMAND.unpack(message)
-        return Command(Kind(kind), number, tuple(sizes))
+        return Command(CommandKind(kind), number, tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BlockTransfer:
     """Moves some layers of `count` blocks once step `after` is done."""
 
-    kind: Kind
+    kind: CommandKind
     after: int
     count: int
     layers: LayerRange
@@ -116,9 +116,9 @@ class Transfer:
         return _TRANSFER.pack(self.kind, self.after, self.count, self.layers.first, self.layers.num_layers)
 
     @staticmethod
-    def unpack(message: bytes) -> Transfer:
+    def unpack(message: bytes) -> BlockTransfer:
         kind, after, count, first_layer, num_layers = _TRANSFER.unpack(message)
-        return Transfer(Kind(kind), after, count, LayerRange(first_layer, num_layers))
+        return BlockTransfer(CommandKind(kind), after, count, LayerRange(first_layer, num_layers))
 
 
 class StepMemory:
@@ -159,7 +159,7 @@ class StepMemory:
             np.frombuffer(self._memory, array.dtype, array.size, start).reshape(array.shape)[...] = array
             start += _aligned(array.nbytes)
         sizes = (len(batch.token_ids), *batch.block_tables.shape, len(batch.sample_rows), int(batch.carried is not None))
-        return Command(Kind.STEP, number, sizes)
+        return Command(CommandKind.STEP, number, sizes)
 
     def get(self, command: Command) -> Batch:
         """The batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""

@@ -1,4 +1,4 @@
-"""What the ranks of a model exchange: notes while they start; inside a step sums of partial results, and parts of the logits.
+"""The exchange between the ranks of a model: notes while they start; inside a step sums of partial results, and parts of the logits.
 
 All ranks call the same methods in the same order with the same shapes. A sum has the same bits on every rank.
 """

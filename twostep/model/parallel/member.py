@@ -1,4 +1,4 @@
-"""What makes a ModelRunner one of several ranks: its part of the model, and operations that exchange with the others."""
+"""Makes a ModelRunner one of several ranks: its part of the model, and operations that exchange with the others."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class RankProcesses:
             self.end(0.0)
             raise SetupError(f"{sys.executable} could not be started for the tensor-parallel ranks; see the log above")
 
-    def tell(self, message: bytes) -> None:
+    def send_all(self, message: bytes) -> None:
         """Sends every rank a command. One that is gone is found by `watch`."""
         for channel in self._steps:
             with contextlib.suppress(BrokenPipeError, ConnectionError):

@@ -39,7 +39,7 @@ class ParallelTritonOps(TritonOps):
         return super().add_layer_norm(self._sum(x, residual.dtype), residual, weight, bias, eps)
 
     def _sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Of this rank's parts, then of all ranks."""
+        """Sums this rank's parts, then over all ranks."""
         return self._group.all_reduce((x.sum(0) if x.dim() == 3 else x).to(dtype).contiguous())
 
 

@@ -44,7 +44,7 @@ def sharing_ladder(sizes: Sequence[int]) -> list[int]:
 
 
 class DecodeGraphs:
-    """Of one model and pool, on the current device."""
+    """The captured decode steps of one model and pool, on the current device."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class DecodeGraphs:
         *,
         share_prefixes: bool = True,
     ) -> None:
-        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once. `captured_one` is told
-        how many of how many are there. `share_prefixes`: more of them, of steps that read shared prefixes once; where these cannot be
+        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once. `captured_one` is called
+        with how many of how many are there. `share_prefixes`: more of them, of steps that read shared prefixes once; where these cannot be
         captured, `try_sharing` says why."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)

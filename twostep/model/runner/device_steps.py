@@ -19,7 +19,7 @@ from twostep.errors import InternalError
 from twostep.model.families.decoder import Decoder
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.runner.decode_graphs import DecodeGraphs
-from twostep.model.runner.device_sampler import DeviceSampler, Logprobs
+from twostep.model.runner.device_sampler import DeviceLogprobs, DeviceSampler
 from twostep.model.step.kv_cache import DTYPES, KvCache
 
 
@@ -104,12 +104,12 @@ class DeviceStep:
         self,
         rows: Sequence[SamplingRow],
         tokens: torch.Tensor,
-        logprobs: Logprobs | None,
+        logprobs: DeviceLogprobs | None,
         values: torch.Tensor | None,
         done: torch.cuda.Event | None,
         layer_marks: Sequence[EventMark],
     ) -> None:
-        """tokens int64 [R] and values (see Logprobs), on the host, there when `done`."""
+        """tokens int64 [R] and values (see DeviceLogprobs), on the host, there when `done`."""
         self._rows = rows
         self._tokens = tokens
         self._asking = () if logprobs is None else logprobs.rows

@@ -4,7 +4,7 @@
 
 1. the first message says who it is and what to load; it loads its part of the model while the others load theirs
 2. one thread carries out commands (steps, block copies) in order, one moves KV blocks
-3. it ends with rank 0: told to, or because the life line broke, or by the kernel when the process that started it is gone
+3. it ends with rank 0: by its command, or because the life line broke, or by the kernel when the process that started it is gone
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from twostep.engine.batch import InFlight
 from twostep.errors import TwostepError
-from twostep.model.parallel.channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, receive
+from twostep.model.parallel.channel import DONE, BlockMemory, BlockTransfer, Command, CommandKind, Hello, StepMemory, receive
 from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.runner.model_runner import ModelRunner
@@ -79,7 +79,7 @@ class _Rank:
         self._clock = _StepClock(device)
 
     def serve_steps(self, channel: socket.socket) -> None:
-        """Until told to end, or nobody is there any more."""
+        """Returns when told to by a command, or when rank 0 is gone."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         idle = select.poll()
@@ -93,9 +93,9 @@ class _Rank:
                 self._steps.set_done(self._rank, number)
             message = receive(channel)
             command = Command.unpack(message) if message else None
-            if command is None or command.kind == Kind.END:
+            if command is None or command.kind == CommandKind.END:
                 return
-            if command.kind == Kind.COPY:
+            if command.kind == CommandKind.COPY:
                 self._runner.copy_block(*command.sizes[:2])
             else:
                 in_flight.append((command.number, self._runner.launch(self._steps.get(command))))
@@ -104,11 +104,11 @@ class _Rank:
     def serve_blocks(self, channel: socket.socket) -> None:
         layer_bytes = self._runner.kv_shape.layer_bytes
         while message := receive(channel):
-            transfer = Transfer.unpack(message)
+            transfer = BlockTransfer.unpack(message)
             ids = self._blocks.ids(transfer.count).tolist()
             part = self._blocks.part(self._rank, transfer.count, transfer.layers.num_layers * layer_bytes)
             self._clock.wait(transfer.after)
-            if transfer.kind == Kind.READ:
+            if transfer.kind == CommandKind.READ:
                 self._runner.read_blocks(ids, part, transfer.layers)
             else:
                 self._runner.write_blocks(ids, part, transfer.layers)

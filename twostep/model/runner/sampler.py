@@ -109,7 +109,7 @@ def _kept_weights(scaled: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
 
 
 def _floor(scaled: torch.Tensor, rows: Sequence[SamplingRow], *, top_p: bool = True) -> torch.Tensor:
-    """The lowest scaled logit that each row's min_p, top-k and (unless told otherwise) top-p keep, [R, 1]."""
+    """The lowest scaled logit that each row's min_p, top-k and (if `top_p`) top-p keep, [R, 1]."""
     vocab_size = scaled.shape[-1]
     floor = scaled.new_tensor([row.params.min_p for row in rows]).log_()[:, None]
     k = [row.params.top_k if 0 < row.params.top_k < vocab_size else 0 for row in rows]

@@ -128,8 +128,8 @@ class PinnedStaging:
                 land()
 
     def _idle_slot(self, *, block: bool) -> _Slot | None:
-        """A slot that nobody uses. None: all are in use, and `block` is False because the caller has some of them under way, which it
-        lands first: nobody waits for slots while holding any."""
+        """Returns an idle slot. None: all are in use, and `block` is False because the caller has some of them under way, which it
+        lands first: no thread waits for slots while it holds any."""
         try:
             return self._slots.get_nowait()
         except queue.Empty:

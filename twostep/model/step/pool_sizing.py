@@ -162,7 +162,7 @@ class MemoryProfile:
 
     @property
     def own(self) -> int:
-        """What this process holds for good. Never negative: others may have left meanwhile."""
+        """Bytes that this process holds for good. Never negative: others may have left meanwhile."""
         return max(0, self.free_at_start - self.free)
 
     @property
@@ -202,7 +202,7 @@ def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes
 
 
 def shortage_at_start(*, total: int, free: int, utilization: float, device: str) -> str:
-    """What to tell an operator before anything is loaded; empty if the share is free."""
+    """Says what an operator should know before anything is loaded; empty if the share is free."""
     wanted = int(total * utilization)
     if free >= wanted:
         return ""
