@@ -128,6 +128,7 @@ def test_as_a_program(tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.Captu
     assert main([]) == 2
 
 
+@pytest.mark.system
 def test_the_default_model_answers(smollm2_dir: Path) -> None:
     config = parse_config(smollm2_dir)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)

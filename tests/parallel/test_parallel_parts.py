@@ -1,4 +1,4 @@
-"""What tensor parallelism computes without processes: parts of models and of KV blocks, batches through shared memory."""
+"""The arithmetic of tensor parallelism, without processes: parts of models and of KV blocks, batches through shared memory."""
 
 from __future__ import annotations
 

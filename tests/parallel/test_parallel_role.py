@@ -85,7 +85,7 @@ async def first_token_of_prefill(channel: grpc.aio.Channel, name: str, prompt: S
 
 
 async def settled(channel: grpc.aio.Channel) -> worker_pb2.WorkerStats:
-    """What it says of itself once it holds nothing."""
+    """Returns its statistics once it holds nothing."""
     give_up = time.monotonic() + WAIT_S
     while True:
         request = worker_pb2.WorkerStatsRequest(check_integrity=True)
@@ -132,6 +132,7 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
         process.wait()
 
 
+@pytest.mark.system
 async def test_ranks_and_what_they_hold_outlive_a_switch_and_end_with_the_drain(
     redis: RedisServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

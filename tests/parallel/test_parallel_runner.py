@@ -39,6 +39,8 @@ WAIT_S = 60.0
 # GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton. The vocabulary is odd.
 FAMILIES = ["llama-biases", "qwen2", "qwen3", "opt"]
 
+pytestmark = pytest.mark.system
+
 
 @contextmanager
 def several(directory: Path, **options: Any) -> Iterator[ParallelRunner]:
@@ -64,7 +66,7 @@ def recorded(runner: ModelRunner) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=pytest.mark.smoke), *FAMILIES[1:]])
 def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
     """Logits and KV of chunked prompts and decodes, then tokens through the engine with prefixes reused and blocks handed over."""
     save_model(family, tmp_path)

@@ -73,6 +73,7 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
         process.wait()
 
 
+@pytest.mark.system
 def test_it_ends_when_a_rank_dies(model_dir: Path, redis: RedisServer, tmp_path: Path) -> None:
     with worker(model_dir, redis, tmp_path) as (process, rank, log):
         rank.kill()
