@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.batch import Batch, KvShape, LayerRange
+from twostep.engine.batch import Batch, KvShape
 from twostep.errors import InternalError, SetupError, Unavailable
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.registry import build_model
@@ -21,7 +21,7 @@ from twostep.model.families.sharding import ModelPart, shard_of
 from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
-from twostep.model.parallel.channel import BlockTransfer, Command, CommandKind, StepMemory
+from twostep.model.parallel.channel import StepMemory, pack, unpack
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -182,8 +182,8 @@ def test_batches_pass_through_shared_memory(memory: StepMemory, sent: list[Batch
     for number, batch in enumerate(sent, 1):
         for rank in (1, 2):
             memory.set_done(rank, number - 1)
-        command = Command.unpack(memory.put(number, batch, never, 0.0).pack())
-        assert (command.kind, command.number) == (CommandKind.STEP, number)
+        command = unpack(pack(memory.put(number, batch, never, 0.0)))
+        assert command.number == number
         got = memory.get(command)
         for name in ("token_ids", "positions", "query_start", "seq_lens", "block_tables", "slots", "sample_rows", "carried"):
             a, b = getattr(batch, name), getattr(got, name)
@@ -213,12 +213,6 @@ def test_a_step_larger_than_its_slot_is_refused(memory: StepMemory, monkeypatch:
     monkeypatch.setattr(parallel_channel, "_SLOT_BYTES", 300)
     with pytest.raises(InternalError, match="max-num-batched-tokens"):
         memory.put(1, small_batch(), never, 0.0)
-
-
-@given(st.sampled_from([CommandKind.READ, CommandKind.WRITE]), st.integers(0, 2**64 - 1), *[st.integers(0, 2**32 - 1)] * 3)
-def test_transfers_pass_as_messages(kind: CommandKind, after: int, count: int, first_layer: int, num_layers: int) -> None:
-    transfer = BlockTransfer(kind, after, count, LayerRange(first_layer, num_layers))
-    assert BlockTransfer.unpack(transfer.pack()) == transfer
 
 
 def small_batch() -> Batch:

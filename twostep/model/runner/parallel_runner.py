@@ -35,11 +35,12 @@ from twostep.model.parallel.channel import (
     DONE,
     BlockMemory,
     BlockTransfer,
-    Command,
-    CommandKind,
+    CopyCommand,
+    EndCommand,
     Hello,
     StepMemory,
     blocks_at_once,
+    pack,
     receive,
 )
 from twostep.model.parallel.group import Meeting
@@ -156,7 +157,7 @@ class ParallelRunner:
         number = self._number + 1
         command = self._steps.put(number, batch, self._check, time.monotonic() + self._step_timeout_s)
         self._number = number
-        self._ranks.send_all(command.pack())
+        self._ranks.send_all(command)
         self._open.append((number, time.monotonic()))
         try:
             step = _InFlight(self, number, self._local.launch(batch))
@@ -180,7 +181,7 @@ class ParallelRunner:
 
     def copy_block(self, source: int, target: int) -> None:
         self._check()
-        self._ranks.send_all(Command(CommandKind.COPY, self._number, (source, target)).pack())
+        self._ranks.send_all(CopyCommand(source, target))
         self._local.copy_block(source, target)
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
@@ -190,7 +191,7 @@ class ParallelRunner:
                 ids = block_ids[start : start + self._at_once]
                 whole = out[start : start + len(ids)]
                 others = [rank for rank in self._parts.owners if rank != 0]
-                self._ask(CommandKind.READ, ids, others, layers)
+                self._ask(ids, others, layers, to_pool=False)
                 part = np.empty((len(ids), self._part_bytes(layers)), np.uint8)
                 self._local.read_blocks(ids, part, layers)
                 self._parts.join(part, 0, whole)
@@ -208,7 +209,7 @@ class ParallelRunner:
                 others = range(1, self._size)
                 for rank in others:
                     self._parts.cut(whole, rank, self._blocks.part(rank, *part.shape))
-                self._ask(CommandKind.WRITE, ids, others, layers)
+                self._ask(ids, others, layers, to_pool=True)
                 self._parts.cut(whole, 0, part)
                 self._local.write_blocks(ids, part, layers)
                 for rank in others:
@@ -225,7 +226,7 @@ class ParallelRunner:
     def close(self) -> None:
         """Ends the other ranks. Idempotent; nothing may be called after it."""
         if self.failure is None:
-            self._ranks.send_all(Command(CommandKind.END, self._number).pack())
+            self._ranks.send_all(EndCommand())
         self._ranks.end(_END_S)
         if self.failure is None:
             # Else something of it may run on the device for ever, and the group's end would wait for that.
@@ -242,10 +243,10 @@ class ParallelRunner:
         shape = self._local.kv_shape
         return shape.block_bytes if layers is None else layers.num_layers * shape.layer_bytes
 
-    def _ask(self, kind: CommandKind, ids: Sequence[int], ranks: Sequence[int], layers: LayerRange | None) -> None:
+    def _ask(self, ids: Sequence[int], ranks: Sequence[int], layers: LayerRange | None, *, to_pool: bool) -> None:
         self._blocks.ids(len(ids))[...] = ids
         # Rank 0 saw this step end; another one may still be writing its last layer.
-        message = BlockTransfer(kind, self._settled, len(ids), layers or LayerRange(0, self.kv_shape.num_layers)).pack()
+        message = pack(BlockTransfer(to_pool, self._settled, len(ids), layers or LayerRange(0, self.kv_shape.num_layers)))
         for rank in ranks:
             self._ranks.blocks(rank).send(message)
 
