@@ -22,9 +22,10 @@ from twostep.model.kernels import shared_prefix
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.loading.weights import load_weights
 from twostep.model.runner import decode_graphs
-from twostep.model.runner.decode_graphs import DecodeGraphs, ladder, sharing_ladder
+from twostep.model.runner.decode_graphs import DecodeGraphs
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.pool_sizing import ladder, sharing_ladder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
 from forward_helpers import make_batch, save_model, scattered_sequences

@@ -148,7 +148,6 @@ def test_a_layer_that_fails_its_trial_is_cublas(gated: bool, monkeypatch: pytest
         fallen_back, _ = prepared(48)
         assert not isinstance(fallen_back, StreamedLinear)
         assert said in caplog.text
-        assert "cuBLAS multiplies instead" in caplog.text
 
 
 def _raise(*args: object, **kwargs: object) -> torch.Tensor:

@@ -223,5 +223,5 @@ def test_patterns_of_models(pattern: str) -> None:
 def test_a_tokenizer_that_gives_up_on_a_text_refuses_it(model_dir: Path) -> None:
     inner = Tokenizer.load(model_dir)._inner
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"(x+x+)+y"), "isolated")
-    with pytest.raises(InvalidRequest, match="cannot read this text"):
+    with pytest.raises(InvalidRequest):
         Tokenizer(inner).encode("x" * 40)

@@ -23,24 +23,12 @@ from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_shared_prefix import serves_shared
 from twostep.model.kernels.triton_tokens import carry_tokens, pick_greedy
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.pool_sizing import sharing_ladder
 
 _WARM_UPS = 2
-_SMALLEST_SHARING = 4
 # Of the trial: a prefix that is worth sharing, and what the order of sums may change in 16 bits after all layers.
 _TRIAL_KEYS = 4096
 _TRIAL_DIFFERENCE = 6e-2
-
-
-def ladder(largest: int) -> list[int]:
-    """Batch sizes worth a graph, up to `largest`: at most one in eight rows, or seven, is padding."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
-    return [size for size in sizes if size < largest] + [largest]
-
-
-def sharing_ladder(sizes: Sequence[int]) -> list[int]:
-    """Batch sizes, of those with a graph, that have another, in which a prefix that sequences share is read once for all of them. Every
-    second one: a prefix long enough to be worth it saves more than the padding costs."""
-    return sorted(size for size in sorted(sizes, reverse=True)[::2] if size >= _SMALLEST_SHARING)
 
 
 class DecodeGraphs:

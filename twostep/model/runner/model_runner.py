@@ -34,7 +34,7 @@ from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
-from twostep.model.step.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
+from twostep.model.step.pool_sizing import PoolSizing, free_memory, graph_bytes, ladder, measured_blocks
 from twostep.process.startup import NoProgress, Progress
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -219,7 +219,7 @@ class ModelRunner:
         """Makes those for the pool there is now."""
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
-        from twostep.model.runner.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
+        from twostep.model.runner.decode_graphs import DecodeGraphs  # noqa: PLC0415
         from twostep.model.runner.device_steps import DeviceSteps  # noqa: PLC0415
 
         assert isinstance(ops, TritonOps)
@@ -256,9 +256,6 @@ class ModelRunner:
         return bytes_beside_block(shape, config.num_heads) if can_keep(shape, rotated, self._cache.tensor.element_size()) else 0
 
     def _measured_blocks(self, sizing: PoolSizing, config: ModelConfig, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
-        from twostep.model.runner.decode_graphs import ladder, sharing_ladder  # noqa: PLC0415
-
-        sizes = ladder(max_num_seqs)
         return measured_blocks(
             self.run,
             self.kv_shape,
@@ -266,9 +263,7 @@ class ModelRunner:
             beside_block=self._sums_beside(config),
             device=self._device,
             free_at_start=free_at_start,
-            graphs=graph_bytes(
-                [*sizes, *sharing_ladder(sizes)], vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize
-            ),
+            graphs=graph_bytes(max_num_seqs, vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             progress=progress,
