@@ -24,9 +24,8 @@ from safetensors.torch import save_file
 
 from twostep.engine.batch import Batch, Runner, SamplingRow
 from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.model.families.config import parse_config
-from twostep.model.families.registry import build_model
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.families.registry import build_model, parse_config
+from twostep.model.kernels.ops import Ops
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 
@@ -65,8 +64,7 @@ def main() -> None:
         graph = decode_ms(runner, batch, args.steps)
         peer = f"{VLLM.get(batch, 0):9.2f}{FLOOR.get(batch, 0):9.2f}"
         print(f"decode  {batch:4} x 1024: graph {graph:7.2f} ms   vLLM, floor {peer}", flush=True)
-    assert runner._steps is not None
-    runner._steps._graphs = None
+    runner.close()  # frees the graphs: steps are eager from here on
     for batch in (1, 64):
         print(f"decode  {batch:4} x 1024: eager {decode_ms(runner, batch, args.steps // 2):7.2f} ms", flush=True)
     for (count, length), peer_rate in VLLM_PREFILL.items():
@@ -152,7 +150,7 @@ def check() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(SMALL))
-        places = build_model(parse_config(directory), torch.float32, TorchOps()).places()
+        places = build_model(parse_config(directory), torch.float32, Ops()).places()
         generator = torch.Generator().manual_seed(0)
         weights = {key: torch.randn(place.shape, generator=generator) * 0.05 + key.endswith("norm.weight") for key, place in places.items()}
         save_file(weights, directory / "model.safetensors")

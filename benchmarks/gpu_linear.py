@@ -23,9 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.model.kernels import triton_elementwise
-from twostep.model.kernels.triton_linear import choose_tile
-from twostep.model.kernels.triton_linear_rows import RowTile, linear_rows
-from twostep.model.kernels.triton_linear_tiles import LinearTile, linear_tiles
+from twostep.model.kernels.triton_linear import LinearTile, RowTile, choose_tile, linear_rows, linear_tiles
 
 ROW_COUNTS = [1, 2, 4, 8, 16, 32, 64, 128]
 BYTES = 2e9

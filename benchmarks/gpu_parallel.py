@@ -27,9 +27,8 @@ from safetensors.torch import save_file
 
 from twostep.engine.batch import InFlight, Runner
 from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.model.families.config import parse_config
-from twostep.model.families.registry import build_model
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.families.registry import build_model, parse_config
+from twostep.model.kernels.ops import Ops
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.parallel_runner import ParallelRunner
 
@@ -104,7 +103,7 @@ def check(size: int, device: str = "cuda") -> None:
 
 def write_small(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(SMALL_EVEN))
-    places = build_model(parse_config(directory), torch.float32, TorchOps()).places()
+    places = build_model(parse_config(directory), torch.float32, Ops()).places()
     generator = torch.Generator().manual_seed(0)
     save_file(
         {key: torch.randn(place.shape, generator=generator) * 0.05 + key.endswith("norm.weight") for key, place in places.items()},

@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_prefill
 from twostep.model.kernels.hopper_prefill import hopper_attention
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS
+from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_ops import TritonOps
-from twostep.model.kernels.triton_prefill import TileShape, plan_tiles, prefill_attention, tile_shape
+from twostep.model.kernels.triton_prefill import HOPPER_ROWS, TileShape, plan_tiles, prefill_attention, tile_shape
 from twostep.model.step.kv_cache import KvCache
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 32, 8, 128, 16, 32
@@ -233,7 +233,9 @@ def mixed() -> None:
         sampling=(),
     )
     rope = torch.ones(8192, HEAD_DIM // 2, device="cuda")
-    plan = TritonOps("cuda").plan_attention(batch, case.cache, num_heads=NUM_HEADS, cos=rope, sin=rope, windows=[0] * NUM_LAYERS)
+    plan = TritonOps("cuda").plan_attention(
+        batch, case.cache, AttentionSpec(num_heads=NUM_HEADS, cos=rope, sin=rope, windows=[0] * NUM_LAYERS)
+    )
     plan.rotate_and_write(0, case.qkv.clone())
     both, before = medians_us([lambda: plan.attend(case.layer, case.qkv), case.portable()])
     print(f"mixed, 16 decodes of 4096 and a chunk of 2048: {both:.0f} us; all rows through the prefill kernel {before:.0f} us", flush=True)

@@ -14,7 +14,7 @@ from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 
 LLAMA_8B = ModelConfig(
     architecture="llama",
@@ -81,7 +81,7 @@ def test_parameters_are_those_of_the_model_as_it_is_built(architecture: str) -> 
     if architecture == "opt":
         config = replace(config, rope=None, num_positions=64, max_model_len=64, num_kv_heads=config.num_heads, qkv_bias=True, o_bias=True)
     config = replace(config, qk_norm=architecture == "qwen3")
-    model = build_model(config, torch.float32, TorchOps())
+    model = build_model(config, torch.float32, Ops())
     matrices = sum(place.tensor.numel() for name, place in model.places().items() if place.tensor.dim() == 2 and "embed" not in name)
     tied = config.tie_word_embeddings
     assert not tied

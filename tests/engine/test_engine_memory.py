@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from twostep.engine.batch import Batch
 from twostep.errors import SetupError
 from twostep.model.runner.model_runner import ModelRunner
-from twostep.model.step.memory import GIB, MemoryProfile, num_blocks_within, shortage_at_start
-from twostep.model.step.pool_sizing import PoolSizing, measured_blocks, widest_batch
+from twostep.model.step.pool_sizing import (
+    GIB,
+    MemoryProfile,
+    PoolSizing,
+    measured_blocks,
+    num_blocks_within,
+    shortage_at_start,
+    widest_batch,
+)
 from twostep.process.startup import NoProgress
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""What has to be mended of Triton's interpreter, in which kernels run where there is no GPU (tests/conftest.py chooses it)."""
+"""Mends Triton's interpreter, in which kernels run where there is no GPU (tests/conftest.py chooses it)."""
 
 from __future__ import annotations
 

@@ -19,15 +19,12 @@ def tolerance(dtype: torch.dtype) -> dict[str, Any]:
     return {"rtol": step, "atol": step}
 
 
-def poisoned_pool(dtype: torch.dtype, *, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int) -> KvCache:
-    shape = KvShape(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-    )
-    cache = KvCache(shape, DEVICE)
-    cache.tensor.fill_(torch.nan)
+def poisoned_pool(dtype: torch.dtype, *, quantization: str = "none", **sizes: int) -> KvCache:
+    """A pool of a KvShape of these sizes. Slots never written are NaN; quantized ones have any bytes but NaN's, and NaN scales."""
+    cache = KvCache(KvShape(dtype=str(dtype).removeprefix("torch."), quantization=quantization, **sizes), DEVICE)
+    if cache.quantized is None:
+        cache.tensor.fill_(torch.nan)
+    else:
+        cache.tensor.copy_(torch.randint(0, 0x7F, cache.tensor.shape, dtype=torch.uint8))
+        cache.quantized.scales.fill_(torch.nan)
     return cache

@@ -17,13 +17,15 @@ import torch
 from kernel_pools import DEVICE
 
 from twostep.model.families.decoder import Decoder
-from twostep.model.families.registry import build_model, load_weights
+from twostep.model.families.registry import build_model
 from twostep.model.kernels import shared_prefix
 from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.loading.weights import load_weights
 from twostep.model.runner import decode_graphs
-from twostep.model.runner.decode_graphs import DecodeGraphs, ladder, sharing_ladder
+from twostep.model.runner.decode_graphs import DecodeGraphs
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.pool_sizing import ladder, sharing_ladder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
 from forward_helpers import make_batch, save_model, scattered_sequences
@@ -50,7 +52,7 @@ def without_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with and without windows, by turns of layers."""
+    """The model has layers with and without windows."""
     without_warm_ups(monkeypatch)
     monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
     monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
@@ -62,14 +64,14 @@ def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, mon
     load_weights(model, tmp_path)
     cache = KvCache(runner.kv_shape, DEVICE)
     cache.tensor.copy_(runner._cache.tensor)
-    sequences = scattered_sequences([160, 133, 150, 141, 170], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
+    sequences = scattered_sequences([150, 133, 140], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens) - 2
-    with torch.inference_mode(), graphs_of(model, cache, ops, [6]) as graphs:
-        shared = graphs._sharing[6].shared
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        shared = graphs._sharing[4].shared
         assert shared is not None
         for common in (0, 8):
-            for sequence in sequences[1:4]:
+            for sequence in sequences[1:]:
                 sequence.blocks[:common] = sequences[0].blocks[:common]
             batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
             assert (shared.listing(batch.block_tables, batch.seq_lens) is not None) == bool(common)
@@ -82,6 +84,7 @@ def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, mon
                 sequence.num_computed += 1
 
 
+@pytest.mark.system
 def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     monkeypatch.setattr(decode_graphs, "_TRIAL_KEYS", 256)

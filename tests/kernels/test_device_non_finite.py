@@ -82,6 +82,7 @@ def check(runner: ModelRunner) -> None:
     assert gives_tokens(runner)
 
 
+@pytest.mark.system
 # The interpreter computes in numpy, which says so.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_rows_of_nan_hurt_nobody(tmp_path: Path) -> None:

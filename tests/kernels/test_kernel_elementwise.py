@@ -8,8 +8,8 @@ from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.model.kernels import triton_elementwise as kernels
 
-ROWS = [1, 5, 37]
-WIDTHS = [24, 576, 1031]
+# (rows, width, dtype)
+SHAPES = [(1, 24, torch.float32), (5, 576, torch.bfloat16), (37, 1031, torch.float16), (5, 24, torch.bfloat16), (37, 576, torch.float32)]
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,9 +37,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES, ids=str)
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, width, dtype=dtype), random(width, dtype=dtype)
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-3).double(), normed(x, weight, 1e-3), **tolerance(dtype))
@@ -58,9 +56,7 @@ def test_rms_norm_of_heads_inside_a_fused_projection(dtype: torch.dtype) -> None
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES, ids=str)
 def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width, dtype=dtype)
     want = x.double() + residual.double()
@@ -70,7 +66,7 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [1, 37])
 def test_add_rms_norm_of_parts(rows: int, dtype: torch.dtype) -> None:
     parts, residual, weight = random(3, rows, 72, dtype=torch.float32), random(rows, 72, dtype=dtype), random(72, dtype=dtype)
     want = parts.double().sum(0) + residual.double()
@@ -79,9 +75,7 @@ def test_add_rms_norm_of_parts(rows: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), normed(residual, weight, 1e-5), **tolerance(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES, ids=str)
 def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = random(rows, 2 * width, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
@@ -90,8 +84,7 @@ def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size"),
-    [(4, 2, 16, 16, 4), (9, 3, 64, 64, 16), (7, 1, 80, 80, 3), (3, 3, 96, 24, 16), (8, 1, 24, 20, 5)],
+    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size"), [(9, 3, 64, 64, 16), (7, 1, 80, 80, 3), (8, 1, 24, 20, 5)]
 )
 def test_rotate_and_write(num_heads: int, num_kv_heads: int, head_dim: int, rotated: int, block_size: int, dtype: torch.dtype) -> None:
     cache = poisoned_pool(dtype, num_blocks=7, num_layers=3, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_pools import DEVICE, DTYPES, tolerance
+from kernel_pools import DEVICE, tolerance
 
 from twostep.model.kernels.triton_reduce import RowExchange, inbox_bytes
 
@@ -16,13 +16,14 @@ def exchanges(size: int, width: int, dtype: torch.dtype, max_rows: int) -> tuple
     return [RowExchange(addresses, rank, max_rows=max_rows) for rank in range(size)], inboxes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "width"), [(2, 24), (2, 70), (4, 134), (8, 64)])
+@pytest.mark.parametrize(
+    ("size", "width", "dtype"), [(2, 24, torch.float32), (2, 70, torch.float16), (4, 134, torch.bfloat16), (8, 64, torch.bfloat16)], ids=str
+)
 def test_all_ranks_have_the_sum_added_and_normed_with_the_same_bits(size: int, width: int, dtype: torch.dtype) -> None:
     ranks, _ = exchanges(size, width, dtype, max_rows=5)
     weight = torch.randn(width, device=DEVICE).to(dtype)
     # Odd numbers of tokens one after the other: each token's exchanges are counted apart.
-    for rows in (3, 5, 1, 2, 5):
+    for rows in (2, 3, 1):
         terms = [torch.randn(rows, width, device=DEVICE).to(dtype) for _ in ranks]
         before = torch.randn(rows, width, device=DEVICE).to(dtype)
         residuals = [before.clone() for _ in ranks]

@@ -14,12 +14,12 @@ from kernel_pools import DEVICE
 
 from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
-from twostep.model.families.config import parse_config
-from twostep.model.families.registry import build_model, load_weights
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels import triton_elementwise as kernels
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_prefill import clear_tails
 from twostep.model.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, slot_sums, sum_blocks
+from twostep.model.loading.weights import load_weights
 from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep

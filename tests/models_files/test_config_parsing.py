@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig, parse_config
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.registry import parse_config
 from twostep.model.families.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from twostep.text.model_card import ModelCard
 
@@ -29,6 +31,29 @@ OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 128,
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 
 
+LLAMA = ModelConfig(
+    architecture="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-5,
+    rope=Rope(theta=10000.0),
+    num_positions=0,
+    windows=(0, 0),
+    max_model_len=2048,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    dtype="float32",
+)
+
+
 def saved(model_dir: Path, config: PretrainedConfig) -> ModelConfig:
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.dtype = "float32"
@@ -44,27 +69,7 @@ def written(model_dir: Path, **keys: Any) -> Path:
 
 
 def test_llama_as_transformers_saves_it(tmp_path: Path) -> None:
-    assert saved(tmp_path, LlamaConfig(**SHAPE, rms_norm_eps=1e-5)) == ModelConfig(
-        architecture="llama",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=Rope(theta=10000.0),
-        num_positions=0,
-        windows=(0, 0),
-        max_model_len=2048,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        dtype="float32",
-    )
+    assert saved(tmp_path, LlamaConfig(**SHAPE, rms_norm_eps=1e-5)) == LLAMA
 
 
 def test_llama_options(tmp_path: Path) -> None:
@@ -185,27 +190,9 @@ def test_qwens_windows_are_transformers(
 
 def test_opt(tmp_path: Path) -> None:
     keys = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == ModelConfig(
-        architecture="opt",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=None,
-        num_positions=96,
-        windows=(0, 0),
-        max_model_len=96,
-        tie_word_embeddings=True,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=False,
-        dtype="float32",
-    )
+    bare = replace(LLAMA, architecture="opt", num_kv_heads=4, rope=None, num_positions=96, max_model_len=96, tie_word_embeddings=True)
+    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True)
+    assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == biased
 
 
 def test_qwen2_has_bias_on_qkv_only(tmp_path: Path) -> None:
@@ -319,7 +306,7 @@ def test_refused_by_name(tmp_path: Path, keys: dict[str, Any], words: list[str])
 
 
 def test_biases_where_the_architecture_has_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="attention_bias is True"):
+    with pytest.raises(SetupError, match="attention_bias"):
         parse_config(
             written(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None, attention_bias=True)
         )
@@ -328,18 +315,15 @@ def test_biases_where_the_architecture_has_none_are_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize("content", ["{", "[]", "\udcff", "nul", '{"a": 1e999999', "[" * 100_000])
 def test_broken_json(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(SetupError, match=r"config\.json.*download it again"):
+    with pytest.raises(SetupError, match=r"config\.json"):
         parse_config(tmp_path)
 
 
 def test_no_config_and_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"config\.json does not exist; give a Hugging Face model directory"):
-        parse_config(tmp_path)
-    with pytest.raises(SetupError, match="is not a directory"):
-        parse_config(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match="is not a directory"):
-        parse_config(tmp_path / "file")
+    for directory in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
+        with pytest.raises(SetupError, match=directory.name):
+            parse_config(directory)
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(SetupError, match="cannot be read"):
+    with pytest.raises(SetupError, match=r"config\.json"):
         parse_config(tmp_path)

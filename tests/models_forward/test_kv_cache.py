@@ -94,18 +94,18 @@ def test_no_blocks_is_no_work(cache: KvCache) -> None:
     ],
 )
 def test_a_wrong_buffer_is_refused(cache: KvCache, out: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="2 blocks need a contiguous uint8 array"):
+    with pytest.raises(ValueError, match="uint8"):
         cache.read_blocks([0, 1], out)
-    with pytest.raises(ValueError, match="2 blocks need a contiguous uint8 array"):
+    with pytest.raises(ValueError, match="uint8"):
         cache.write_blocks([0, 1], out)
 
 
 @pytest.mark.parametrize("block", [-1, 6])
 def test_blocks_outside_the_pool_are_refused(cache: KvCache, block: int) -> None:
     data = np.zeros((1, SHAPE.block_bytes), np.uint8)
-    with pytest.raises(ValueError, match="from 0 to 5"):
+    with pytest.raises(ValueError, match="block ids"):
         cache.read_blocks([block], data)
-    with pytest.raises(ValueError, match="from 0 to 5"):
+    with pytest.raises(ValueError, match="block ids"):
         cache.write_blocks([block], data)
 
 

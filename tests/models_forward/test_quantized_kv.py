@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
-from twostep.model.families.config import parse_config
-from twostep.model.parallel.blocks import BlockParts
-from twostep.model.runner.model_runner import ModelRunner, kv_shape, num_blocks_for
+from twostep.model.families.registry import parse_config
+from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_quantization import LEAST_SCALE, dequantize, quantize
 from twostep.prefix import derive_key
@@ -93,7 +91,7 @@ def runner(directory: Path, quantization: str = "auto", *, block_size: int = 16,
 
 
 def logits(runner: ModelRunner, chunks: list[int], block_size: int) -> torch.Tensor:
-    """Of every position of two sequences; `chunks` cuts the first, the second comes a token at a time beside it, then whole."""
+    """Logits of every position of two sequences; `chunks` cuts the first, the second comes a token at a time beside it, then whole."""
     sequences = scattered_sequences([sum(chunks), 60], block_size, NUM_BLOCKS, random.Random(1))
     rows: list[dict[int, torch.Tensor]] = [{}, {}]
     for step, count in enumerate(chunks):
@@ -145,19 +143,10 @@ def test_moved_blocks_decode_bit_identically(directory: Path, quantization: str)
     want = source.forward(make_batch([(sequence, 1)], 16))
     moved = Sequence_(sequence.tokens, elsewhere, num_computed=49)
     assert torch.equal(target.forward(make_batch([(moved, 1)], 16)), want)
-
-
-@pytest.mark.parametrize("quantization", FORMATS)
-def test_a_copied_block_has_its_scales(directory: Path, quantization: str) -> None:
-    source = runner(directory, quantization)
-    (sequence,) = scattered_sequences([40], 16, NUM_BLOCKS, random.Random(4))
-    source.run(make_batch([(sequence, 39)], 16))
-    sequence.num_computed = 39
-    want = source.forward(make_batch([(sequence, 1)], 16))
-    spare = next(block for block in range(NUM_BLOCKS) if block not in sequence.blocks)
-    source.copy_block(sequence.blocks[1], spare)
-    copied = Sequence_(sequence.tokens, [sequence.blocks[0], spare, sequence.blocks[2]], num_computed=39)
-    assert torch.equal(source.forward(make_batch([(copied, 1)], 16)), want)
+    spare = next(block for block in range(NUM_BLOCKS) if block not in elsewhere)
+    target.copy_block(elsewhere[1], spare)
+    copied = Sequence_(sequence.tokens, [elsewhere[0], spare, *elsewhere[2:]], num_computed=49)
+    assert torch.equal(target.forward(make_batch([(copied, 1)], 16)), want)
 
 
 def answers(made: ModelRunner, prompts: list[list[int]], budget: int) -> list[list[int]]:
@@ -235,33 +224,6 @@ def test_a_quantized_pool_holds_nearly_twice_the_blocks(directory: Path) -> None
     # head_dim 16: 32 bytes a vector, or 16 and a scale of 2.
     assert counts["fp8"] == counts["int8"] == (1 << 24) // (2 * 2 * 2 * 16 * 18)
     assert counts["auto"] == (1 << 24) // (2 * 2 * 2 * 16 * 32)
-
-
-@pytest.mark.parametrize("quantization", FORMATS)
-def test_blocks_are_cut_for_ranks_by_heads(directory: Path, quantization: str) -> None:
-    """What ranks write, joined, are the bytes that one process writes, and back."""
-    config = parse_config(directory)
-    shape = kv_shape(config, "float32", 3, 8, quantization)
-    local = dataclasses.replace(shape, num_kv_heads=shape.num_kv_heads // 2)
-    parts = BlockParts(local, config, 2)
-    assert parts.shape == shape
-    whole, ranks = KvCache(shape), [KvCache(local) for _ in range(2)]
-    place = torch.arange(24)
-    for layer in range(shape.num_layers):
-        vectors = torch.randn(24, 2, 2, shape.head_dim)
-        for cache, heads in ((whole, slice(0, 2)), (ranks[0], slice(0, 1)), (ranks[1], slice(1, 2))):
-            assert cache.quantized is not None
-            cache.quantized.write(layer, place // 8, place % 8, vectors[:, :, heads].reshape(24, -1, shape.head_dim))
-    want = np.empty((3, shape.block_bytes), np.uint8)
-    whole.read_blocks(range(3), want)
-    joined = np.zeros_like(want)
-    for rank, cache in enumerate(ranks):
-        own, cut = np.empty((2, 3, local.block_bytes), np.uint8)
-        cache.read_blocks(range(3), own)
-        parts.join(own, rank, joined)
-        parts.cut(want, rank, cut)
-        assert np.array_equal(cut, own)
-    assert np.array_equal(joined, want)
 
 
 def test_lossy_kv_shares_neither_prefixes_nor_pairs(directory: Path) -> None:

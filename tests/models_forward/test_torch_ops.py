@@ -10,11 +10,11 @@ import pytest
 import torch
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 
-from twostep.model.kernels import torch_ops
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels import ops
+from twostep.model.kernels.ops import Ops
 from twostep.model.runner.model_runner import ModelRunner
 
-OPS = TorchOps()
+OPS = Ops()
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 130])
@@ -34,13 +34,13 @@ def test_linear(num_rows: int, bias: bool, dtype: torch.dtype) -> None:
 
 def test_linear_without_packing_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    torch_ops._packing_works.cache_clear()
+    ops._packing_works.cache_clear()
     try:
         weight, x = torch.randn(5, 4).bfloat16(), torch.randn(3, 4).bfloat16()
         assert torch.equal(OPS.prepare_linear(weight, None)(x), torch.nn.functional.linear(x, weight))
-        assert not torch_ops._packing_works(torch.bfloat16)
+        assert not ops._packing_works(torch.bfloat16)
     finally:
-        torch_ops._packing_works.cache_clear()
+        ops._packing_works.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

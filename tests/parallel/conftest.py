@@ -1,4 +1,4 @@
-"""Small models saved by transformers, as the tests of one runner have them."""
+"""Small models saved by transformers, as the tests of one runner have them; what starts ranks is a test of the system."""
 
 from __future__ import annotations
 

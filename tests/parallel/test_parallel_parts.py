@@ -1,4 +1,4 @@
-"""What tensor parallelism computes without processes: parts of models and of KV blocks, batches through shared memory."""
+"""The arithmetic of tensor parallelism, without processes: parts of models and of KV blocks, batches through shared memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.batch import Batch, KvShape, LayerRange
+from twostep.engine.batch import Batch, KvShape
 from twostep.errors import InternalError, SetupError, Unavailable
 from twostep.model.families.config import ModelConfig
-from twostep.model.families.config_rope import Rope
 from twostep.model.families.registry import build_model
+from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
-from twostep.model.parallel.channel import Command, Kind, StepMemory, Transfer
+from twostep.model.parallel.channel import StepMemory, pack, unpack
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -61,12 +61,12 @@ def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
 @given(cuts())
 def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tuple[ModelConfig, int]) -> None:
     config, size = cut
-    whole = build_model(config, torch.float32, TorchOps()).places()
+    whole = build_model(config, torch.float32, Ops()).places()
     checkpoint = {name: torch.arange(1.0, place.tensor.numel() + 1).view(place.shape) for name, place in whole.items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in checkpoint.items()}
     for rank in range(size):
         shard = shard_of(config, rank, size)
-        model = build_model(shard.local, torch.float32, TorchOps(), "cpu", ModelPart(shard=shard, gather=lambda x: x))
+        model = build_model(shard.local, torch.float32, Ops(), "cpu", ModelPart(shard=shard, gather=lambda x: x))
         places = model.places()
         assert places.keys() == checkpoint.keys()
         for name, place in places.items():
@@ -98,9 +98,9 @@ def test_a_rank_has_the_kv_heads_that_its_query_heads_read(cut: tuple[ModelConfi
 @pytest.mark.parametrize(
     ("config", "size", "says"),
     [
-        (config_of(heads=6, kv_heads=2), 4, r"num_attention_heads \(6\); give one of 1, 2"),
-        (config_of(heads=8, kv_heads=2, features=30), 4, r"intermediate_size \(30\)"),
-        (config_of(heads=12, kv_heads=3), 2, r"num_key_value_heads \(3\)"),
+        (config_of(heads=6, kv_heads=2), 4, r"num_attention_heads .* 1, 2"),
+        (config_of(heads=8, kv_heads=2, features=30), 4, "intermediate_size"),
+        (config_of(heads=12, kv_heads=3), 2, "num_key_value_heads"),
     ],
 )
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(config: ModelConfig, size: int, says: str) -> None:
@@ -182,8 +182,8 @@ def test_batches_pass_through_shared_memory(memory: StepMemory, sent: list[Batch
     for number, batch in enumerate(sent, 1):
         for rank in (1, 2):
             memory.set_done(rank, number - 1)
-        command = Command.unpack(memory.put(number, batch, never, 0.0).pack())
-        assert (command.kind, command.number) == (Kind.STEP, number)
+        command = unpack(pack(memory.put(number, batch, never, 0.0)))
+        assert command.number == number
         got = memory.get(command)
         for name in ("token_ids", "positions", "query_start", "seq_lens", "block_tables", "slots", "sample_rows", "carried"):
             a, b = getattr(batch, name), getattr(got, name)
@@ -200,7 +200,7 @@ def test_a_slot_is_not_written_before_every_rank_is_done_with_it(memory: StepMem
     memory.set_done(1, 4)
     memory.set_done(2, 0)
     asked = []
-    with pytest.raises(Unavailable, match="hangs"):
+    with pytest.raises(Unavailable):
         memory.put(5, batch, lambda: asked.append(1), time.monotonic() - 1.0)
     assert asked, "a failure must be seen while waiting"
     memory.set_done(2, 1)
@@ -213,12 +213,6 @@ def test_a_step_larger_than_its_slot_is_refused(memory: StepMemory, monkeypatch:
     monkeypatch.setattr(parallel_channel, "_SLOT_BYTES", 300)
     with pytest.raises(InternalError, match="max-num-batched-tokens"):
         memory.put(1, small_batch(), never, 0.0)
-
-
-@given(st.sampled_from([Kind.READ, Kind.WRITE]), st.integers(0, 2**64 - 1), *[st.integers(0, 2**32 - 1)] * 3)
-def test_transfers_pass_as_messages(kind: Kind, after: int, count: int, first_layer: int, num_layers: int) -> None:
-    transfer = Transfer(kind, after, count, LayerRange(first_layer, num_layers))
-    assert Transfer.unpack(transfer.pack()) == transfer
 
 
 def small_batch() -> Batch:

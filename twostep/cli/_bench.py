@@ -60,7 +60,7 @@ def _bench(args: argparse.Namespace) -> int:
     bench: Any = importlib.import_module("twostep.lab.bench.engine")
     measure_limits = importlib.import_module("twostep.lab.bench.limits").measure_limits
     roofline: Any = importlib.import_module("twostep.lab.bench.roofline")
-    config_of = importlib.import_module("twostep.model.families.config").parse_config
+    config_of = importlib.import_module("twostep.model.families.registry").parse_config
     worker_config = importlib.import_module("twostep.worker.config").WorkerConfig
     devices = importlib.import_module("twostep.model.runner.device")
 

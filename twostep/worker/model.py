@@ -206,7 +206,7 @@ def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) 
 
 def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
     """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
-    from twostep.model.families.config import parse_config  # noqa: PLC0415
+    from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import kv_shape  # noqa: PLC0415
 
     if config.device != "cpu":
@@ -240,7 +240,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
 
 def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
     """Blocks of the KV pool, or how to find out once the weights are loaded."""
-    from twostep.model.families.config import parse_config  # noqa: PLC0415
+    from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import num_blocks_for  # noqa: PLC0415
     from twostep.model.step.pool_sizing import PoolSizing  # noqa: PLC0415
 

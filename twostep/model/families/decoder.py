@@ -2,8 +2,8 @@
 
     embedded ─ norm ─ qkv ─ KV write ─ attention ─ o ─ + ─ norm ─ MLP ─ + ─ … ─ norm ─ lm_head
 
-A family says what its norms, its MLP and its embedding are, and what a checkpoint calls them. q, k and v are one product, their
-weights in that order of rows.
+A family says what its norms, its MLP and its embedding are, what a checkpoint calls them, and how its config.json is read. q, k and v
+are one product, their weights in that order of rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
-from twostep.model.families.modules import LinearLayer, Maker, Norm
+from twostep.model.families.fields import Fields
+from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
 from twostep.model.families.rope import rope_tables
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
-from twostep.model.loading.places import Place, Places
+from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -59,23 +60,26 @@ class DecoderLayer(ABC):
         plan.rotate_and_write(self.index, qkv)
         return plan.attend(self.index, qkv)
 
-    def _place_qkv(self, places: Places, prefix: str) -> None:
-        q, kv = self.config.num_heads * self.config.head_dim, self.config.num_kv_heads * self.config.head_dim
-        self.qkv.place(places, f"{prefix}.q_proj", 0, q)
-        self.qkv.place(places, f"{prefix}.k_proj", q, kv)
-        self.qkv.place(places, f"{prefix}.v_proj", q + kv, kv)
+    def _place_attention(self, places: Places, prefix: str, o_name: str) -> None:
+        c = self.config
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.qkv.place(
+            places, (f"{prefix}.q_proj", q, Cut.HEADS), (f"{prefix}.k_proj", kv, Cut.KV_HEADS), (f"{prefix}.v_proj", kv, Cut.KV_HEADS)
+        )
+        self.o.place(places, (f"{prefix}.{o_name}", c.hidden_size, Cut.FROM_HEADS))
 
 
 class Decoder(ABC):
     """A model whose KV lives in a KvCache. Use: build, fill the `places()`, `finish_loading()`, then `forward`."""
 
+    architecture: str  # config.json's model_type
     # What a checkpoint calls the embedding, the layers and the last norm.
     embed_name: str
     layers_name: str
     norm_name: str
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
-        """With a `part`, `config` is that rank's, and norms add up the ranks' partial sums (see `parallel_ops.py`)."""
+        """With a `part`, `config` is that rank's, and `ops` add up the ranks' partial sums."""
         self.config = config
         self.dtype = dtype
         self._ops = ops
@@ -85,7 +89,14 @@ class Decoder(ABC):
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._norm = self._last_norm()
         self._head = LinearLayer(self._embed_weight[self._head_rows], None) if config.tie_word_embeddings else self._untied_head()
-        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
+        cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
+        self.attention = AttentionSpec(num_heads=config.num_heads, cos=cos, sin=sin, windows=config.windows)
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        """Takes the keys of config.json that this family knows; `dtype` is that of the weights. Raises SetupError, naming the key, for what
+        cannot be honoured; what is not taken is refused by the caller."""
 
     @abstractmethod
     def _layer(self, index: int) -> DecoderLayer: ...
@@ -107,7 +118,7 @@ class Decoder(ABC):
         places = {f"{self.embed_name}.weight": Place.whole(self._embed_weight)}
         self._norm.place(places, self.norm_name)
         if not self.config.tie_word_embeddings:
-            self._head.place(places, "lm_head", 0, self._head_rows.stop - self._head_rows.start)
+            self._head.place(places, ("lm_head", self._head_rows.stop - self._head_rows.start, Cut.VOCABULARY))
         for layer in self._layers:
             layer.place(places, f"{self.layers_name}.{layer.index}")
         return places if self._part is None else self._part.shard.places(places)
@@ -119,17 +130,10 @@ class Decoder(ABC):
                 linear.finish_loading(self._ops)
         self._head.finish_loading(self._ops)
 
-    @property
-    def rope_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [max_model_len, R / 2] each, on the device; R is head_dim, or 0 without RoPE."""
-        return self._cos, self._sin
-
     def forward(self, batch: Batch, cache: KvCache, passed: Callable[[int], None] | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
         `passed` is called with a number of layers whenever what writes their KV has been queued."""
-        c = self.config
-        plan = self._ops.plan_attention(batch, cache, num_heads=c.num_heads, cos=self._cos, sin=self._sin, windows=c.windows)
-        return self.compute(plan, passed)
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), passed)
 
     def compute(self, plan: AttentionPlan, passed: Callable[[int], None] | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""

@@ -5,27 +5,29 @@ MLP = down(silu(gate) · up), gate and up one product, their weights in that ord
 
 from __future__ import annotations
 
-from twostep.model.families.config import ModelConfig
+from twostep.checkpoint.context import context_of
+from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
+from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig, WindowRule, parse_windows
 from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.modules import LinearLayer, Maker, Norm
+from twostep.model.families.fields import Fields
+from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Places
+from twostep.model.families.rope import parse_rope
 from twostep.model.kernels.ops import Linear
-from twostep.model.loading.places import Places
 
 
 class LlamaLayer(DecoderLayer):
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         c = config
         super().__init__(index, c, make, make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size))
-        self.gate_up = make.gated_linear(2 * c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.gate_up = make.linear(2 * c.intermediate_size, c.hidden_size, bias=c.mlp_bias, gated=True)
         self.down = make.linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
     def place(self, places: Places, prefix: str) -> None:
         c = self.config
-        self._place_qkv(places, f"{prefix}.self_attn")
-        self.o.place(places, f"{prefix}.self_attn.o_proj", 0, c.hidden_size)
-        self.gate_up.place(places, f"{prefix}.mlp.gate_proj", 0, c.intermediate_size)
-        self.gate_up.place(places, f"{prefix}.mlp.up_proj", c.intermediate_size, c.intermediate_size)
-        self.down.place(places, f"{prefix}.mlp.down_proj", 0, c.hidden_size)
+        self._place_attention(places, f"{prefix}.self_attn", "o_proj")
+        features = c.intermediate_size
+        self.gate_up.place(places, (f"{prefix}.mlp.gate_proj", features, Cut.FEATURES), (f"{prefix}.mlp.up_proj", features, Cut.FEATURES))
+        self.down.place(places, (f"{prefix}.mlp.down_proj", c.hidden_size, Cut.FROM_FEATURES))
         self.input_norm.place(places, f"{prefix}.input_layernorm")
         self.post_norm.place(places, f"{prefix}.post_attention_layernorm")
 
@@ -42,12 +44,99 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(Decoder):
+    architecture = "llama"
     embed_name = "model.embed_tokens"
     layers_name = "model.layers"
     norm_name = "model.norm"
+
+    @classmethod
+    def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        bias = fields.boolean("attention_bias", False)
+        return parse_relative(
+            cls.architecture,
+            fields,
+            dtype,
+            names_kv_heads=False,
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=fields.boolean("mlp_bias", False),
+        )
 
     def _layer(self, index: int) -> LlamaLayer:
         return LlamaLayer(index, self.config, self._make)
 
     def _last_norm(self) -> Norm:
         return self._make.rms_norm(self.config.hidden_size)
+
+
+class Mistral(Llama):
+    """Differs from Llama by what its config.json may say."""
+
+    architecture = "mistral"
+
+    @classmethod
+    def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.ALL)
+
+
+def parse_relative(
+    architecture: str,
+    fields: Fields,
+    dtype: str,
+    *,
+    windows: WindowRule = WindowRule.NONE,
+    names_kv_heads: bool = True,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `head_dim`: the default."""
+    fields.expect("hidden_act", "silu", default="silu")
+    hidden_size = fields.positive_int("hidden_size", MAX_WIDTH)
+    num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
+    num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
+    rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN))
+    max_model_len = context_of(fields.whole, fields.path)
+    num_kv_heads = num_heads
+    if names_kv_heads or fields.peek("num_key_value_heads") is not None:
+        num_kv_heads = fields.positive_int("num_key_value_heads", MAX_HEADS)
+        if num_heads % num_kv_heads:
+            fields.refuse("num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive_int("intermediate_size", MAX_WIDTH),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields, head_dim, hidden_size, num_heads),
+        norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
+        rope=rope,
+        num_positions=0,
+        windows=parse_windows(fields, architecture, windows, num_layers, max_model_len),
+        max_model_len=max_model_len,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        dtype=dtype,
+    )
+
+
+def _head_dim(fields: Fields, default: int | None, hidden_size: int, num_heads: int) -> int:
+    if default is not None and not fields.has("head_dim"):
+        return default
+    if fields.peek("head_dim") is not None:
+        head_dim = fields.positive_int("head_dim", MAX_HEAD_DIM)
+    else:
+        fields.take("head_dim", None)
+        if hidden_size % num_heads:
+            fields.refuse("hidden_size", hidden_size, f"without head_dim it must be a multiple of num_attention_heads ({num_heads})")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        fields.refuse("head_dim", head_dim, "rotary embedding needs an even one")
+    return head_dim

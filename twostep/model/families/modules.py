@@ -1,14 +1,45 @@
-"""The parts of a decoder that own weights: linear layers and norms."""
+"""The parts of a decoder that own weights: linear layers and norms, and the places in them that a checkpoint's tensors go to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
 
 from twostep.model.kernels.ops import Linear, Ops
-from twostep.model.loading.places import Place, Places
+
+
+class Cut(Enum):
+    """Which part of a checkpoint's tensor each rank of several holds (sharding.py). Rows cut need no exchange; of what is cut by columns
+    a rank's result is one term of a sum, and the bias is rank 0's."""
+
+    WHOLE = "whole"
+    HEADS = "rows: query heads"
+    KV_HEADS = "rows: KV heads"
+    FEATURES = "rows: of the MLP, between its products"
+    VOCABULARY = "rows: of the output layer"
+    FROM_HEADS = "columns: query heads"
+    FROM_FEATURES = "columns: of the MLP, between its products"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor of a checkpoint goes. `tensor`, dense, is a view of its final (fused) buffer; it takes the part of the
+    checkpoint's tensor of that `shape` that begins at `start` and is as large as `tensor`."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    cut: Cut = Cut.WHOLE
+
+    @staticmethod
+    def whole(tensor: torch.Tensor, cut: Cut = Cut.WHOLE) -> Place:
+        return Place(tensor, tuple(tensor.shape), (0,) * tensor.dim(), cut)
+
+
+Places = dict[str, Place]  # by the checkpoint's (Hugging Face) names
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +54,9 @@ class Maker:
     def empty(self, *sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=self.dtype, device=self.device)
 
-    def linear(self, rows: int, cols: int, *, bias: bool) -> LinearLayer:
-        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None)
-
-    def gated_linear(self, rows: int, cols: int, *, bias: bool) -> LinearLayer:
-        """silu(gate) * up of a linear layer whose first half of rows are the gates'."""
-        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None, gated=True)
+    def linear(self, rows: int, cols: int, *, bias: bool, gated: bool = False) -> LinearLayer:
+        """`gated`: silu(gate) * up of a product whose first half of rows are the gates'."""
+        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None, gated=gated)
 
     def rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(self.ops, self.empty(size), self.norm_eps)
@@ -48,15 +76,20 @@ class LinearLayer:
         self.run: Linear  # there when loading has finished
         self._gated = gated
 
-    def place(self, places: Places, name: str, start: int, rows: int) -> None:
-        """Registers rows [start, start + rows) under a checkpoint name."""
+    def place(self, places: Places, *layers: tuple[str, int, Cut]) -> None:
+        """Registers the checkpoint's layers (name, rows, cut) that this one consists of, in order."""
         assert self.weight is not None
-        places[f"{name}.weight"] = Place.whole(self.weight[start : start + rows])
-        if self.bias is not None:
-            places[f"{name}.bias"] = Place.whole(self.bias[start : start + rows])
+        start = 0
+        for name, rows, cut in layers:
+            part = slice(start, start + rows)
+            places[f"{name}.weight"] = Place.whole(self.weight[part], cut)
+            if self.bias is not None:
+                places[f"{name}.bias"] = Place.whole(self.bias[part], cut)
+            start += rows
+        assert start == len(self.weight)
 
     def finish_loading(self, ops: Ops) -> None:
-        """Places given out are dead after it."""
+        """Hands the weight to the device; places given out are dead after it."""
         assert self.weight is not None
         weight, self.weight = self.weight, None
         self.run = (ops.prepare_gated if self._gated else ops.prepare_linear)(weight, self.bias)
@@ -72,12 +105,8 @@ class Norm(Protocol):
         """Norms over the last dimension."""
         ...
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place and norms that."""
-        ...
-
     def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
-        """then(add(linear(x), residual)), in whatever pieces are fastest here."""
+        """Adds linear(x) to `residual` in place, and returns then(norm(residual)), in whatever pieces are fastest here."""
         ...
 
 
@@ -92,9 +121,6 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, self.weight, self._eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
 
     def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
         return self._ops.join_rms_norm(linear, x, residual, self.weight, self._eps, then)
@@ -114,8 +140,5 @@ class LayerNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.layer_norm(x, self.weight, self.bias, self._eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self._eps)
-
     def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
-        return then(self.add(linear(x), residual))
+        return then(self._ops.add_layer_norm(linear(x), residual, self.weight, self.bias, self._eps))

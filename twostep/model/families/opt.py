@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from twostep.model.families.config import ModelConfig
+from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
+from twostep.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.modules import LinearLayer, Maker, Norm
+from twostep.model.families.fields import Fields
+from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
-from twostep.model.loading.places import Place, Places
 
 # The first rows of a checkpoint's position table stand for padding: position p is row p + 2.
 _POSITION_OFFSET = 2
 
 
-class _OptLayer(DecoderLayer):
+class OptLayer(DecoderLayer):
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         c = config
         super().__init__(index, c, make, make.layer_norm(c.hidden_size), make.layer_norm(c.hidden_size))
@@ -26,10 +27,9 @@ class _OptLayer(DecoderLayer):
 
     def place(self, places: Places, prefix: str) -> None:
         c = self.config
-        self._place_qkv(places, f"{prefix}.self_attn")
-        self.o.place(places, f"{prefix}.self_attn.out_proj", 0, c.hidden_size)
-        self.fc1.place(places, f"{prefix}.fc1", 0, c.intermediate_size)
-        self.fc2.place(places, f"{prefix}.fc2", 0, c.hidden_size)
+        self._place_attention(places, f"{prefix}.self_attn", "out_proj")
+        self.fc1.place(places, (f"{prefix}.fc1", c.intermediate_size, Cut.FEATURES))
+        self.fc2.place(places, (f"{prefix}.fc2", c.hidden_size, Cut.FROM_FEATURES))
         self.input_norm.place(places, f"{prefix}.self_attn_layer_norm")
         self.post_norm.place(places, f"{prefix}.final_layer_norm")
 
@@ -46,6 +46,7 @@ class _OptLayer(DecoderLayer):
 
 
 class Opt(Decoder):
+    architecture = "opt"
     embed_name = "model.decoder.embed_tokens"
     layers_name = "model.decoder.layers"
     norm_name = "model.decoder.final_layer_norm"
@@ -54,11 +55,48 @@ class Opt(Decoder):
         super().__init__(config, dtype, ops, device, part)
         self._positions = self._make.empty(config.num_positions + _POSITION_OFFSET, config.hidden_size)
 
+    @classmethod
+    def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        fields.expect("activation_function", "relu", default="relu")
+        fields.expect("do_layer_norm_before", True, default=True)
+        fields.expect("layer_norm_elementwise_affine", True, default=True)
+        fields.expect("_remove_final_layer_norm", False, default=False)
+        hidden_size = fields.positive_int("hidden_size", MAX_WIDTH)
+        if (projected := fields.take("word_embed_proj_dim", None)) not in (None, hidden_size):
+            fields.refuse("word_embed_proj_dim", projected, f"only that of hidden_size ({hidden_size}) is supported")
+        num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
+        if hidden_size % num_heads:
+            fields.refuse("hidden_size", hidden_size, f"it must be a multiple of num_attention_heads ({num_heads})")
+        num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
+        num_positions = fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
+        bias = fields.boolean("enable_bias", True)
+        return ModelConfig(
+            architecture=cls.architecture,
+            vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
+            hidden_size=hidden_size,
+            intermediate_size=fields.positive_int("ffn_dim", MAX_WIDTH),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            norm_eps=1e-5,  # torch's default, which transformers uses
+            rope=None,
+            num_positions=num_positions,
+            windows=(0,) * num_layers,
+            max_model_len=num_positions,
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bias,
+            qk_norm=False,
+            dtype=dtype,
+        )
+
     def places(self) -> Places:
         return super().places() | {"model.decoder.embed_positions.weight": Place.whole(self._positions)}
 
-    def _layer(self, index: int) -> _OptLayer:
-        return _OptLayer(index, self.config, self._make)
+    def _layer(self, index: int) -> OptLayer:
+        return OptLayer(index, self.config, self._make)
 
     def _last_norm(self) -> Norm:
         return self._make.layer_norm(self.config.hidden_size)

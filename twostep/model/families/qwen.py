@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from twostep.model.families.config import ModelConfig
-from twostep.model.families.llama import Llama, LlamaLayer
-from twostep.model.families.modules import Maker
+from twostep.model.families.config import ModelConfig, WindowRule
+from twostep.model.families.fields import Fields
+from twostep.model.families.llama import Llama, LlamaLayer, parse_relative
+from twostep.model.families.modules import Maker, Places
 from twostep.model.kernels.ops import AttentionPlan
-from twostep.model.loading.places import Places
 
 
 class Qwen2(Llama):
     """Differs from Llama by `qkv_bias` alone, which the config carries."""
 
+    architecture = "qwen2"
 
-class _Qwen3Layer(LlamaLayer):
+    @classmethod
+    def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, qkv_bias=True)
+
+
+class Qwen3Layer(LlamaLayer):
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         super().__init__(index, config, make)
         self._q_norm = make.rms_norm(config.head_dim)
@@ -36,5 +42,14 @@ class _Qwen3Layer(LlamaLayer):
 
 
 class Qwen3(Llama):
-    def _layer(self, index: int) -> _Qwen3Layer:
-        return _Qwen3Layer(index, self.config, self._make)
+    architecture = "qwen3"
+
+    @classmethod
+    def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        bias = fields.boolean("attention_bias", False)
+        return parse_relative(
+            cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
+        )
+
+    def _layer(self, index: int) -> Qwen3Layer:
+        return Qwen3Layer(index, self.config, self._make)

@@ -1,134 +1,81 @@
-"""Which class serves which architecture, and filling it with weights."""
+"""Which class serves which architecture: one line for each in ARCHITECTURES (how to add one: families/__init__.py)."""
 
 from __future__ import annotations
 
-import logging
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from twostep.errors import SetupError
+from twostep.checkpoint.directory import read_json, stored_dtype
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
-from twostep.model.families.llama import Llama
+from twostep.model.families.fields import Fields
+from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.opt import Opt
 from twostep.model.families.qwen import Qwen2, Qwen3
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import Ops
-from twostep.model.loading.places import Place
-from twostep.model.loading.weight_reader import ReadProgress, read_weights
-from twostep.model.loading.weights import StoredTensor, stored_tensors
 
-log = logging.getLogger(__name__)
+# By what config.json calls it in `architectures`.
+ARCHITECTURES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "OPTForCausalLM": Opt,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
+_DTYPES = ("bfloat16", "float16", "float32")
 
-ARCHITECTURES: dict[str, type[Decoder]] = {"llama": Llama, "mistral": Llama, "opt": Opt, "qwen2": Qwen2, "qwen3": Qwen3}
 
-# Buffers that old checkpoints carry and that are computed from the config here.
-_COMPUTED = (".rotary_emb.inv_freq",)
-_SHOWN_NAMES = 8
-_HEAD = "lm_head.weight"
-# Of two matrices that are compared, at a time.
-_COMPARED_ELEMENTS = 1 << 24
+def parse_config(model_dir: Path) -> ModelConfig:
+    """Reads config.json, in the layouts of transformers 4 and 5. A missing key has the value transformers gives it.
+
+    Raises SetupError, naming the file and the key, for a missing or broken file, an architecture, quantization, activation or rope
+    type that is not supported, and for any unknown key whose value could change the result.
+    """
+    path = model_dir / "config.json"
+    fields = Fields(path, read_json(path))
+    kind = _architecture(fields)
+    if (quantization := fields.take("quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        fields.refuse("quantization_config", method, "only unquantized weights are supported (bfloat16, float16, float32)")
+    config = kind.parse(fields, _dtype(fields, model_dir))
+    fields.refuse_rest()
+    return config
+
+
+def decoder_class(config: ModelConfig) -> type[Decoder]:
+    return next(kind for kind in ARCHITECTURES.values() if kind.architecture == config.architecture)
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> Decoder:
-    """A model with uninitialized weights, or one rank's `part` of it (then `config` is that rank's). Raises SetupError for an unknown
-    architecture."""
-    if config.architecture not in ARCHITECTURES:
-        raise SetupError(f"architecture {config.architecture!r} is not served; known: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[config.architecture](config, dtype, ops, device, part)
+    """Makes a model with uninitialized weights, or one rank's `part` of it (then `config` is that rank's)."""
+    return decoder_class(config)(config, dtype, ops, device, part)
 
 
-def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> ModelConfig:
-    """`config` with the head untied from the embedding if the files hold one that differs from it in `dtype`, the model's: what
-    transformers makes of a config.json that contradicts them so. Raises SetupError."""
-    if not config.tie_word_embeddings:
-        return config
-    stored = stored_tensors(model_dir)
-    head = next((tensor for tensor in stored if tensor.name == _HEAD), None)
-    embedding = _embedding(ARCHITECTURES[config.architecture], stored)
-    if head is None or embedding is None or _are_equal(head, embedding, dtype):
-        return config
-    log.warning(
-        "%s: tie_word_embeddings is true, but %s differs from %s; the head is used as it is stored. Set it to false to say the same",
-        model_dir / "config.json",
-        _HEAD,
-        embedding.name,
-    )
-    return replace(config, tie_word_embeddings=False)
+def _architecture(fields: Fields) -> type[Decoder]:
+    names = fields.take("architectures", None)
+    model_type = fields.take("model_type", None)
+    supported = "supported are " + ", ".join(ARCHITECTURES)
+    if names is None:
+        for kind in ARCHITECTURES.values():
+            if kind.architecture == model_type:
+                return kind
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        fields.refuse("architectures", names if names is not None else model_type, supported)
+    kind = ARCHITECTURES[names[0]]
+    if model_type not in (None, kind.architecture):
+        fields.refuse("model_type", model_type, f"{names[0]} goes with {kind.architecture!r}; {supported}")
+    return kind
 
 
-def _embedding(kind: type[Decoder], stored: Sequence[StoredTensor]) -> StoredTensor | None:
-    name = f"{kind.embed_name}.weight"
-    return next((tensor for tensor in stored if name in (tensor.name, f"model.{tensor.name}")), None)
-
-
-def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
-    """Read by and by, up to the first difference: two heads of a large model are gigabytes."""
-    if one.shape != other.shape or len(one.shape) != 2:
-        return False
-    num_rows, num_columns = one.shape
-    at_once = max(1, _COMPARED_ELEMENTS // max(1, num_columns))
-    for start in range(0, num_rows, at_once):
-        parts = [torch.empty(min(at_once, num_rows - start), num_columns, dtype=dtype) for _ in range(2)]
-        places = [Place(part, one.shape, (start, 0)) for part in parts]
-        read_weights(list(zip((one, other), places, strict=True)))
-        if not torch.equal(*parts):
-            return False
-    return True
-
-
-def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None = None) -> None:
-    """Fills a built model from a model directory. Raises SetupError, before anything is read, naming what is missing, unexpected or of
-    the wrong shape."""
-    places = model.places()
-    stored = stored_tensors(model_dir)
-    tied = model.config.tie_word_embeddings
-    # Of two that are one, either may have been saved.
-    head_is_embedding = tied and _embedding(type(model), stored) is None
-    work: dict[str, tuple[StoredTensor, Place]] = {}
-    unexpected = []
-    for tensor in stored:
-        # A checkpoint of the decoder without its head has no prefix (facebook/opt-*).
-        name = tensor.name if tensor.name in places else f"model.{tensor.name}"
-        if tensor.name == _HEAD and head_is_embedding:
-            name = f"{model.embed_name}.weight"
-        place = places.get(name)
-        if place is None or name in work:
-            if not tensor.name.endswith(_COMPUTED) and not (tensor.name == _HEAD and tied):
-                unexpected.append(tensor.name)
-            continue
-        if place.shape != tensor.shape:
-            raise SetupError(
-                f"tensor {tensor.name} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}; fix one of the two"
-            )
-        work[name] = tensor, place
-    if missing := places.keys() - work:
-        raise SetupError(f"the model directory lacks {_names(missing)}; download it again, or fix config.json")
-    if unexpected:
-        raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(unexpected)}")
-    read_weights(list(work.values()), progress)
-    model.finish_loading()
-
-
-def fill_random(model: Decoder, seed: int = 0) -> None:
-    """Random weights in place of files, the same for the same seed and kind of device: for benchmarks. They keep the activations'
-    scale from layer to layer about as trained ones do."""
-    places = model.places()
-    generator = torch.Generator(next(iter(places.values())).tensor.device)
-    for name, place in places.items():
-        # By name: what several ranks hold whole is the same on each.
-        generator.manual_seed(zlib.crc32(name.encode(), seed))
-        place.tensor.normal_(0.0, 0.02, generator=generator)
-        if name.endswith("norm.weight"):
-            place.tensor.add_(1.0)
-    model.finish_loading()
-
-
-def _names(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN_NAMES} more" if len(ordered) > _SHOWN_NAMES else ""
-    return ", ".join(ordered[:_SHOWN_NAMES]) + more
+def _dtype(fields: Fields, model_dir: Path) -> str:
+    old = fields.take("torch_dtype", None)
+    dtype = fields.take("dtype", None) or old
+    if dtype is None:
+        return stored_dtype(model_dir)
+    if isinstance(dtype, str):
+        dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPES:
+        fields.refuse("dtype", dtype, "supported are " + ", ".join(_DTYPES))
+    return str(dtype)

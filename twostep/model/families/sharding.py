@@ -5,7 +5,8 @@
     lm_head                    rows     a rank has the logits of its part of the vocabulary; a tied one is those rows of the embedding
     embedding, norms           whole on every rank
 
-Fewer KV heads than ranks: each head is on size / num_kv_heads ranks, beside the query heads that read it.
+A family says how each of its weights is cut where it places it (`Cut`, modules.py). Fewer KV heads than ranks: each head is on
+size / num_kv_heads ranks, beside the query heads that read it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ import torch
 
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
-from twostep.model.loading.places import Place, Places
-
-_BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "lm_head"})
-_BY_COLUMNS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
+from twostep.model.families.modules import Cut, Place, Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ShardRange:
     """[start, stop) of something that counts `whole`."""
 
     start: int
@@ -38,8 +36,8 @@ class Span:
     def slice(self) -> slice:
         return slice(self.start, self.stop)
 
-    def times(self, unit: int) -> Span:
-        return Span(start=self.start * unit, stop=self.stop * unit, whole=self.whole * unit)
+    def times(self, unit: int) -> ShardRange:
+        return ShardRange(start=self.start * unit, stop=self.stop * unit, whole=self.whole * unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +54,16 @@ class Shard:
         return replace(self.config, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), intermediate_size=len(self.features))
 
     @property
-    def heads(self) -> Span:
+    def heads(self) -> ShardRange:
         return self._part(self.config.num_heads)
 
     @property
-    def kv_heads(self) -> Span:
+    def kv_heads(self) -> ShardRange:
         count = self.config.num_kv_heads
         if count >= self.size:
             return self._part(count)
         start = self.rank * count // self.size
-        return Span(start=start, stop=start + 1, whole=count)
+        return ShardRange(start=start, stop=start + 1, whole=count)
 
     @property
     def owns_kv(self) -> bool:
@@ -73,52 +71,47 @@ class Shard:
         return self.rank == 0 or shard_of(self.config, self.rank - 1, self.size).kv_heads != self.kv_heads
 
     @property
-    def features(self) -> Span:
-        """Of the MLP, between its two products."""
+    def features(self) -> ShardRange:
+        """This rank's part of the MLP, between its two products."""
         return self._part(self.config.intermediate_size)
 
     @property
-    def vocabulary(self) -> Span:
+    def vocabulary(self) -> ShardRange:
         """Rows of the output layer. The last ranks may have fewer, or none."""
         whole = self.config.vocab_size
         each = -(-whole // self.size)
-        return Span(start=min(whole, self.rank * each), stop=min(whole, (self.rank + 1) * each), whole=whole)
+        return ShardRange(start=min(whole, self.rank * each), stop=min(whole, (self.rank + 1) * each), whole=whole)
 
     def places(self, places: Places) -> Places:
-        """Where the checkpoint's tensors go, from the `places()` of a model of `local` shape: each takes this rank's part of a whole one.
-        A bias that is another rank's becomes zero and takes nothing."""
-        return {name: self._place(name, place) for name, place in places.items()}
+        """Returns where the checkpoint's tensors go, from the `places()` of a model of `local` shape: each takes this rank's part of a
+        whole one. A bias that is another rank's becomes zero and takes nothing."""
+        return {name: self._place(place) for name, place in places.items()}
 
-    def _place(self, name: str, place: Place) -> Place:
-        path, _, kind = name.rpartition(".")
-        layer = path.rpartition(".")[2]
-        if layer in _BY_ROWS:
-            rows = self._rows(layer)
-            assert len(place.tensor) == len(rows), f"{name} has {len(place.tensor)} rows for {rows}"
-            return Place(place.tensor, (rows.whole, *place.shape[1:]), (rows.start, *place.start[1:]))
-        if layer not in _BY_COLUMNS:
+    def _place(self, place: Place) -> Place:
+        if place.cut is Cut.WHOLE:
             return place
-        if kind == "weight":
-            columns = self.heads.times(self.config.head_dim) if layer in ("o_proj", "out_proj") else self.features
-            assert place.tensor.shape[1] == len(columns), f"{name} has {place.tensor.shape[1]} columns for {columns}"
-            return Place(place.tensor, (place.shape[0], columns.whole), (0, columns.start))
+        part = self._range(place.cut)
+        if place.cut not in (Cut.FROM_HEADS, Cut.FROM_FEATURES):
+            assert len(place.tensor) == len(part)
+            return replace(place, shape=(part.whole, *place.shape[1:]), start=(part.start, *place.start[1:]))
+        if place.tensor.dim() == 2:
+            assert place.tensor.shape[1] == len(part)
+            return replace(place, shape=(place.shape[0], part.whole), start=(0, part.start))
         if self.rank == 0:
             return place
         place.tensor.zero_()
-        return Place(place.tensor[:0], place.shape, place.start)
+        return replace(place, tensor=place.tensor[:0])
 
-    def _rows(self, layer: str) -> Span:
-        if layer == "lm_head":
+    def _range(self, cut: Cut) -> ShardRange:
+        if cut is Cut.VOCABULARY:
             return self.vocabulary
-        if layer == "q_proj":
+        if cut in (Cut.HEADS, Cut.FROM_HEADS):
             return self.heads.times(self.config.head_dim)
-        if layer in ("k_proj", "v_proj"):
-            return self.kv_heads.times(self.config.head_dim)
-        return self.features
+        return self.kv_heads.times(self.config.head_dim) if cut is Cut.KV_HEADS else self.features
 
-    def _part(self, whole: int) -> Span:
+    def _part(self, whole: int) -> ShardRange:
         each = whole // self.size
-        return Span(start=self.rank * each, stop=(self.rank + 1) * each, whole=whole)
+        return ShardRange(start=self.rank * each, stop=(self.rank + 1) * each, whole=whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

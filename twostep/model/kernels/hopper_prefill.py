@@ -17,26 +17,36 @@ Written in Gluon, Triton's lower language, which its interpreter does not run: t
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS
+from twostep.model.kernels.triton_prefill import HOPPER_ROWS
 from twostep.model.step.kv_cache import KvCache
 
 _NUM_KEYS = 128
 # Columns of one TMA box: rows of 128 bytes are what the tensor cores' swizzle is made of.
 _BOX_COLUMNS = 64
 _NUM_STAGES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperProgram:
+    """Says what the kernel is compiled for. `tokens` of a tile of queries; `block_rows` of the pool from block to block."""
+
+    num_kv_heads: int
+    share: int
+    tokens: int
+    head_dim: int
+    block_size: int
+    block_rows: int
+    window: int
+    num_keys: int
+    stages: int
 
 
 def hopper_attention(
@@ -53,7 +63,7 @@ def hopper_attention(
     num_programs: int,
     window: int = 0,
 ) -> None:
-    """triton_prefill.prefill_attention for shapes that prefill_choice.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
+    """triton_prefill.prefill_attention for shapes that triton_prefill.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
     TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
 
     num_programs  how many run at once: the number of multiprocessors
@@ -70,53 +80,39 @@ def hopper_attention(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     blocks = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
     rows_of_layer = 2 * kv.num_kv_heads * kv.block_size
-    _attention_kernel[(min(num_items, num_programs),)](
-        qkv,
-        out,
-        blocks,
-        tiles,
-        query_start,
-        seq_lens,
-        block_tables,
-        num_items,
-        qkv.stride(0),
-        out.stride(0),
-        block_tables.stride(0),
-        layer * rows_of_layer,
-        len(rows),
-        math.log2(math.e) / math.sqrt(kv.head_dim),
-        NUM_KV_HEADS=kv.num_kv_heads,
-        SHARE=share,
-        HEAD_DIM=kv.head_dim,
-        BLOCK_SIZE=kv.block_size,
-        BLOCK_ROWS=kv.num_layers * rows_of_layer,
-        WINDOW=window,
-        NUM_KEYS=_NUM_KEYS,
-        STAGES=_NUM_STAGES,
-        ROWS=HOPPER_ROWS,
-        num_warps=4,
-        maxnreg=168,
+    program = HopperProgram(
+        num_kv_heads=kv.num_kv_heads,
+        share=share,
+        tokens=HOPPER_ROWS // share,
+        head_dim=kv.head_dim,
+        block_size=kv.block_size,
+        block_rows=kv.num_layers * rows_of_layer,
+        window=window,
+        num_keys=_NUM_KEYS,
+        stages=_NUM_STAGES,
     )
+    _attention_kernel[(min(num_items, num_programs),)](
+        qkv, out, blocks, tiles, query_start, seq_lens, block_tables, num_items, qkv.stride(0), out.stride(0), block_tables.stride(0),
+        layer * rows_of_layer, len(rows), math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _tile_of(
-    item, tiles_ptr, query_start_ptr, seq_lens_ptr,
-    NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr,
-):  # fmt: skip
+def _tile_of(item, step, P: gl.constexpr):
     """KV head, sequence, first query, rows and length of an item, and its tiles of keys: [first_tile, num_tiles)."""
-    tile = item // NUM_KV_HEADS
-    kv_head = item % NUM_KV_HEADS
+    tiles_ptr, query_start_ptr, seq_lens_ptr, _ = step
+    tile = item // P.num_kv_heads
+    kv_head = item % P.num_kv_heads
     seq = gl.load(tiles_ptr + tile * 2)
     first = gl.load(tiles_ptr + tile * 2 + 1)
     row_start = gl.load(query_start_ptr + seq)
     num_queries = gl.load(query_start_ptr + seq + 1) - row_start
     seq_len = gl.load(seq_lens_ptr + seq)
     context = seq_len - num_queries
-    num_tiles = (gl.minimum(context + first + TOKENS, seq_len) + NUM_KEYS - 1) // NUM_KEYS
+    num_tiles = (gl.minimum(context + first + P.tokens, seq_len) + P.num_keys - 1) // P.num_keys
     first_tile = num_tiles * 0
-    if WINDOW > 0:
-        first_tile = gl.maximum(context + first + 1 - WINDOW, 0) // NUM_KEYS
+    if P.window > 0:
+        first_tile = gl.maximum(context + first + 1 - P.window, 0) // P.num_keys
     return kv_head, seq, first, row_start, num_queries, seq_len, first_tile, num_tiles
 
 
@@ -129,65 +125,59 @@ def _item_of(turn):
 
 
 @gluon.jit
-def _fill(
-    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items,
-    stride_table, layer_row, num_rows,
-    NUM_KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
-    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The loading warp. A tile [NUM_KEYS, HEAD_DIM] lies in shared memory as HEAD_DIM / 64 columns of [NUM_KEYS, 64]."""
+def _fill(blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P: gl.constexpr):
+    """The loading warp. A tile [P.num_keys, P.head_dim] lies in shared memory as P.head_dim / 64 columns of [P.num_keys, 64]."""
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
+    num_items = step[3]
     BOX_COLUMNS: gl.constexpr = 64
-    TILE_BYTES: gl.constexpr = NUM_KEYS * HEAD_DIM * 2
+    TILE_BYTES: gl.constexpr = P.num_keys * P.head_dim * 2
+    BLOCKS: gl.constexpr = P.num_keys // P.block_size
+    BOXES: gl.constexpr = P.head_dim // BOX_COLUMNS
     count = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of(turn)
         if item < num_items:
-            kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = _tile_of(
-                item, tiles_ptr, query_start_ptr, seq_lens_ptr, NUM_KV_HEADS, TOKENS, WINDOW, NUM_KEYS
-            )
+            kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = _tile_of(item, step, P)
             table_ptr = tables_ptr + seq.to(gl.int64) * stride_table
-            num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            num_blocks = (seq_len + P.block_size - 1) // P.block_size
             for i in range(first_tile, num_tiles):
-                first_block = (num_tiles - 1 - i + first_tile) * (NUM_KEYS // BLOCK_SIZE)
-                stage = count % STAGES
-                phase = (count // STAGES) & 1 ^ 1
+                first_block = (num_tiles - 1 - i + first_tile) * (P.num_keys // P.block_size)
+                stage = count % P.stages
+                phase = (count // P.stages) & 1 ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
                 mbarrier.expect(k_full.index(stage), TILE_BYTES)
-                for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
+                for b in gl.static_range(BLOCKS):
                     # Past the sequence's blocks a row past the pool's, for which TMA writes zeros.
                     there = first_block + b < num_blocks
                     block = gl.load(table_ptr + first_block + b, mask=there, other=0)
-                    row = gl.where(there, block * BLOCK_ROWS + layer_row + kv_head * BLOCK_SIZE, num_rows)
-                    for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
+                    row = gl.where(there, block * P.block_rows + layer_row + kv_head * P.block_size, num_rows)
+                    for c in gl.static_range(BOXES):
                         tma.async_copy_global_to_shared(
                             blocks, [row, c * BOX_COLUMNS], k_full.index(stage),
-                            k_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
+                            k_smem.index(stage).slice(c * P.num_keys + b * P.block_size, P.block_size),
                         )  # fmt: skip
                 mbarrier.wait(v_empty.index(stage), phase)
                 mbarrier.expect(v_full.index(stage), TILE_BYTES)
-                for b in gl.static_range(NUM_KEYS // BLOCK_SIZE):
+                for b in gl.static_range(BLOCKS):
                     there = first_block + b < num_blocks
                     block = gl.load(table_ptr + first_block + b, mask=there, other=0)
-                    row = gl.where(there, block * BLOCK_ROWS + layer_row + (NUM_KV_HEADS + kv_head) * BLOCK_SIZE, num_rows)
-                    for c in gl.static_range(HEAD_DIM // BOX_COLUMNS):
+                    row = gl.where(there, block * P.block_rows + layer_row + (P.num_kv_heads + kv_head) * P.block_size, num_rows)
+                    for c in gl.static_range(BOXES):
                         tma.async_copy_global_to_shared(
                             blocks, [row, c * BOX_COLUMNS], v_full.index(stage),
-                            v_smem.index(stage).slice(c * NUM_KEYS + b * BLOCK_SIZE, BLOCK_SIZE),
+                            v_smem.index(stage).slice(c * P.num_keys + b * P.block_size, P.block_size),
                         )  # fmt: skip
                 count += 1
 
 
 @gluon.jit
-def _softmax(
-    score, best, total, position, key_start, scale_log2,
-    NUM_KEYS: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _softmax(score, best, total, position, key_start, scale_log2, P: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
     """Weights of a tile's scores under the new maximum, and by how much the old sums shrink."""
     if MASKED:
-        key = (key_start + gl.arange(0, NUM_KEYS, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+        key = (key_start + gl.arange(0, P.num_keys, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
         seen = key <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (key > position[:, None] - WINDOW)
+        if P.window > 0:
+            seen = seen & (key > position[:, None] - P.window)
         score = gl.where(seen, score, float("-inf"))
     best_now = gl.maximum(best, gl.max(score, 1) * scale_log2)
     # A row that has seen no key yet has no maximum to subtract.
@@ -199,22 +189,23 @@ def _softmax(
 
 @gluon.jit
 def _fold(
-    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position, key_start, scale_log2,
-    NUM_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
-    SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
+    q, ring, count, weight, acc, best, total, position, key_start, scale_log2,
+    P: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `count` and values of the tile before run at once; the softmax of the former overlaps the latter."""
-    stage = count % STAGES
-    before = (count - 1) % STAGES
-    keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [NUM_KEYS, HEAD_DIM], k_smem.layout).permute((1, 0))
-    values = v_smem.index(before)._reinterpret(v_smem.dtype, [NUM_KEYS, HEAD_DIM], v_smem.layout)
-    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
+    NUM_KEYS: gl.constexpr = P.num_keys
+    stage = count % P.stages
+    before = (count - 1) % P.stages
+    keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [P.num_keys, P.head_dim], k_smem.layout).permute((1, 0))
+    values = v_smem.index(before)._reinterpret(v_smem.dtype, [P.num_keys, P.head_dim], v_smem.layout)
+    mbarrier.wait(k_full.index(stage), (count // P.stages) & 1)
     score_token = warpgroup_mma(q, keys, gl.zeros([64, NUM_KEYS], gl.float32, SCORES), use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(before), ((count - 1) // P.stages) & 1)
     acc_token = warpgroup_mma(weight, values, acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    weight_now, best, total, shrink = _softmax(score, best, total, position, key_start, scale_log2, NUM_KEYS, WINDOW, MASKED, SCORES)
+    weight_now, best, total, shrink = _softmax(score, best, total, position, key_start, scale_log2, P, MASKED, SCORES)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -222,85 +213,79 @@ def _fold(
 
 
 @gluon.jit
-def _attend(
-    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, num_items,
-    stride_q, stride_out, scale_log2,
-    GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, SHARE: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, GROUP: gl.constexpr, P: gl.constexpr):
     """A warp group: 64 rows of each item."""
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
+    num_items = step[3]
     ROWS: gl.constexpr = 64
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NUM_KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
+    NUM_KEYS: gl.constexpr = P.num_keys
+    HEAD_DIM: gl.constexpr = P.head_dim
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, P.num_keys, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, P.head_dim, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     # How rows travel between shared and global memory: 16 bytes a thread.
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // P.head_dim, P.head_dim // 8], [4, 1], [1, 0])
     q = q_smem.index(GROUP)
     count = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of(turn)
         if item < num_items:
-            kv_head, _, first, row_start, num_queries, seq_len, first_tile, num_tiles = _tile_of(
-                item, tiles_ptr, query_start_ptr, seq_lens_ptr, NUM_KV_HEADS, TOKENS, WINDOW, NUM_KEYS
-            )
+            kv_head, _, first, row_start, num_queries, seq_len, first_tile, num_tiles = _tile_of(item, step, P)
             context = seq_len - num_queries
             row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-            d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-            valid = (first + row // SHARE < num_queries) & (row // SHARE < TOKENS)
-            token = (row_start + first + row // SHARE).to(gl.int64)
-            column = (kv_head * SHARE + row % SHARE) * HEAD_DIM
+            d = gl.arange(0, P.head_dim, layout=gl.SliceLayout(0, WIDE))
+            valid = (first + row // P.share < num_queries) & (row // P.share < P.tokens)
+            token = (row_start + first + row // P.share).to(gl.int64)
+            column = (kv_head * P.share + row % P.share) * P.head_dim
             queries = gl.load(q_ptr + (token * stride_q + column)[:, None] + d[None, :], mask=valid[:, None], other=0.0)
             gl.thread_barrier()
             q.store(queries)
             fence_async_shared()
             gl.thread_barrier()
 
-            position = context + first + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) // SHARE
+            position = context + first + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) // P.share
             best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
 
             # Tiles from `masked_to` on have keys that some row does not see yet, those before `masked_from` keys out of some window.
-            masked_to = gl.minimum((context + first + 1) // NUM_KEYS, num_tiles - 1)
+            masked_to = gl.minimum((context + first + 1) // P.num_keys, num_tiles - 1)
             masked_from = first_tile
-            if WINDOW > 0:
-                masked_from = gl.maximum(context + first + TOKENS - WINDOW + NUM_KEYS - 1, 0) // NUM_KEYS
+            if P.window > 0:
+                masked_from = gl.maximum(context + first + P.tokens - P.window + P.num_keys - 1, 0) // P.num_keys
                 masked_from = gl.minimum(gl.maximum(masked_from, first_tile), masked_to)
 
-            stage = count % STAGES
-            keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [NUM_KEYS, HEAD_DIM], k_smem.layout).permute((1, 0))
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            stage = count % P.stages
+            keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [P.num_keys, P.head_dim], k_smem.layout).permute((1, 0))
+            mbarrier.wait(k_full.index(stage), (count // P.stages) & 1)
             score_token = warpgroup_mma(q, keys, gl.zeros([ROWS, NUM_KEYS], gl.float32, SCORES), use_acc=False, is_async=True)
             score = warpgroup_mma_wait(0, deps=(score_token,))
             mbarrier.arrive(k_empty.index(stage), count=1)
-            weight32, best, total, _ = _softmax(
-                score, best, total, position, (num_tiles - 1) * NUM_KEYS, scale_log2, NUM_KEYS, WINDOW, True, SCORES
-            )
+            weight32, best, total, _ = _softmax(score, best, total, position, (num_tiles - 1) * P.num_keys, scale_log2, P, True, SCORES)
             weight = gl.convert_layout(weight32.to(k_smem.dtype), WEIGHTS)
             count += 1
             for i in range(0, num_tiles - 1 - masked_to):
                 weight, acc, best, total = _fold(
-                    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
-                    (num_tiles - 2 - i) * NUM_KEYS, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, True, SCORES, WEIGHTS,
+                    q, ring, count, weight, acc, best, total, position, (num_tiles - 2 - i) * P.num_keys, scale_log2,
+                    P, True, SCORES, WEIGHTS,
                 )  # fmt: skip
                 count += 1
             for _ in range(masked_from, masked_to):
                 weight, acc, best, total = _fold(
-                    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
-                    0, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, False, SCORES, WEIGHTS,
+                    q, ring, count, weight, acc, best, total, position, 0, scale_log2,
+                    P, False, SCORES, WEIGHTS,
                 )  # fmt: skip
                 count += 1
-            if WINDOW > 0:
+            if P.window > 0:
                 for i in range(first_tile, masked_from):
                     weight, acc, best, total = _fold(
-                        q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, weight, acc, best, total, position,
-                        (masked_from - 1 - i + first_tile) * NUM_KEYS, scale_log2, NUM_KEYS, HEAD_DIM, STAGES, WINDOW, True, SCORES,
-                        WEIGHTS,
+                        q, ring, count, weight, acc, best, total, position, (masked_from - 1 - i + first_tile) * P.num_keys, scale_log2,
+                        P, True, SCORES, WEIGHTS,
                     )  # fmt: skip
                     count += 1
-            last = (count - 1) % STAGES
-            values = v_smem.index(last)._reinterpret(v_smem.dtype, [NUM_KEYS, HEAD_DIM], v_smem.layout)
-            mbarrier.wait(v_full.index(last), ((count - 1) // STAGES) & 1)
+            last = (count - 1) % P.stages
+            values = v_smem.index(last)._reinterpret(v_smem.dtype, [P.num_keys, P.head_dim], v_smem.layout)
+            mbarrier.wait(v_full.index(last), ((count - 1) // P.stages) & 1)
             acc_token = warpgroup_mma(weight, values, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
             mbarrier.arrive(v_empty.index(last), count=1)
@@ -312,50 +297,31 @@ def _attend(
 @gluon.jit(do_not_specialize=["num_items", "stride_table", "layer_row", "num_rows"])
 def _attention_kernel(
     q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items, stride_q, stride_out, stride_table,
-    layer_row, num_rows, scale_log2,
-    NUM_KV_HEADS: gl.constexpr, SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
-    WINDOW: gl.constexpr, NUM_KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    layer_row, num_rows, scale_log2, P: gl.constexpr,
 ):  # fmt: skip
-    TOKENS: gl.constexpr = ROWS // SHARE
-    COLUMNS: gl.constexpr = HEAD_DIM // 64
-    q_smem = gl.allocate_shared_memory(blocks.dtype, [2, 64, HEAD_DIM], blocks.layout)
-    k_smem = gl.allocate_shared_memory(blocks.dtype, [STAGES, COLUMNS * NUM_KEYS, 64], blocks.layout)
-    v_smem = gl.allocate_shared_memory(blocks.dtype, [STAGES, COLUMNS * NUM_KEYS, 64], blocks.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    COLUMNS: gl.constexpr = P.head_dim // 64
+    STAGES: gl.constexpr = P.stages
+    q_smem = gl.allocate_shared_memory(blocks.dtype, [2, 64, P.head_dim], blocks.layout)
+    k_smem = gl.allocate_shared_memory(blocks.dtype, [P.stages, COLUMNS * P.num_keys, 64], blocks.layout)
+    v_smem = gl.allocate_shared_memory(blocks.dtype, [P.stages, COLUMNS * P.num_keys, 64], blocks.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
+    ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
+    step = (tiles_ptr, query_start_ptr, seq_lens_ptr, num_items)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr,
-                    num_items, stride_q, stride_out, scale_log2, 0, NUM_KV_HEADS, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    q_ptr, out_ptr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr,
-                    num_items, stride_q, stride_out, scale_log2, 1, NUM_KV_HEADS, SHARE, TOKENS, HEAD_DIM, WINDOW, NUM_KEYS, STAGES,
-                ),
-            ),
-            (
-                _fill,
-                (
-                    blocks, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr,
-                    num_items, stride_table, layer_row, num_rows, NUM_KV_HEADS, TOKENS, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, WINDOW, NUM_KEYS,
-                    STAGES,
-                ),
-            ),
+            (_attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
+            (_attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 1, P)),
+            (_fill, (blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )

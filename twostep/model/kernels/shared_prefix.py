@@ -69,7 +69,7 @@ def room_for_items(num_seqs: int, seqs_per_tile: int, num_splits: int) -> int:
 
 
 def saved_keys(num_members: int, num_keys: int, layout: SharedLayout) -> float:
-    """What a group saves, in keys of one sequence read from memory, did the cache not help; negative where it costs."""
+    """Returns what a group saves, in keys of one sequence read from memory, did the cache not help; negative where it costs."""
     tiles = -(-num_members // layout.seqs_per_tile)
     return (num_members - _TILE_READS * tiles) * num_keys
 

@@ -34,6 +34,25 @@ _SMALL_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Holds what a model's attention needs besides its KV.
+
+    cos, sin  the RoPE tables on the device, float32 [max_model_len, R / 2], R <= D even: the first R of a head's numbers turn; 0: none
+    windows   of each layer: keys that a query sees, its own included; 0: all
+    """
+
+    num_heads: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    windows: Sequence[int]
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that RoPE turns."""
+        return 2 * self.cos.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """N tiles attended together, padded to Q queries and C keys; G query heads share each of H KV heads.
 
@@ -68,21 +87,19 @@ class _Tiles:
 class TorchAttentionPlan:
     """One step's AttentionPlan (see twostep/model/kernels/ops.py)."""
 
-    def __init__(
-        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
-    ) -> None:
+    def __init__(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> None:
         shape = cache.shape
         self.token_ids = torch.from_numpy(batch.token_ids)
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
         self._cache = cache
-        self._num_heads = num_heads
+        self._num_heads = spec.num_heads
         self._num_kv_heads = shape.num_kv_heads
         self._head_dim = shape.head_dim
         dtype = cache.dtype
 
         # rotated = x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
-        c, s = cos.index_select(0, self.positions), sin.index_select(0, self.positions)
+        c, s = spec.cos.index_select(0, self.positions), spec.sin.index_select(0, self.positions)
         self._cos = torch.cat((c, c), -1).to(dtype).unsqueeze(1)
         self._sin = torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
 
@@ -90,9 +107,9 @@ class TorchAttentionPlan:
         kv_heads = np.arange(2 * shape.num_kv_heads)
         slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
         self._write_index = torch.from_numpy(slot_rows.reshape(-1))
-        self._windows = windows
-        share = num_heads // shape.num_kv_heads
-        self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(windows)}
+        self._windows = spec.windows
+        share = spec.num_heads // shape.num_kv_heads
+        self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         d, half = self._head_dim, self._head_dim // 2

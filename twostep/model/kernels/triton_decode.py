@@ -6,6 +6,8 @@
 3. A sequence all in one share is written at once. Of the others each program leaves its part in the workspace, and the one that
    arrives last merges the parts and writes (Dao et al., "Flash-Decoding", 2023); or a second launch does, where they are many
 
+    part   [query heads of a group of KV heads, head_dim] of weighted values; as many maxima (in units of log2), then as many sums
+
 The query heads that share a KV head are the rows of one matrix product, padded to 16. A tile is several such products side by side,
 one for each KV head and lane of keys; every warp has its own, so nothing is exchanged between warps while keys stream by. All heads
 of a block lie beside each other in the pool, so a tile of many heads is one long run of memory.
@@ -18,19 +20,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twostep.model.kernels.shared_prefix import OWN_COLUMNS
-from twostep.model.kernels.triton_decode_merge import merge_kernel, merge_parts, part_row, worker_of
-from twostep.model.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile
-from twostep.model.kernels.triton_decode_quantized import attend_quantized, converts_fp8
-from twostep.model.kernels.triton_launch import overlaps
+from twostep.model.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile, load_blocks, sum_first
+from twostep.model.kernels.triton_decode_quantized import attend_quantized
 from twostep.model.kernels.triton_shared_prefix import fold_states, log2_scale
 from twostep.model.step.kv_cache import KvCache
-
-# Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
-_MERGE_NUMBERS = 2048
-_MERGE_NUMBERS_QUANTIZED = 1024
-# Of a multiprocessor, for 32 threads.
-_REGISTERS = 2048
 
 
 def decode_attention(
@@ -62,137 +55,44 @@ def decode_attention(
     for rows in (q, out):
         assert rows.stride()[1:] == (shape.head_dim, 1)
     assert pool.stride(-1) == 1
-    quantized = cache.quantized
-    merge_numbers = _MERGE_NUMBERS if quantized is None else _MERGE_NUMBERS_QUANTIZED
-    assert quantized is None or plan.shared is None, "a shared prefix of quantized KV is read by each sequence"
+    quantized, shared, program = cache.quantized, plan.shared, plan.program
+    assert quantized is None or shared is None, "a shared prefix of quantized KV is read by each sequence"
     assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.int32)
     assert block_tables.shape[0] == plan.num_seqs
     assert block_tables.stride(1) == 1
-    assert (shape.num_kv_heads, shape.head_dim, shape.block_size) == (
-        plan.shape.num_kv_heads,
-        plan.shape.head_dim,
-        plan.shape.block_size,
-    )
-    share = plan.num_heads // shape.num_kv_heads
-    share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
-    pdl = overlaps(pool.device)
-    scale_log2, shared = log2_scale(shape.head_dim, scale), plan.shared
+    assert (shape.num_kv_heads, shape.head_dim, shape.block_size) == (plan.shape.num_kv_heads, plan.shape.head_dim, plan.shape.block_size)
+    scale_log2 = log2_scale(shape.head_dim, scale)
     if shared is not None:
         shared.attend(q, cache, layer, block_tables, scale_log2=scale_log2)
-    _decode_kernel[(plan.num_groups, plan.num_workers)](
-        q,
-        out,
-        pool[:, layer],
-        block_tables,
-        seq_lens,
-        plan.work,
-        plan.parts,
-        plan.scales,
-        plan.counters,
-        plan.work if shared is None else shared.listed,
-        plan.parts if shared is None else shared.parts,
-        plan.scales if shared is None else shared.scales,
-        scale_log2,
-        q.stride(0),
-        out.stride(0),
-        block_tables.stride(0),
-        pool.stride(0),
-        *(pool.stride()[2:5] if quantized is None else quantized.strides),
-        None if quantized is None else quantized.words[:, layer],
-        0 if quantized is None else quantized.words.stride(0),
-        GROUPS=plan.num_groups,
-        SHARE=share,
-        ROWS=max(16 if quantized is None else 8, share_wide),
-        HEADS=layout.num_heads,
-        LANES=layout.num_lanes,
-        KEYS=layout.num_keys,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_D=wide,
-        BLOCK_SIZE=shape.block_size,
-        WINDOW=plan.window,
-        QUANTIZATION=shape.quantization,
-        CONVERTS_FP8=converts_fp8(pool.device),
-        MERGE_SHARE=share_wide,
-        MERGE_PARTS=max(2, min(16, merge_numbers * layout.num_warps // (layout.num_heads * share_wide * wide))),
-        FUSED=plan.merges_itself,
-        SHARED=0 if shared is None else OWN_COLUMNS,
-        SHARED_ROWS=1 if shared is None else shared.tile.num_rows,
-        # The interpreter multiplies bfloat16 wrongly.
-        IN_FLOAT32=not pool.is_cuda,
-        PDL=pdl,
-        num_warps=layout.num_warps,
-        num_stages=layout.num_stages,
-        maxnreg=None if quantized is None else min(255, _REGISTERS // (layout.num_warps * layout.programs_per_sm) // 8 * 8),
-        launch_pdl=pdl,
+    # What a plan without a shared prefix, or a pool without scales, has no use for is not read.
+    listed, shared_parts, shared_scales = (
+        (plan.work, plan.parts, plan.scales) if shared is None else (shared.listed, shared.parts, shared.scales)
     )
+    words = None if quantized is None else quantized.words[:, layer]
+    _decode_kernel[(plan.num_groups, plan.num_workers)](
+        q, out, pool[:, layer], block_tables, seq_lens, plan.work, plan.parts, plan.scales, plan.counters,
+        listed, shared_parts, shared_scales, scale_log2, q.stride(0), out.stride(0), block_tables.stride(0), pool.stride(0),
+        *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
+        P=program, num_warps=layout.num_warps, num_stages=layout.num_stages, maxnreg=plan.max_registers, launch_pdl=program.pdl,
+    )  # fmt: skip
     if not plan.merges_itself:
-        merge_kernel[(plan.num_heads, plan.num_seqs)](
-            out,
-            plan.work,
-            plan.starts,
-            plan.parts,
-            plan.scales,
-            out.stride(0),
-            plan.num_workers,
-            GROUPS=plan.num_groups,
-            PART_ROWS=layout.num_heads * share,
-            HEAD_DIM=shape.head_dim,
-            BLOCK_D=wide,
-            MERGE_PARTS=plan.parts_at_once,
-            PDL=pdl,
-            num_warps=1 if plan.parts_at_once <= 8 else 4,
-            launch_pdl=pdl,
-        )
+        merge_warps = 1 if plan.parts_at_once <= 8 else 4
+        _merge_kernel[(plan.num_heads, plan.num_seqs)](
+            out, plan.work, plan.starts, plan.parts, plan.scales, out.stride(0), plan.num_workers,
+            PARTS=plan.parts_at_once, P=program, num_warps=merge_warps, launch_pdl=program.pdl,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,
-    out_ptr,
-    pool_ptr,
-    tables_ptr,
-    lens_ptr,
-    work_ptr,
-    parts_ptr,
-    scales_ptr,
-    counters_ptr,
-    own_ptr,
-    shared_parts_ptr,
-    shared_scales_ptr,
-    scale_log2,
-    stride_q,
-    stride_out,
-    stride_table,
-    stride_block,
-    stride_kv,
-    stride_head,
-    stride_slot,
-    words_ptr,
-    stride_words,
-    GROUPS: tl.constexpr,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    LANES: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUANTIZATION: tl.constexpr,
-    CONVERTS_FP8: tl.constexpr,
-    MERGE_SHARE: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
-    FUSED: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_ROWS: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
+    q_ptr, out_ptr, pool_ptr, tables_ptr, lens_ptr, work_ptr, parts_ptr, scales_ptr, counters_ptr,
+    own_ptr, shared_parts_ptr, shared_scales_ptr, scale_log2, stride_q, stride_out, stride_table, stride_block,
+    stride_kv, stride_head, stride_slot, words_ptr, stride_words, P: tl.constexpr,
+):  # fmt: skip
+    if P.pdl:
         gdc_launch_dependents()
-    TILE: tl.constexpr = LANES * KEYS
+    TILE: tl.constexpr = P.lanes * P.keys
     group = tl.program_id(0)
     worker = tl.program_id(1)
     num_workers = tl.num_programs(1)
@@ -202,79 +102,74 @@ def _decode_kernel(
     length, next_length = tl.load(work + 4), tl.load(work + 5)
     num_shared = position * 0
     next_shared = num_shared
-    if SHARED > 0:
+    if P.shared > 0:
         num_shared, next_shared = tl.load(work + 6), tl.load(work + 7)
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
     all_tiles = tl.load(work_ptr + num_workers * WORK_COLUMNS + 1)
-    block = _load_blocks(tables_ptr, stride_table, seq, tile, length, position < end, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
+    block = load_blocks(tables_ptr, stride_table, seq, tile, length, position < end, P)
     # What came before need not have ended: the plan is made by a launch of its own, and tables are there before that.
-    if SHARED == 0 and PDL:
+    if P.shared == 0 and P.pdl:
         gdc_wait()
-    q = _load_queries(q_ptr, stride_q, seq, group, position < end, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
+    q = _load_queries(q_ptr, stride_q, seq, group, position < end, P)
     while position < end:
         num_tiles = tl.minimum(last_tile(length, TILE) - tile, end - position)
         # What the next sequence begins with is on its way while this one's keys stream by.
         more = position + num_tiles < end
         last_length = tl.load(lens_ptr + seq + 2, mask=position + num_tiles + 1 < end, other=0)
         last_shared = num_shared * 0
-        if SHARED > 0:
-            last_shared = tl.load(own_ptr + (seq + 2) * SHARED, mask=position + num_tiles + 1 < end, other=0)
-            first_item, num_items = tl.load(own_ptr + seq * SHARED + 1), tl.load(own_ptr + seq * SHARED + 2)
-            place = tl.load(own_ptr + seq * SHARED + 3)
-        next_tile = first_tile(next_length, next_shared, TILE, WINDOW)
-        next_block = _load_blocks(tables_ptr, stride_table, seq + 1, next_tile, next_length, more, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW)
-        next_q = _load_queries(q_ptr, stride_q, seq + 1, group, more, SHARE, ROWS, HEADS, LANES, HEAD_DIM, BLOCK_D)
-        if QUANTIZATION == "none":
+        if P.shared > 0:
+            last_shared = tl.load(own_ptr + (seq + 2) * P.shared, mask=position + num_tiles + 1 < end, other=0)
+            first_item, num_items = tl.load(own_ptr + seq * P.shared + 1), tl.load(own_ptr + seq * P.shared + 2)
+            place = tl.load(own_ptr + seq * P.shared + 3)
+        next_tile = first_tile(next_length, next_shared, TILE, P.window)
+        next_block = load_blocks(tables_ptr, stride_table, seq + 1, next_tile, next_length, more, P)
+        next_q = _load_queries(q_ptr, stride_q, seq + 1, group, more, P)
+        if P.quantization == "none":
             best, total, acc = _attend(
-                q, pool_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
-                scale_log2, stride_block, stride_kv, stride_head, stride_slot,
-                SHARE, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
+                q, pool_ptr, tables_ptr, stride_table, seq, block, group * P.heads, length, tile, num_tiles,
+                scale_log2, stride_block, stride_kv, stride_head, stride_slot, P,
             )  # fmt: skip
         else:
             best, total, acc = attend_quantized(
-                q, pool_ptr, words_ptr, tables_ptr, stride_table, seq, block, group * HEADS, length, tile, num_tiles,
-                scale_log2, stride_block, stride_kv, stride_head, stride_words, _load_blocks, _sum_first,
-                QUANTIZATION == "fp8", CONVERTS_FP8, ROWS, HEADS, LANES, KEYS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, IN_FLOAT32,
+                q, pool_ptr, words_ptr, tables_ptr, stride_table, seq, block, group * P.heads, length, tile, num_tiles,
+                scale_log2, stride_block, stride_kv, stride_head, stride_words, P,
             )  # fmt: skip
         # Where the sequence's tiles begin and end, counted over all sequences, says which workers have a part of it.
-        start = first_tile(length, num_shared, TILE, WINDOW)
-        if SHARED > 0:
+        start = first_tile(length, num_shared, TILE, P.window)
+        if P.shared > 0:
             begins = (num_items > 0) & (tile == start)
             if begins:
-                if PDL:
+                if P.pdl:
                     gdc_wait()
                 best, total, acc = fold_states(
-                    best, total, acc, shared_parts_ptr, shared_scales_ptr, first_item, num_items, place, group * HEADS, GROUPS * HEADS,
-                    SHARE, SHARED_ROWS, HEAD_DIM, 4,
+                    best, total, acc, shared_parts_ptr, shared_scales_ptr, first_item, num_items, place, group * P.heads,
+                    P.groups * P.heads, P.share, P.shared_rows, P.head_dim, 4,
                 )  # fmt: skip
         seq_start = position - (tile - start)
         seq_end = seq_start + last_tile(length, TILE) - start
-        out = out_ptr + seq.to(tl.int64) * stride_out + group * (HEADS * SHARE * HEAD_DIM)
-        KEPT: tl.constexpr = 8 if SHARE <= 8 else ROWS
-        row = tl.arange(0, HEADS)[:, None] * SHARE + tl.arange(0, KEPT)[None, :]
-        valid = (tl.arange(0, KEPT) < SHARE)[None, :] & (row >= 0)
-        d = tl.arange(0, BLOCK_D)[None, None, :]
-        at = row[:, :, None] * HEAD_DIM + d
-        mask = valid[:, :, None] & (d < HEAD_DIM)
+        out = out_ptr + seq.to(tl.int64) * stride_out + group * (P.heads * P.share * P.head_dim)
+        KEPT: tl.constexpr = 8 if P.share <= 8 else P.rows
+        row = tl.arange(0, P.heads)[:, None] * P.share + tl.arange(0, KEPT)[None, :]
+        valid = (tl.arange(0, KEPT) < P.share)[None, :] & (row >= 0)
+        d = tl.arange(0, P.block_d)[None, None, :]
+        at = row[:, :, None] * P.head_dim + d
+        mask = valid[:, :, None] & (d < P.head_dim)
         if (seq_start >= position) & (seq_end <= end):
             result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
             tl.store(out + at, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            first_worker = worker_of(seq_start, active, all_tiles)
-            last_worker = worker_of(seq_end - 1, active, all_tiles)
-            part = part_row(worker, first_worker, group, GROUPS, HEADS * SHARE)
-            tl.store(parts_ptr + part * HEAD_DIM + at, acc, mask=mask)
+            first_worker = _worker_of(seq_start, active, all_tiles)
+            last_worker = _worker_of(seq_end - 1, active, all_tiles)
+            part = _part_row(worker, first_worker, group, P.groups, P.heads * P.share)
+            tl.store(parts_ptr + part * P.head_dim + at, acc, mask=mask)
             tl.store(scales_ptr + part * 2 + row, best, mask=valid)
-            tl.store(scales_ptr + part * 2 + HEADS * SHARE + row, total, mask=valid)
-            if FUSED:
+            tl.store(scales_ptr + part * 2 + P.heads * P.share + row, total, mask=valid)
+            if P.fused:
                 tl.debug_barrier()
-                arrived = tl.atomic_add(counters_ptr + seq * GROUPS + group, 1, sem="acq_rel")
+                arrived = tl.atomic_add(counters_ptr + seq * P.groups + group, 1, sem="acq_rel")
                 if arrived == last_worker - first_worker:
-                    merge_parts(
-                        out, parts_ptr, scales_ptr, first_worker, last_worker, group,
-                        GROUPS, SHARE, HEADS, HEAD_DIM, BLOCK_D, MERGE_SHARE, MERGE_PARTS,
-                    )  # fmt: skip
-                    tl.store(counters_ptr + seq * GROUPS + group, 0)
+                    _merge_parts(out, parts_ptr, scales_ptr, first_worker, last_worker, group, P)
+                    tl.store(counters_ptr + seq * P.groups + group, 0)
         position += num_tiles
         seq += 1
         tile = next_tile
@@ -284,72 +179,52 @@ def _decode_kernel(
         next_shared = last_shared
         block = next_block
         q = next_q
-    if SHARED > 0 and PDL:
+    if P.shared > 0 and P.pdl:
         gdc_wait()
 
 
 @triton.jit
-def _load_blocks(
-    tables_ptr, stride_table, seq, tile, length, there, HEADS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Block numbers of a tile, one for each of its matrices; 0 where no key of theirs is seen."""
-    key = tile * (LANES * KEYS) + tl.arange(0, LANES * HEADS) // HEADS * KEYS
-    mask = there & (key < length)
-    if WINDOW > 0:
-        mask = mask & (key + KEYS > length - WINDOW)
-    return tl.load(tables_ptr + seq.to(tl.int64) * stride_table + key // BLOCK_SIZE, mask=mask, other=0)
-
-
-@triton.jit
-def _load_queries(
-    q_ptr, stride_q, seq, group, there, SHARE: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A sequence's queries [matrices, ROWS, BLOCK_D]."""
-    head = group * HEADS + tl.arange(0, LANES * HEADS)[:, None, None] % HEADS
-    row = tl.arange(0, ROWS)[None, :, None]
-    d = tl.arange(0, BLOCK_D)[None, None, :]
-    at = (head * SHARE + row) * HEAD_DIM + d
-    return tl.load(q_ptr + seq.to(tl.int64) * stride_q + at, mask=there & (row < SHARE) & (d < HEAD_DIM) & (at >= 0), other=0.0)
+def _load_queries(q_ptr, stride_q, seq, group, there, P: tl.constexpr):
+    """A sequence's queries [matrices, rows, block_d]."""
+    head = group * P.heads + tl.arange(0, P.lanes * P.heads)[:, None, None] % P.heads
+    row = tl.arange(0, P.rows)[None, :, None]
+    d = tl.arange(0, P.block_d)[None, None, :]
+    at = (head * P.share + row) * P.head_dim + d
+    return tl.load(q_ptr + seq.to(tl.int64) * stride_q + at, mask=there & (row < P.share) & (d < P.head_dim) & (at >= 0), other=0.0)
 
 
 @triton.jit
 def _attend(
     q, pool_ptr, tables_ptr, stride_table, seq, block, first_head, length, tile, num_tiles, scale_log2,
-    stride_block, stride_kv, stride_head, stride_slot,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    stride_block, stride_kv, stride_head, stride_slot, P: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum [HEADS, rows] (in units of log2), sum, and weighted values [HEADS, rows, BLOCK_D] over `num_tiles` tiles, of
-    which the first has the numbers `block`. 8 rows where the queries of a head are no more, else ROWS."""
-    TILE: tl.constexpr = LANES * KEYS
-    MATRICES: tl.constexpr = LANES * HEADS
+    """Running maximum [heads, rows] (in units of log2), sum, and weighted values [heads, rows, block_d] over `num_tiles` tiles, of
+    which the first has the numbers `block`. 8 rows where the queries of a head are no more, else all."""
+    TILE: tl.constexpr = P.lanes * P.keys
+    MATRICES: tl.constexpr = P.lanes * P.heads
     matrix = tl.arange(0, MATRICES)
-    head_at = (first_head + matrix % HEADS).to(tl.int64) * stride_head
-    d = tl.arange(0, BLOCK_D)[None, None, :]
-    inside = tl.arange(0, KEYS)[None, :, None] * stride_slot + d
-    if IN_FLOAT32:
+    head_at = (first_head + matrix % P.heads).to(tl.int64) * stride_head
+    d = tl.arange(0, P.block_d)[None, None, :]
+    inside = tl.arange(0, P.keys)[None, :, None] * stride_slot + d
+    if P.in_float32:
         q = q.to(tl.float32)
-    best = tl.full([MATRICES, ROWS], -1e38, tl.float32)
-    total = tl.zeros([MATRICES, ROWS], tl.float32)
-    acc = tl.zeros([MATRICES, ROWS, BLOCK_D], tl.float32)
-    key = tile * TILE + matrix // HEADS * KEYS
+    best = tl.full([MATRICES, P.rows], -1e38, tl.float32)
+    total = tl.full([MATRICES, P.rows], 0.0, tl.float32)
+    acc = tl.full([MATRICES, P.rows, P.block_d], 0.0, tl.float32)
+    key = tile * TILE + matrix // P.heads * P.keys
     for i in tl.range(0, num_tiles):
-        next_block = _load_blocks(
-            tables_ptr, stride_table, seq, tile + i + 1, length, i + 1 < num_tiles, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW
-        )
-        at = block.to(tl.int64) * stride_block + head_at + (key % BLOCK_SIZE) * stride_slot
-        each_key = key[:, None] + tl.arange(0, KEYS)[None, :]
+        next_block = load_blocks(tables_ptr, stride_table, seq, tile + i + 1, length, i + 1 < num_tiles, P)
+        at = block.to(tl.int64) * stride_block + head_at + (key % P.block_size) * stride_slot
+        each_key = key[:, None] + tl.arange(0, P.keys)[None, :]
         seen = each_key < length
-        if WINDOW > 0:
-            seen = seen & (each_key >= length - WINDOW)
+        if P.window > 0:
+            seen = seen & (each_key >= length - P.window)
         # Never more than is there: a slot not yet written may hold anything, and 0 * NaN is NaN.
-        mask = seen[:, :, None] & (d < HEAD_DIM)
+        mask = seen[:, :, None] & (d < P.head_dim)
         k_ptr = pool_ptr + at[:, None, None] + inside
         k = tl.load(k_ptr, mask=mask, other=0.0)
         v = tl.load(k_ptr + stride_kv, mask=mask, other=0.0)
-        if IN_FLOAT32:
+        if P.in_float32:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         score = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale_log2
@@ -362,18 +237,18 @@ def _attend(
         best = new_best
         key += TILE
         block = next_block
-    KEPT: tl.constexpr = 8 if SHARE <= 8 else ROWS
-    if SHARE <= 8:
+    KEPT: tl.constexpr = 8 if P.share <= 8 else P.rows
+    if P.share <= 8:
         # The padding goes before anything is exchanged.
         best = _half(best)
         total = _half(total)
         acc = _half(acc)
-    if LANES > 1:
-        lanes_best = tl.reshape(best, [LANES, HEADS, KEPT])
+    if P.lanes > 1:
+        lanes_best = tl.reshape(best, [P.lanes, P.heads, KEPT])
         best = tl.max(lanes_best, 0)
         shrink = tl.exp2(lanes_best - best[None, :, :])
-        total = tl.sum(tl.reshape(total, [LANES, HEADS, KEPT]) * shrink, 0)
-        acc = _sum_first(tl.reshape(acc, [LANES, HEADS, KEPT, BLOCK_D]) * shrink[:, :, :, None])
+        total = tl.sum(tl.reshape(total, [P.lanes, P.heads, KEPT]) * shrink, 0)
+        acc = sum_first(tl.reshape(acc, [P.lanes, P.heads, KEPT, P.block_d]) * shrink[:, :, :, None])
     return best, total, acc
 
 
@@ -388,10 +263,96 @@ def _half(x):
 
 
 @triton.jit
-def _sum_first(x):
-    """Sum over the first of four dimensions, a power of 2, by halves: fewer exchanges than a reduction across warps makes."""
-    if x.shape[0] == 1:
-        return tl.reshape(x, [x.shape[1], x.shape[2], x.shape[3]])
-    else:
-        a, b = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2], x.shape[3]]), (1, 2, 3, 4, 0)))
-        return _sum_first(a + b)
+def _worker_of(tile, active, all_tiles):
+    """Worker w has tiles w * all_tiles // active up to (w + 1) * all_tiles // active."""
+    return (((tile + 1).to(tl.int64) * active - 1) // all_tiles).to(tl.int32)
+
+
+@triton.jit
+def _part_row(worker, first_worker, group, GROUPS: tl.constexpr, PART_ROWS: tl.constexpr):
+    """First row of a worker's part. Two places a worker: for the sequence that it ends or crosses, and for one that it begins."""
+    return ((2 * worker + (worker == first_worker)) * GROUPS + group).to(tl.int64) * PART_ROWS
+
+
+@triton.jit
+def _merge_parts(out_ptr, parts_ptr, scales_ptr, first_worker, last_worker, group, P: tl.constexpr):
+    """Writes the sequence's rows from the parts of its workers, past the first-level cache, which may hold older ones."""
+    AT_ONCE: tl.constexpr = P.merge_parts
+    i = tl.arange(0, P.heads * P.merge_share)[:, None]
+    row = i // P.merge_share * P.share + i % P.merge_share
+    valid = i % P.merge_share < P.share
+    d = tl.arange(0, P.block_d)[None, :]
+    inside = row * P.head_dim + d
+    mask = valid & (d < P.head_dim)
+    best = tl.full([P.heads * P.merge_share, 1], -1e38, tl.float32)
+    total = tl.full([P.heads * P.merge_share, 1], 0.0, tl.float32)
+    acc = tl.full([P.heads * P.merge_share, P.block_d], 0.0, tl.float32)
+    for start in tl.range(first_worker, last_worker + 1, AT_ONCE, num_stages=1):
+        # Unrolled, so that all parts are asked for before the first is used; nothing is exchanged between threads.
+        new_best = best
+        for j in tl.static_range(AT_ONCE):
+            at = _part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
+            there = valid & (start + j <= last_worker)
+            new_best = tl.maximum(new_best, tl.load(scales_ptr + at * 2 + row, mask=there, other=-1e38, cache_modifier=".cg"))
+        shrink = tl.exp2(best - new_best)
+        total *= shrink
+        acc *= shrink
+        best = new_best
+        for j in tl.static_range(AT_ONCE):
+            at = _part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
+            there = start + j <= last_worker
+            part_best = tl.load(scales_ptr + at * 2 + row, mask=valid & there, other=-1e38, cache_modifier=".cg")
+            part_total = tl.load(scales_ptr + at * 2 + P.heads * P.share + row, mask=valid & there, other=0.0, cache_modifier=".cg")
+            part_acc = tl.load(parts_ptr + at * P.head_dim + inside, mask=mask & there, other=0.0, cache_modifier=".cg")
+            weight = tl.exp2(part_best - best)
+            total += part_total * weight
+            acc += part_acc * weight
+    result = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + inside, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge_kernel(out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_out, num_workers, PARTS: tl.constexpr, P: tl.constexpr):
+    """Writes one row of one sequence, if it has parts."""
+    if P.pdl:
+        gdc_launch_dependents()
+    PART_ROWS: tl.constexpr = P.heads * P.share
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    # The plan is made before what this launch follows began.
+    active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
+    all_tiles = tl.load(work_ptr + num_workers * WORK_COLUMNS + 1)
+    first_worker = _worker_of(tl.load(starts_ptr + seq), active, all_tiles)
+    last_worker = _worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
+    if P.pdl:
+        gdc_wait()
+    d = tl.arange(0, P.block_d)
+    if first_worker < last_worker:
+        best = tl.full([1], -1e38, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.full([P.block_d], 0.0, tl.float32)
+        for start in tl.range(first_worker, last_worker + 1, PARTS, num_stages=1):
+            worker = start + tl.arange(0, PARTS)
+            part = _part_row(worker, first_worker, head // PART_ROWS, P.groups, PART_ROWS)
+            part_scales = scales_ptr + part * 2 + head % PART_ROWS
+            best, total, acc = _fold(
+                best, total, acc, parts_ptr + (part + head % PART_ROWS) * P.head_dim, part_scales, part_scales + PART_ROWS,
+                worker <= last_worker, d, P.head_dim,
+            )  # fmt: skip
+        result = acc / tl.where(total > 0, total, 1.0)
+        out = out_ptr + seq.to(tl.int64) * stride_out + head * P.head_dim
+        tl.store(out + d, result.to(out_ptr.dtype.element_ty), mask=d < P.head_dim)
+
+
+@triton.jit
+def _fold(best, total, acc, part, part_best, part_total, there, d, HEAD_DIM: tl.constexpr):
+    """Merges parts, at these addresses, into a running maximum, sum and weighted value."""
+    part_best = tl.load(part_best, mask=there, other=-1e38)
+    part_total = tl.load(part_total, mask=there, other=0.0)
+    part_acc = tl.load(part[:, None] + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    new_best = tl.maximum(best, tl.max(part_best, 0))
+    shrink = tl.exp2(best - new_best)
+    weight = tl.exp2(part_best - new_best)
+    total = total * shrink + tl.sum(part_total * weight, 0)
+    acc = acc * shrink + tl.sum(part_acc * weight[:, None], 0)
+    return new_best, total, acc

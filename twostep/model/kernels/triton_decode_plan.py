@@ -10,6 +10,7 @@ device only, so a captured step may be replayed with others (after "Stream-K", O
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,13 +20,17 @@ import triton.language as tl
 from twostep.engine.batch import KvShape
 from twostep.errors import SetupError
 from twostep.model.kernels.shared_prefix import OWN_COLUMNS
-from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace, num_sms_of
-from twostep.model.kernels.triton_launch import shared_bytes_of
+from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of, overlaps, shared_bytes_of
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix
 
 WORK_COLUMNS = tl.constexpr(8)
 _WORKERS_PER_PROGRAM = 16
 _FEW_SEQS = 16
+# Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
+_MERGE_NUMBERS = 2048
+_MERGE_NUMBERS_QUANTIZED = 1024
+# Of a multiprocessor, for 32 threads.
+_REGISTERS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,39 @@ def fitted(layout: DecodeLayout, shape: KvShape, shared_bytes: int) -> DecodeLay
     return layout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeProgram:
+    """Says what the decode kernels are compiled for: a layout, and the shapes it works on.
+
+    groups        of KV heads, each some programs'
+    share         query heads to a KV head, padded to `rows` in products, to `merge_share` in merges
+    merge_parts   parts that a merge has on their way at once
+    fused         the program that arrives last merges a sequence
+    shared        columns of the list of shared prefixes; 0: none. shared_rows: rows of a tile of that pass
+    in_float32    the interpreter multiplies bfloat16 wrongly
+    """
+
+    groups: int
+    share: int
+    rows: int
+    heads: int
+    lanes: int
+    keys: int
+    head_dim: int
+    block_d: int
+    block_size: int
+    window: int
+    quantization: str
+    converts_fp8: bool
+    merge_share: int
+    merge_parts: int
+    fused: bool
+    shared: int
+    shared_rows: int
+    in_float32: bool
+    pdl: bool
+
+
 class DecodePlan:
     """How steps of `num_seqs` sequences are shared out. Made once; `refresh` per step, on the stream and in the graph of its layers.
 
@@ -105,8 +143,10 @@ class DecodePlan:
         layout: DecodeLayout | None = None,
         num_sms: int | None = None,
         shared: SharedPrefix | None = None,
+        merges_itself: bool | None = None,
     ) -> None:
-        """`num_sms` is read off the device where it is not given. Raises SetupError for a shape that no layout serves."""
+        """`num_sms` is read off the device, and `merges_itself` chosen, where they are not given. Raises SetupError for a shape that no
+        layout serves."""
         if num_seqs < 1 or window < 0 or num_heads % shape.num_kv_heads:
             raise SetupError(
                 f"{num_heads} query heads over {shape.num_kv_heads} KV heads, {num_seqs} sequences, window {window}: give a multiple "
@@ -139,29 +179,57 @@ class DecodePlan:
         # Whether the program that arrives last merges a sequence by itself. Where few sequences have many parts of many rows (few KV
         # heads over all workers), that is much to read for one program, and a second launch merges all rows side by side.
         rows = num_heads // self.num_groups
-        self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs)
+        self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs) if merges_itself is None else merges_itself
         # Parts that a program of that launch has on their way at once.
         self.parts_at_once = max(4, min(64, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
+        self.program = self._program(torch.device(device))
+        quantized = shape.quantization != "none"
+        self.max_registers = min(255, _REGISTERS // (self.layout.num_warps * self.layout.programs_per_sm) // 8 * 8) if quantized else None
+
+    def _program(self, device: torch.device) -> DecodeProgram:
+        shape, layout, quantized = self.shape, self.layout, self.shape.quantization != "none"
+        share = self.num_heads // shape.num_kv_heads
+        share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
+        merge_numbers = (_MERGE_NUMBERS_QUANTIZED if quantized else _MERGE_NUMBERS) * layout.num_warps
+        return DecodeProgram(
+            groups=self.num_groups,
+            share=share,
+            rows=max(8 if quantized else 16, share_wide),
+            heads=layout.num_heads,
+            lanes=layout.num_lanes,
+            keys=layout.num_keys,
+            head_dim=shape.head_dim,
+            block_d=wide,
+            block_size=shape.block_size,
+            window=self.window,
+            quantization=shape.quantization,
+            converts_fp8=converts_fp8(device),
+            merge_share=share_wide,
+            merge_parts=max(2, min(16, merge_numbers // (layout.num_heads * share_wide * wide))),
+            fused=self.merges_itself,
+            shared=0 if self.shared is None else OWN_COLUMNS,
+            shared_rows=1 if self.shared is None else self.shared.tile.num_rows,
+            in_float32=device.type != "cuda",
+            pdl=overlaps(device),
+        )
 
     def refresh(self, seq_lens: torch.Tensor) -> None:
         """Plans a step. seq_lens int32 [num_seqs] on the device; 0 is allowed and costs a tile."""
         assert seq_lens.shape == (self.num_seqs,)
         assert seq_lens.dtype == torch.int32
         assert seq_lens.is_contiguous()
+        listed = seq_lens if self.shared is None else self.shared.listed
         _plan_kernel[(triton.cdiv(self.num_workers, _WORKERS_PER_PROGRAM),)](
-            seq_lens,
-            seq_lens if self.shared is None else self.shared.listed,
-            self.work,
-            self.starts,
-            self.num_seqs,
-            self.num_workers,
-            TILE=self.layout.tile_keys,
-            WINDOW=self.window,
-            SHARED=0 if self.shared is None else OWN_COLUMNS,
-            SEQS=triton.next_power_of_2(self.num_seqs),
-            WORKERS=_WORKERS_PER_PROGRAM,
-            num_warps=4,
-        )
+            seq_lens, listed, self.work, self.starts, self.num_seqs, self.num_workers,
+            TILE=self.layout.tile_keys, WINDOW=self.window, SHARED=self.program.shared,
+            SEQS=triton.next_power_of_2(self.num_seqs), WORKERS=_WORKERS_PER_PROGRAM, num_warps=4,
+        )  # fmt: skip
+
+
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the device has an instruction for it; the interpreter does it too."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
@@ -177,6 +245,26 @@ def first_tile(length, num_shared, TILE: tl.constexpr, WINDOW: tl.constexpr):
 def last_tile(length, TILE: tl.constexpr):
     """One past a sequence's last tile; an empty sequence has one tile all the same, whose program writes its zeros."""
     return tl.maximum((length + TILE - 1) // TILE, 1)
+
+
+@triton.jit
+def load_blocks(tables_ptr, stride_table, seq, tile, length, there, P: tl.constexpr):
+    """Block numbers of a tile, one for each of its matrices; 0 where no key of theirs is seen."""
+    key = tile * (P.lanes * P.keys) + tl.arange(0, P.lanes * P.heads) // P.heads * P.keys
+    mask = there & (key < length)
+    if P.window > 0:
+        mask = mask & (key + P.keys > length - P.window)
+    return tl.load(tables_ptr + seq.to(tl.int64) * stride_table + key // P.block_size, mask=mask, other=0)
+
+
+@triton.jit
+def sum_first(x):
+    """Sum over the first of four dimensions, a power of 2, by halves: fewer exchanges than a reduction across warps makes."""
+    if x.shape[0] == 1:
+        return tl.reshape(x, [x.shape[1], x.shape[2], x.shape[3]])
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2], x.shape[3]]), (1, 2, 3, 4, 0)))
+        return sum_first(a + b)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])

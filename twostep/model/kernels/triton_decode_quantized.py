@@ -12,76 +12,63 @@ accumulators. Bytes become float16, which holds all of either format; nothing el
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 
+from twostep.model.kernels.triton_decode_plan import load_blocks, sum_first
 from twostep.model.kernels.triton_quantized_kv import number_of_e4m3
 
 # Both scales of a key that is not there: 1 and 1 in bfloat16.
 _ONES = tl.constexpr(0x3F803F80)
 
 
-@functools.cache
-def converts_fp8(device: torch.device) -> bool:
-    """Whether the device has an instruction for it; the interpreter does it too."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 @triton.jit
 def attend_quantized(
     q, pool_ptr, scales_ptr, tables_ptr, stride_table, seq, block, first_head, length, tile, num_tiles, scale_log2,
-    stride_block, stride_kv, stride_head, stride_scales,
-    load_blocks: tl.constexpr, sum_first: tl.constexpr,
-    FP8: tl.constexpr, CONVERTS_FP8: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    stride_block, stride_kv, stride_head, stride_scales, P: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum [HEADS, ROWS] (in units of log2), sum, and weighted values [HEADS, ROWS, BLOCK_D] over `num_tiles` tiles, of
+    """Running maximum [heads, rows] (in units of log2), sum, and weighted values [heads, rows, block_d] over `num_tiles` tiles, of
     which the first has the numbers `block`."""
-    TILE: tl.constexpr = LANES * KEYS
-    MATRICES: tl.constexpr = LANES * HEADS
+    TILE: tl.constexpr = P.lanes * P.keys
+    MATRICES: tl.constexpr = P.lanes * P.heads
     matrix = tl.arange(0, MATRICES)
-    head = first_head + matrix % HEADS
+    head = first_head + matrix % P.heads
     head_at = head.to(tl.int64) * stride_head
-    d = tl.arange(0, BLOCK_D)[None, None, :]
-    k_inside = tl.arange(0, KEYS)[None, :, None] * HEAD_DIM + d
+    d = tl.arange(0, P.block_d)[None, None, :]
+    k_inside = tl.arange(0, P.keys)[None, :, None] * P.head_dim + d
     # Four keys of one dimension beside each other.
-    quad_d = tl.arange(0, 4 * BLOCK_D)[None, None, :]
-    v_inside = tl.arange(0, KEYS // 4)[None, :, None] * (4 * HEAD_DIM) + quad_d
+    quad_d = tl.arange(0, 4 * P.block_d)[None, None, :]
+    v_inside = tl.arange(0, P.keys // 4)[None, :, None] * (4 * P.head_dim) + quad_d
     peak = (tl.max(tl.abs(q.to(tl.float32)), 2).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     peak = tl.where(peak > 0, peak, 1.0)
     columns = tl.permute((q.to(tl.float32) / peak[:, :, None]).to(tl.float16), (0, 2, 1))
-    if IN_FLOAT32:
+    if P.in_float32:
         columns = columns.to(tl.float32)
     row_scale = peak * scale_log2
-    best = tl.full([MATRICES, ROWS], -1e38, tl.float32)
-    total = tl.zeros([MATRICES, KEYS, ROWS], tl.float32)
-    acc = tl.zeros([MATRICES, BLOCK_D, ROWS], tl.float32)
-    key = tile * TILE + matrix // HEADS * KEYS
+    best = tl.full([MATRICES, P.rows], -1e38, tl.float32)
+    total = tl.full([MATRICES, P.keys, P.rows], 0.0, tl.float32)
+    acc = tl.full([MATRICES, P.block_d, P.rows], 0.0, tl.float32)
+    key = tile * TILE + matrix // P.heads * P.keys
     for i in tl.range(0, num_tiles):
-        next_block = load_blocks(
-            tables_ptr, stride_table, seq, tile + i + 1, length, i + 1 < num_tiles, HEADS, LANES, KEYS, BLOCK_SIZE, WINDOW
-        )
-        inside = key % BLOCK_SIZE
-        at = block.to(tl.int64) * stride_block + head_at + inside * HEAD_DIM
-        each_key = key[:, None] + tl.arange(0, KEYS)[None, :]
+        next_block = load_blocks(tables_ptr, stride_table, seq, tile + i + 1, length, i + 1 < num_tiles, P)
+        inside = key % P.block_size
+        at = block.to(tl.int64) * stride_block + head_at + inside * P.head_dim
+        each_key = key[:, None] + tl.arange(0, P.keys)[None, :]
         seen = each_key < length
-        if WINDOW > 0:
-            seen = seen & (each_key >= length - WINDOW)
+        if P.window > 0:
+            seen = seen & (each_key >= length - P.window)
         words = tl.load(
-            scales_ptr + (block.to(tl.int64) * stride_scales + head * BLOCK_SIZE + inside)[:, None] + tl.arange(0, KEYS)[None, :],
+            scales_ptr + (block.to(tl.int64) * stride_scales + head * P.block_size + inside)[:, None] + tl.arange(0, P.keys)[None, :],
             mask=seen,
             other=_ONES,
         )
         # Whatever bytes a slot not yet written holds, their weight is 0 and they are finite.
         there = (key < length)[:, None, None]
-        k = tl.load(pool_ptr + at[:, None, None] + k_inside, mask=there & (d < HEAD_DIM), other=0)
-        v = tl.load(pool_ptr + (at + stride_kv)[:, None, None] + v_inside, mask=there & (quad_d < 4 * HEAD_DIM), other=0)
+        k = tl.load(pool_ptr + at[:, None, None] + k_inside, mask=there & (d < P.head_dim), other=0)
+        v = tl.load(pool_ptr + (at + stride_kv)[:, None, None] + v_inside, mask=there & (quad_d < 4 * P.head_dim), other=0)
         k_scale = (words << 16).to(tl.float32, bitcast=True)
         v_scale = (words & -65536).to(tl.float32, bitcast=True)
-        score = tl.dot(_half(k, FP8, CONVERTS_FP8, IN_FLOAT32), columns, input_precision="ieee")
+        score = tl.dot(_numbers(k, P), columns, input_precision="ieee")
         score = score * k_scale[:, :, None] * row_scale[:, None, :]
         score = tl.where(seen[:, :, None], score, float("-inf"))
         exponent = ((words >> 23) & 0xFF) - 127
@@ -90,32 +77,32 @@ def attend_quantized(
         shrink = tl.exp2(best - new_best)
         total = total * shrink[:, None, :] + weight
         weight = weight * v_scale[:, :, None]
-        if not IN_FLOAT32:
+        if not P.in_float32:
             weight = weight.to(tl.float16)
-        values = tl.reshape(tl.permute(tl.reshape(v, [MATRICES, KEYS // 4, BLOCK_D, 4]), (0, 2, 1, 3)), [MATRICES, BLOCK_D, KEYS])
-        acc = tl.dot(_half(values, FP8, CONVERTS_FP8, IN_FLOAT32), weight, acc * shrink[:, None, :], input_precision="ieee")
+        values = tl.reshape(tl.permute(tl.reshape(v, [MATRICES, P.keys // 4, P.block_d, 4]), (0, 2, 1, 3)), [MATRICES, P.block_d, P.keys])
+        acc = tl.dot(_numbers(values, P), weight, acc * shrink[:, None, :], input_precision="ieee")
         best = new_best
         key += TILE
         block = next_block
     sums = tl.sum(total, 1)
     acc = tl.permute(acc, (0, 2, 1))
-    if LANES > 1:
-        lanes_best = tl.reshape(best, [LANES, HEADS, ROWS])
+    if P.lanes > 1:
+        lanes_best = tl.reshape(best, [P.lanes, P.heads, P.rows])
         best = tl.max(lanes_best, 0)
         shrink = tl.exp2(lanes_best - best[None, :, :])
-        sums = tl.sum(tl.reshape(sums, [LANES, HEADS, ROWS]) * shrink, 0)
-        acc = sum_first(tl.reshape(acc, [LANES, HEADS, ROWS, BLOCK_D]) * shrink[:, :, :, None])
+        sums = tl.sum(tl.reshape(sums, [P.lanes, P.heads, P.rows]) * shrink, 0)
+        acc = sum_first(tl.reshape(acc, [P.lanes, P.heads, P.rows, P.block_d]) * shrink[:, :, :, None])
     return best, sums, acc
 
 
 @triton.jit
-def _half(x, FP8: tl.constexpr, CONVERTS_FP8: tl.constexpr, IN_FLOAT32: tl.constexpr):
+def _numbers(x, P: tl.constexpr):
     """Bytes as numbers: float16 (float32 where that is asked for), e4m3 or 128 + an integer."""
-    if FP8 and CONVERTS_FP8:
+    if P.quantization == "fp8" and P.converts_fp8:
         wide = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif FP8:
+    elif P.quantization == "fp8":
         wide = number_of_e4m3(x)
-    elif IN_FLOAT32:
+    elif P.in_float32:
         wide = x.to(tl.float32) - 128.0
     else:
         # 0x64 before a byte makes 1024 + the byte, in float16.
@@ -134,4 +121,4 @@ def _half(x, FP8: tl.constexpr, CONVERTS_FP8: tl.constexpr, IN_FLOAT32: tl.const
             is_pure=True,
             pack=4,
         )
-    return wide.to(tl.float32) if IN_FLOAT32 else wide
+    return wide.to(tl.float32) if P.in_float32 else wide

@@ -1,7 +1,7 @@
-"""What stands between the matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
+"""The operations between matrix products, as Triton kernels: norms, activation, RoPE with the KV write.
 
 All of it is bound by memory: each kernel reads its inputs once, computes in float32, and writes its outputs once. The oracle of each
-is the method of the same name in TorchOps.
+is the method of the same name in Ops.
 """
 
 from __future__ import annotations
@@ -93,32 +93,14 @@ def rotate_and_write(
     sums = cache.sums
     assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
     _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, HEADS_PER_PROGRAM))](
-        qkv,
-        positions,
-        slots,
-        cos,
-        sin,
-        pool[:, layer],
-        pool.stride(0),
+        qkv, positions, slots, cos, sin, pool[:, layer], pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
-        pool if sums is None else sums.tensor[:, layer],
-        0 if sums is None else sums.tensor.stride(0),
-        0 if sums is None else layer * sums.layer_words,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
-        QUANTIZATION=shape.quantization,
-        HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
-        TAIL=tail,
-        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
-        HEADS=HEADS_PER_PROGRAM,
-        SUM_PARTS=0 if sums is None else sums.num_parts,
-        PDL=pdl,
-        num_warps=_ROTATE_WARPS,
-        launch_pdl=pdl,
-    )
+        *((pool, 0, 0) if sums is None else (sums.tensor[:, layer], sums.tensor.stride(0), layer * sums.layer_words)),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
+        QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
+        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=HEADS_PER_PROGRAM, SUM_PARTS=0 if sums is None else sums.num_parts,
+        PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
     return qkv
 
 
@@ -139,46 +121,17 @@ def _launch_norm(
     rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
     pdl = overlaps(x.device)
     _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
-        x,
-        residual,
-        weight,
-        out,
-        rows,
-        inner,
-        x.stride(0 if heads else -2) if x.dim() > 1 else 0,
-        x.stride(1) if heads else 0,
-        eps,
-        out.numel(),
-        PARTS=parts,
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=rows_at_once,
-        HAS_RESIDUAL=has_residual,
-        PDL=pdl,
-        num_warps=_NORM_WARPS if block >= 4096 else 4,
-        launch_pdl=pdl,
-    )
+        x, residual, weight, out, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0, x.stride(1) if heads else 0,
+        eps, out.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once, HAS_RESIDUAL=has_residual,
+        PDL=pdl, num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    rows,
-    inner,
-    stride_outer,
-    stride_inner,
-    eps,
-    numel,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (col < WIDTH)
@@ -187,7 +140,7 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0)
     if PDL:
         follow()
-    x = _sum_parts(x_ptr + start + col, mask, numel, PARTS)
+    x = sum_parts(x_ptr + start + col, mask, numel, PARTS)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + dense, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + dense, total, mask=mask)
@@ -210,32 +163,12 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
 
 @triton.jit
 def _rotate_and_write_kernel(
-    qkv_ptr,
-    positions_ptr,
-    slots_ptr,
-    cos_ptr,
-    sin_ptr,
-    pool_ptr,
-    stride_block,
-    stride_kv,
-    stride_head,
-    stride_slot,
-    sums_ptr,
-    stride_sums,
-    layer_place,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUANTIZATION: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    HEADS: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, stride_block, stride_kv, stride_head, stride_slot,
+    sums_ptr, stride_sums, layer_place,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZATION: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, HEADS: tl.constexpr,
+    SUM_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
         # the kernel that made them has ended.
@@ -299,7 +232,7 @@ def _rotate_and_write_kernel(
 
 
 @triton.jit
-def _sum_parts(at, mask, numel, PARTS: tl.constexpr):
+def sum_parts(at, mask, numel, PARTS: tl.constexpr):
     """Float32 sum of what lies at `at` in each of the parts, in order."""
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):

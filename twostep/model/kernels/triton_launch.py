@@ -1,4 +1,5 @@
-"""Kernels that start before the one ahead of them has ended (programmatic dependent launch, Hopper and later).
+"""Shared by all launches: the chip's properties, memory for parts of results, and kernels that start before the one ahead of them has ended
+(programmatic dependent launch, Hopper and later).
 
     kernel A   ───────────────┐ memory visible
     kernel B        ├ weights ┊ wait     ├─── reads what A wrote ──┐
@@ -32,6 +33,33 @@ def shared_bytes_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 20
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - _SHARED_RESERVED
+
+
+@functools.cache
+def num_sms_of(device: torch.device) -> int:
+    """Multiprocessors. The interpreter runs programs one by one: a few show all that many would."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class DecodeWorkspace:
+    """Memory in which programs of one attention call hand each other parts, shared by all plans whose calls never overlap (one stream)."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self.parts = torch.empty(0, dtype=torch.float32, device=device)
+        self.scales = torch.empty(0, dtype=torch.float32, device=device)
+        # All zero between calls: the program that merges a sequence sets its counter back.
+        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, *, num_parts: int, head_dim: int, num_counters: int) -> None:
+        """Makes room. Plans made before keep the memory they have, so graphs captured with them stay good; least is held where the
+        largest batch is planned first."""
+        if self.scales.numel() < num_parts * 2:
+            self.scales = torch.empty(num_parts * 2, dtype=torch.float32, device=self._device)
+        if self.parts.numel() < num_parts * head_dim:
+            self.parts = torch.empty(num_parts * head_dim, dtype=torch.float32, device=self._device)
+        if self.counters.numel() < num_counters:
+            self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
 
 
 @triton.jit

@@ -11,17 +11,16 @@ Which one, and its layout, follow from the shape alone, so a captured step alway
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostep.model.kernels.triton_elementwise import silu_mul
-from twostep.model.kernels.triton_launch import overlaps, shared_bytes_of
-from twostep.model.kernels.triton_linear_rows import RowTile, linear_rows
-from twostep.model.kernels.triton_linear_tiles import LinearTile, linear_tiles
+from twostep.model.kernels.triton_launch import follow, num_sms_of, overlaps, shared_bytes_of, start_next, wait_for_previous
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # Weights come in pieces of 16 bytes.
@@ -57,8 +56,8 @@ class StreamedLinear:
         return self._run(x, in_parts=not self._gated)
 
     def trial(self) -> str:
-        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong: a card or a compiler that nobody
-        tried must not show in the tokens."""
+        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong: an untried card or
+        compiler must not show in the tokens."""
         generator = torch.Generator(self._weight.device).manual_seed(0)
         width = self._weight.shape[1]
         for tokens in _TRIAL_TOKENS:
@@ -78,7 +77,7 @@ class StreamedLinear:
 
     def _run(self, x: torch.Tensor, *, in_parts: bool) -> torch.Tensor:
         num_out, width = self._weight.shape
-        chip = {"num_sms": _num_sms(x.device), "shared_bytes": _shared_bytes(x.device)}
+        chip = {"num_sms": num_sms_of(x.device), "shared_bytes": _shared_bytes(x.device)}
         tile = choose_tile(len(x), num_out, width, gated=self._gated, in_parts=in_parts, **chip)
         if isinstance(tile, RowTile):
             return linear_rows(x, self._weight, self._bias, tile=tile, gated=self._gated)
@@ -91,12 +90,6 @@ class StreamedLinear:
 def can_stream(weight: torch.Tensor) -> bool:
     """Whether StreamedLinear takes this weight."""
     return weight.dtype in _DTYPES and weight.is_contiguous() and weight.shape[1] % _ALIGNMENT == 0
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    # The interpreter runs programs one by one: a few show all that many would.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _shared_bytes(device: torch.device) -> int:
@@ -146,6 +139,233 @@ def _tile(tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool,
 
 
 def _bytes_on_their_way(tile: LinearTile, tokens: int) -> int:
-    """Of weight and tokens, in the shared memory of one program."""
+    """Returns the bytes of weight and tokens in the shared memory of one program."""
     padded = max(16, 1 << (tokens - 1).bit_length())
     return (tile.cols + padded) * tile.depth * 2 * tile.num_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTile:
+    """rows: of the weight in one program, a power of 2 (gated: as many of each half)."""
+
+    rows: int
+    num_warps: int
+
+
+def linear_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: RowTile, gated: bool = False
+) -> torch.Tensor:
+    """x @ weight.T + bias, float32 inside, for one to a few tokens: each program keeps whole rows of the weight in registers, all of them
+    asked for before the kernel ahead has ended, and meets every token with them. Nothing is shared between programs, so a token's
+    result depends neither on its neighbours nor on the run.
+
+    x       [T, K], rows dense
+    weight  [N, K], dense; gated: [2 * N, K], gates first
+    gated   silu of the first half of the result times the second
+    Returns [T, N].
+    """
+    tokens, width = x.shape
+    num_out = len(weight) // 2 if gated else len(weight)
+    assert weight.shape[1] == width
+    assert weight.is_contiguous()
+    assert x.stride(1) == 1
+    out = x.new_empty(tokens, num_out)
+    if not tokens:
+        return out
+    pdl = overlaps(x.device)
+    _rows_kernel[(triton.cdiv(num_out, tile.rows),)](
+        x, weight, weight if bias is None else bias, out, num_out, x.stride(0),
+        TOKENS=tokens, WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=tile.rows, HAS_BIAS=bias is not None, GATED=gated,
+        PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_out, stride_x,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        start_next()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Rows past the end compute the last one again and store nothing.
+    at = tl.minimum(row, num_out - 1).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    weight = _load_rows(weight_ptr, at, k, WIDTH, BLOCK)
+    gate = weight
+    if GATED:
+        weight = _load_rows(weight_ptr, at + num_out, k, WIDTH, BLOCK)
+    if PDL:
+        wait_for_previous()
+    for t in tl.static_range(TOKENS):
+        x = tl.load(x_ptr + t * stride_x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
+        if GATED:
+            g = tl.sum(gate.to(tl.float32) * x[None, :], 1)
+            if HAS_BIAS:
+                g += tl.load(bias_ptr + at).to(tl.float32)
+                y += tl.load(bias_ptr + num_out + at).to(tl.float32)
+            y = g * tl.sigmoid(g) * y
+        elif HAS_BIAS:
+            y += tl.load(bias_ptr + at).to(tl.float32)
+        target = out_ptr + t * tl.full([], num_out, tl.int64) + row  # (an argument of 1 has no type of its own)
+        tl.store(target, y.to(out_ptr.dtype.element_ty), mask=row < num_out)
+
+
+@triton.jit
+def _load_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[len(row), BLOCK], zeros past WIDTH. Every weight is read once: it need not stay in the first-level cache."""
+    at = weight_ptr + row[:, None] * WIDTH + k[None, :]
+    if WIDTH == BLOCK:
+        return tl.load(at, eviction_policy="evict_first")
+    else:
+        return tl.load(at, mask=(k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTile:
+    """How one program works.
+
+    cols      rows of the weight (gated: half of them of each half)
+    depth     columns of the weight a step
+    parts     of K, each a program's
+    turned    weight times tokens (64 rows of weight are one tensor-core tile) or tokens times weight
+    bulk      the weight comes by the tensor memory accelerator
+    """
+
+    cols: int
+    depth: int
+    parts: int
+    num_warps: int
+    num_stages: int
+    turned: bool
+    bulk: bool
+
+
+def linear_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: LinearTile, gated: bool = False
+) -> torch.Tensor:
+    """x @ weight.T + bias, float32 inside, for some tokens: tiles of the weight stream through tensor cores, each read once.
+
+    grid    (N / COLS, parts): every multiprocessor has a part of the bytes; parts of K leave float32 sums, which the kernel after adds
+            up in order (`add_rms_norm`): no atomics, the same bits every run
+    x       [T, K], rows dense
+    weight  [N, K], dense; gated: [2 * N, K], gates first
+    gated   silu of the first half of the result times the second; one part only
+    Returns [T, N], or with several parts float32 [parts, T, N], whose sum it is.
+    """
+    tokens, width = x.shape
+    num_out = len(weight) // 2 if gated else len(weight)
+    assert weight.shape[1] == width
+    assert weight.is_contiguous()
+    assert x.stride(1) == 1
+    assert not gated or tile.parts == 1
+    # Whole steps each; there may be fewer parts than asked for, but none is empty.
+    part = triton.cdiv(triton.cdiv(width, tile.parts), tile.depth) * tile.depth
+    parts = triton.cdiv(width, part)
+    shape, dtype = ((tokens, num_out), x.dtype) if parts == 1 else ((parts, tokens, num_out), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    if not tokens:
+        return out
+    cols = tile.cols // 2 if gated else tile.cols
+    pdl = overlaps(x.device)
+    source = TensorDescriptor.from_tensor(weight, [cols, tile.depth]) if tile.bulk else weight
+    _tiles_kernel[(triton.cdiv(num_out, cols), parts)](
+        x, source, weight if bias is None else bias, out, tokens, num_out, x.stride(0),
+        WIDTH=width, PART=part, TOKENS=max(16, triton.next_power_of_2(tokens)), COLS=cols, DEPTH=tile.depth,
+        HAS_BIAS=bias is not None, GATED=gated, TURNED=tile.turned, BULK=tile.bulk, PDL=pdl, IN_FLOAT32=not x.is_cuda,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+# One program for every number of tokens of a tile: steps of all sizes are captured at start-up.
+@triton.jit(do_not_specialize=["tokens"])
+def _tiles_kernel(
+    x_ptr, source, bias_ptr, out_ptr, tokens, num_out, stride_x,
+    WIDTH: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * COLS
+    part = tl.program_id(1)
+    start = part * PART
+    end = tl.minimum(start + PART, WIDTH)
+    col = first + tl.arange(0, COLS)
+    # Rows past the end compute the last one again and store nothing.
+    at = tl.minimum(col, num_out - 1).to(tl.int64)
+    if PDL:
+        follow()
+    t = tl.arange(0, TOKENS)
+    shape: tl.constexpr = [COLS, TOKENS] if TURNED else [TOKENS, COLS]
+    acc = tl.zeros(shape, tl.float32)
+    gate_acc = tl.zeros(shape, tl.float32)
+    for k in tl.range(start, end, DEPTH):
+        x = _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH, DEPTH)
+        if GATED:
+            gate = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
+            weight = _load_tile(source, first + num_out, at + num_out, k, WIDTH, DEPTH, BULK)
+            gate_acc = _multiply(x, gate, gate_acc, TURNED, IN_FLOAT32)
+        else:
+            weight = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
+        acc = _multiply(x, weight, acc, TURNED, IN_FLOAT32)
+    if HAS_BIAS and part == 0:
+        if GATED:
+            gate_acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
+            acc += _spread(tl.load(bias_ptr + num_out + at).to(tl.float32), TURNED)
+        else:
+            acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
+    if GATED:
+        acc = gate_acc * tl.sigmoid(gate_acc) * acc
+    if TURNED:
+        place = t[None, :].to(tl.int64) * num_out + col[:, None]
+        mask = (t < tokens)[None, :] & (col < num_out)[:, None]
+    else:
+        place = t[:, None].to(tl.int64) * num_out + col[None, :]
+        mask = (t < tokens)[:, None] & (col < num_out)[None, :]
+    tl.store(out_ptr + part.to(tl.int64) * tokens * num_out + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+    """[TOKENS, DEPTH], zeros past what is there."""
+    depth = k + tl.arange(0, DEPTH)
+    inside = (t < tokens)[:, None]
+    if WIDTH % DEPTH != 0:
+        inside = inside & (depth < WIDTH)[None, :]
+    return tl.load(x_ptr + t[:, None] * stride_x + depth[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_tile(source, first, row, k, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BULK: tl.constexpr):
+    """[COLS, DEPTH] of the weight, zeros past its width."""
+    if BULK:
+        return source.load([first, k])
+    else:
+        depth = k + tl.arange(0, DEPTH)
+        at = source + row[:, None] * WIDTH + depth[None, :]
+        if WIDTH % DEPTH != 0:
+            return tl.load(at, mask=(depth < WIDTH)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def _multiply(x, weight, acc, TURNED: tl.constexpr, IN_FLOAT32: tl.constexpr):
+    if IN_FLOAT32:
+        x = x.to(tl.float32)
+        weight = weight.to(tl.float32)
+    if TURNED:
+        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+
+
+@triton.jit
+def _spread(values, TURNED: tl.constexpr):
+    if TURNED:
+        return values[:, None]
+    else:
+        return values[None, :]

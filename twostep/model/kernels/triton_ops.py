@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +13,14 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill
-from twostep.model.kernels.ops import Linear
-from twostep.model.kernels.prefill_choice import HOPPER_ROWS, num_leading_decodes, uses_hopper
+from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.step_upload import StepUpload
+from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
-from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace
+from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
+from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_quantized_kv import DenseCopy
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
@@ -28,8 +29,8 @@ from twostep.model.step.kv_cache import KvCache
 log = logging.getLogger(__name__)
 
 
-class TritonOps:
-    """Of one device, for one thread."""
+class TritonOps(Ops):
+    """The operations of one device, for one thread."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -74,23 +75,13 @@ class TritonOps:
         y = linear.parts(x) if isinstance(linear, StreamedLinear) else linear(x)
         return then(self.add_rms_norm(y, residual, weight, eps))
 
-    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.layer_norm(residual.add_(x), weight, bias, eps)
-
-    def relu(self, x: torch.Tensor) -> torch.Tensor:
-        return x.relu_()
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
 
-    def plan_attention(
-        self, batch: Batch, cache: KvCache, *, num_heads: int, cos: torch.Tensor, sin: torch.Tensor, windows: Sequence[int]
-    ) -> TritonAttentionPlan:
+    def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
-        kv, share = cache.shape, num_heads // cache.shape.num_kv_heads
+        kv, num_heads = cache.shape, spec.num_heads
+        share = num_heads // kv.num_kv_heads
         num_queries = np.diff(batch.query_start).astype(np.int64)
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
@@ -113,11 +104,9 @@ class TritonOps:
         if batch.carried is not None:
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
-        plan = TritonAttentionPlan(
-            StepTensors(*sent), cache, num_heads=num_heads, cos=cos, sin=sin, windows=windows, tile_shape=None if hopper else shape
-        )
+        plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, None if hopper else shape)
         if num_decodes:
-            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(windows)}
+            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         if cache.quantized is not None and max_queries:
             plan.reserve_dense(batch.seq_lens[num_decodes:])
@@ -137,10 +126,8 @@ class TritonOps:
         inputs: torch.Tensor,
         block_tables: torch.Tensor,
         cache: KvCache,
+        spec: AttentionSpec,
         *,
-        num_heads: int,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        windows: Sequence[int],
         sharing: bool = False,
     ) -> TritonAttentionPlan:
         """A step of one token for each of S sequences, all sampled, whose inputs are on the device and may change between runs.
@@ -149,7 +136,7 @@ class TritonOps:
         block_tables  int32 [S, B]
         sharing       layers without a window read what `plan.shared` lists once for all that share it
         """
-        num_seqs = inputs.shape[1]
+        num_seqs, num_heads, windows = inputs.shape[1], spec.num_heads, spec.windows
         count = torch.arange(num_seqs + 1, dtype=torch.int32, device=inputs.device)
         step = StepTensors(
             token_ids=inputs[0],
@@ -162,7 +149,7 @@ class TritonOps:
             tiles=torch.stack((count[:-1], torch.zeros_like(count[:-1])), 1),
         )
         shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
-        plan = TritonAttentionPlan(step, cache, num_heads=num_heads, cos=rope[0], sin=rope[1], windows=windows, tile_shape=shape)
+        plan = TritonAttentionPlan(step, cache, spec, shape)
         if cache.shape.block_size % 16 == 0 or cache.quantized is not None:
             if sharing and serves_shared(cache.shape, num_heads=num_heads, windows=windows):
                 plan.shared = SharedPrefix(
@@ -201,27 +188,14 @@ class StepTensors:
 class TritonAttentionPlan:
     """One step's AttentionPlan (see twostep/model/kernels/ops.py). Looks at no value on the device, so that a step can be captured."""
 
-    def __init__(
-        self,
-        step: StepTensors,
-        cache: KvCache,
-        *,
-        num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        windows: Sequence[int],
-        tile_shape: triton_prefill.TileShape | None,
-    ) -> None:
+    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: triton_prefill.TileShape | None) -> None:
         """`tile_shape` None: the tiles are the Hopper kernel's."""
         self.token_ids = step.token_ids
         self.positions = step.positions
         self.sample_rows = step.sample_rows
         self._step = step
         self._cache = cache
-        self._num_heads = num_heads
-        self._cos = cos
-        self._sin = sin
-        self._windows = windows
+        self._spec = spec
         self._tile_shape = tile_shape
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
@@ -239,27 +213,27 @@ class TritonAttentionPlan:
         self._dense = DenseCopy.reserve(self._cache, self._dense_lens, num_blocks=int(num_blocks.sum()), num_columns=int(num_blocks.max()))
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
-        step = self._step
+        step, spec = self._step, self._spec
         if layer == 0:
             for plan in self.decode.values():
                 plan.refresh(step.seq_lens[: self.num_decodes])
             if self._tile_shape is None and self._dense is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
-        triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, self._cos, self._sin, self._cache, layer, self._num_heads)
+        triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, spec.cos, spec.sin, self._cache, layer, spec.num_heads)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        out = qkv.new_empty(len(qkv), self._num_heads * self._cache.shape.head_dim)
-        step = self._step
+        step, num_heads, head_dim = self._step, self._spec.num_heads, self._cache.shape.head_dim
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
         if self.decode:
             some = slice(0, self.num_decodes)
             decode_attention(
-                qkv.view(len(qkv), -1, self._cache.shape.head_dim)[some, : self._num_heads],
+                qkv.view(len(qkv), -1, head_dim)[some, :num_heads],
                 self._cache,
                 layer,
                 step.block_tables[some],
                 step.seq_lens[some],
-                plan=self.decode[self._windows[layer]],
-                out=out.view(len(qkv), self._num_heads, -1)[some],
+                plan=self.decode[self._spec.windows[layer]],
+                out=out.view(len(qkv), num_heads, -1)[some],
             )
         if self.num_decodes < len(step.seq_lens):
             self._attend_chunks(layer, qkv, out)
@@ -271,34 +245,18 @@ class TritonAttentionPlan:
         if self._dense is not None:
             self._dense.fill(cache, layer, self._dense_lens, block_tables)
             cache, block_tables, at = self._dense.cache, self._dense.block_tables, 0
+        inputs: dict[str, Any] = {
+            "num_heads": self._spec.num_heads,
+            "tiles": step.tiles,
+            "query_start": step.query_start,
+            "seq_lens": step.seq_lens,
+            "block_tables": block_tables,
+            "window": self._spec.windows[layer],
+        }
         if self._tile_shape is not None:
-            triton_prefill.prefill_attention(
-                qkv,
-                out,
-                cache,
-                at,
-                num_heads=self._num_heads,
-                tiles=step.tiles,
-                query_start=step.query_start,
-                seq_lens=step.seq_lens,
-                block_tables=block_tables,
-                shape=self._tile_shape,
-                window=self._windows[layer],
-            )
+            triton_prefill.prefill_attention(qkv, out, cache, at, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
         from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
 
-        hopper_attention(
-            qkv,
-            out,
-            cache,
-            at,
-            num_heads=self._num_heads,
-            tiles=step.tiles,
-            query_start=step.query_start,
-            seq_lens=step.seq_lens,
-            block_tables=block_tables,
-            num_programs=torch.cuda.get_device_properties(qkv.device).multi_processor_count,
-            window=self._windows[layer],
-        )
+        hopper_attention(qkv, out, cache, at, num_programs=num_sms_of(qkv.device), **inputs)

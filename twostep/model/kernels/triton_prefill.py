@@ -20,10 +20,43 @@ import torch
 import triton
 import triton.language as tl
 
+from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_pull import clear_sums
 from twostep.model.step.kv_cache import KvCache
 
 _CLEAR_TILE = 8192
+HOPPER_ROWS = 128
+# Rows (tokens times the query heads of a KV head) of the largest chunk from which on a tile of HOPPER_ROWS is filled well enough.
+_ENOUGH_ROWS = 64
+
+
+def uses_hopper(kv: KvShape, *, num_heads: int, max_queries: int, capability: tuple[int, int] | None) -> bool:
+    """Whether hopper_prefill.py attends chunks of at most `max_queries` tokens; the kernel here does otherwise, exactly in float32. Chosen
+    by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the device's, None: no NVIDIA GPU."""
+    share = num_heads // kv.num_kv_heads
+    rows = kv.num_blocks * kv.num_layers * 2 * kv.num_kv_heads * kv.block_size
+    return (
+        capability is not None
+        and capability[0] == 9
+        and kv.dtype in ("bfloat16", "float16")
+        and kv.quantization == "none"
+        # What its tiles in shared memory and its TMA boxes can be.
+        and kv.head_dim in (64, 128)
+        and kv.block_size in (8, 16, 32, 64, 128)
+        and share <= HOPPER_ROWS
+        and rows < 2**31
+        and share * max_queries >= _ENOUGH_ROWS
+    )
+
+
+def num_leading_decodes(num_queries: list[int], block_size: int) -> int:
+    """Returns how many sequences, from the first on, flash-decoding serves: those of one token, which a step lists before its chunks."""
+    if block_size % 16:
+        return 0
+    for index, count in enumerate(num_queries):
+        if count != 1:
+            return index
+    return len(num_queries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +123,14 @@ def prefill_attention(
     share = num_heads // kv.num_kv_heads
     if not len(tiles):
         return
+    # The interpreter multiplies bfloat16 wrongly.
     _prefill_kernel[(len(tiles) * kv.num_kv_heads,)](
-        qkv,
-        out,
-        pool[:, layer],
-        tiles,
-        query_start,
-        seq_lens,
-        block_tables,
-        qkv.stride(0),
-        out.stride(0),
-        block_tables.stride(0),
-        pool.stride(0),
-        pool.stride(2),
-        pool.stride(3),
-        pool.stride(4),
-        math.log2(math.e) / math.sqrt(kv.head_dim),
-        NUM_KV_HEADS=kv.num_kv_heads,
-        SHARE=share,
-        HEAD_DIM=kv.head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
-        BLOCK_SIZE=kv.block_size,
-        BLOCK_M=shape.num_rows,
-        BLOCK_N=shape.num_keys,
-        TOKENS=shape.num_rows // share,
-        WINDOW=window,
-        # The interpreter multiplies bfloat16 wrongly.
-        IN_FLOAT32=not pool.is_cuda,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-    )
+        qkv, out, pool[:, layer], tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
+        pool.stride(0), *pool.stride()[2:5], math.log2(math.e) / math.sqrt(kv.head_dim),
+        NUM_KV_HEADS=kv.num_kv_heads, SHARE=share, HEAD_DIM=kv.head_dim, BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
+        BLOCK_SIZE=kv.block_size, BLOCK_M=shape.num_rows, BLOCK_N=shape.num_keys, TOKENS=shape.num_rows // share, WINDOW=window,
+        IN_FLOAT32=not pool.is_cuda, num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
 
 
 def clear_tails(cache: KvCache, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
@@ -163,32 +174,11 @@ def _clear_kernel(
     do_not_specialize_on_alignment=["tiles_ptr", "query_start_ptr", "seq_lens_ptr", "tables_ptr"],
 )
 def _prefill_kernel(
-    q_ptr,
-    out_ptr,
-    pool_ptr,
-    tiles_ptr,
-    query_start_ptr,
-    seq_lens_ptr,
-    tables_ptr,
-    stride_q,
-    stride_out,
-    stride_table,
-    stride_block,
-    stride_kv,
-    stride_head,
-    stride_slot,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-):
+    q_ptr, out_ptr, pool_ptr, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
+    stride_block, stride_kv, stride_head, stride_slot, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     seq = tl.load(tiles_ptr + tile * 2)
@@ -213,6 +203,7 @@ def _prefill_kernel(
     k_ptr = pool_ptr + kv_head.to(tl.int64) * stride_head
     v_ptr = k_ptr + stride_kv
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
+    pool = (k_ptr, v_ptr, table_ptr, stride_block, stride_slot)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -226,18 +217,63 @@ def _prefill_kernel(
         in_all_windows = tl.maximum(end - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         in_all_windows = tl.minimum(in_all_windows, seen_by_all)
         best, total, acc = _attend_keys(
-            best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, in_all_windows, end, d, d_mask, stride_block, stride_slot,
-            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
-        )  # fmt: skip
+            best,
+            total,
+            acc,
+            q,
+            position,
+            pool,
+            start,
+            in_all_windows,
+            end,
+            scale_log2,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_SIZE,
+            BLOCK_N,
+            WINDOW,
+            IN_FLOAT32,
+            True,
+        )
         start = in_all_windows
     best, total, acc = _attend_keys(
-        best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, seen_by_all, end, d, d_mask, stride_block, stride_slot, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, False,
-    )  # fmt: skip
+        best,
+        total,
+        acc,
+        q,
+        position,
+        pool,
+        start,
+        seen_by_all,
+        end,
+        scale_log2,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        BLOCK_N,
+        WINDOW,
+        IN_FLOAT32,
+        False,
+    )
     best, total, acc = _attend_keys(
-        best, total, acc, q, position, k_ptr, v_ptr, table_ptr, seen_by_all, end, end, d, d_mask, stride_block, stride_slot, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, IN_FLOAT32, True,
-    )  # fmt: skip
+        best,
+        total,
+        acc,
+        q,
+        position,
+        pool,
+        seen_by_all,
+        end,
+        end,
+        scale_log2,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        BLOCK_N,
+        WINDOW,
+        IN_FLOAT32,
+        True,
+    )
     acc = acc / tl.where(valid, total, 1.0)[:, None]
     out = out_ptr + token_row[:, None] * stride_out + head_col[:, None] + d[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & d_mask[None, :])
@@ -245,11 +281,14 @@ def _prefill_kernel(
 
 @triton.jit
 def _attend_keys(
-    best, total, acc, q, position, k_ptr, v_ptr, table_ptr, start, stop, end, d, d_mask, stride_block, stride_slot, scale_log2,
+    best, total, acc, q, position, pool, start, stop, end, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [start, stop) into the running maximum, sum and weighted values of each row."""
+    k_ptr, v_ptr, table_ptr, stride_block, stride_slot = pool
+    d = tl.arange(0, BLOCK_D)
+    d_mask = d < HEAD_DIM
     for key_start in tl.range(start, stop, BLOCK_N):
         key = key_start + tl.arange(0, BLOCK_N)
         if MASKED:

@@ -58,23 +58,12 @@ def _launch(
     pieces = triton.cdiv(num_bytes // 8, shape.tile_words)
     if not num_blocks * pieces:
         return
-    _pull_kernel[(min(shape.num_programs, num_blocks * pieces),)](
-        source,
-        target,
-        ids,
-        ids if sums is None else sums,
-        num_blocks,
-        pieces,
-        block_bytes // 8,
-        first_byte // 8,
-        num_bytes // 8,
-        shape.num_programs if num_blocks * pieces > shape.num_programs else num_blocks * pieces,
-        TILE=shape.tile_words,
-        ALIGNED=8 if (source | target | block_bytes | first_byte) % 16 else 16,
-        COPY=copy,
-        SUM=sums is not None,
-        num_warps=shape.num_warps,
-    )
+    num_programs = min(shape.num_programs, num_blocks * pieces)
+    _pull_kernel[(num_programs,)](
+        source, target, ids, ids if sums is None else sums, num_blocks, pieces, block_bytes // 8, first_byte // 8, num_bytes // 8,
+        num_programs, TILE=shape.tile_words, ALIGNED=8 if (source | target | block_bytes | first_byte) % 16 else 16,
+        COPY=copy, SUM=sums is not None, num_warps=shape.num_warps,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_blocks", "pieces", "stride", "num_programs"])

@@ -165,26 +165,12 @@ class DenseCopy:
         columns = min(block_tables.shape[1], self.block_tables.shape[1])
         target, pdl = self.cache.tensor, overlaps(source.tensor.device)
         _dequantize_kernel[(columns, 2 * shape.num_kv_heads, len(seq_lens))](
-            source.tensor[:, layer],
-            target,
-            seq_lens,
-            block_tables,
-            self.block_tables,
-            shape.num_blocks,
-            block_tables.stride(0),
-            self.block_tables.stride(0),
-            source.tensor.stride(0),
-            target.stride(0),
-            HEADS=shape.num_kv_heads,
-            HEAD_DIM=shape.head_dim,
-            BLOCK_D=triton.next_power_of_2(shape.head_dim),
-            BLOCK_SIZE=shape.block_size,
-            SLOTS=triton.next_power_of_2(shape.block_size),
-            FP8=shape.quantization == "fp8",
-            PDL=pdl,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+            source.tensor[:, layer], target, seq_lens, block_tables, self.block_tables, shape.num_blocks,
+            block_tables.stride(0), self.block_tables.stride(0), source.tensor.stride(0), target.stride(0),
+            HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
+            BLOCK_SIZE=shape.block_size, SLOTS=triton.next_power_of_2(shape.block_size), FP8=shape.quantization == "fp8",
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Sum over ranks, residual and RMSNorm in one kernel, for the few tokens of a decode step: one program a token, one hop over NVLink.
 
     rank 0   x ─┬─ push ──▶ rank 1's inbox          each 8 bytes of an inbox are 4 of data and the number of the exchange:
-                └─ poll own inbox ─▶ Σ ─▶ + ─▶ norm     whoever sees the number has the data, and nobody waits for a fence
+                └─ poll own inbox ─▶ Σ ─▶ + ─▶ norm     a reader of the number has the data, and no rank waits for a fence
     rank 1   x ─┬─ push ──▶ rank 0's inbox
                 └─ poll …
 
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.model.kernels.triton_elementwise import _sum_parts
+from twostep.model.kernels.triton_elementwise import sum_parts
 from twostep.model.kernels.triton_launch import follow, overlaps
 
 _WARPS = 8
@@ -30,7 +30,7 @@ def inbox_bytes(width: int, item_bytes: int, *, size: int, max_rows: int) -> int
 
 
 class RowExchange:
-    """Of one rank. All ranks call it with the same shapes in the same order, on one stream."""
+    """One rank's end of the exchange. All ranks call it with the same shapes in the same order, on one stream."""
 
     def __init__(self, inboxes: torch.Tensor, rank: int, *, max_rows: int) -> None:
         """inboxes  int64 [size]: the address of each rank's inbox as this device sees it, zero at first"""
@@ -62,51 +62,20 @@ class RowExchange:
         block = triton.next_power_of_2(width)
         pdl = overlaps(x.device)
         _reduce_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            self._inboxes,
-            self._numbers,
-            residual.numel(),
-            eps,
-            PARTS=x.numel() // residual.numel(),
-            WIDTH=width,
-            BLOCK=block,
-            PER_WORD=4 // residual.element_size(),
-            RANK=self._rank,
-            SIZE=len(self._inboxes),
-            MAX_ROWS=self.max_rows,
-            PUSH=push,
-            PULL=pull,
-            PDL=pdl,
-            num_warps=_WARPS if block <= 4096 else 2 * _WARPS,
-            launch_pdl=pdl,
-        )
+            x, residual, weight, out, self._inboxes, self._numbers, residual.numel(), eps,
+            PARTS=x.numel() // residual.numel(), WIDTH=width, BLOCK=block, PER_WORD=4 // residual.element_size(),
+            RANK=self._rank, SIZE=len(self._inboxes), MAX_ROWS=self.max_rows, PUSH=push, PULL=pull,
+            PDL=pdl, num_warps=_WARPS if block <= 4096 else 2 * _WARPS, launch_pdl=pdl,
+        )  # fmt: skip
         return out
 
 
 @triton.jit
 def _reduce_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    inboxes_ptr,
-    numbers_ptr,
-    numel,
-    eps,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    PUSH: tl.constexpr,
-    PULL: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, inboxes_ptr, numbers_ptr, numel, eps,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_WORD: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    MAX_ROWS: tl.constexpr, PUSH: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     WORDS: tl.constexpr = WIDTH // PER_WORD
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
@@ -121,7 +90,7 @@ def _reduce_kernel(
     number = tl.where(number == 0, 2, number)
     slot = ((number & 1) * MAX_ROWS + row).to(tl.int64) * SIZE
     at = row.to(tl.int64) * WIDTH + col
-    own = _sum_parts(x_ptr + at, mask, numel, PARTS).to(residual_ptr.dtype.element_ty)
+    own = sum_parts(x_ptr + at, mask, numel, PARTS).to(residual_ptr.dtype.element_ty)
     if PUSH:
         words = _words(own, BLOCK, PER_WORD).to(tl.int64) & 0xFFFFFFFF
         message = words | (number.to(tl.int64) << 32)

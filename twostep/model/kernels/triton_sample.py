@@ -28,7 +28,7 @@ PROMPT_BIT = 1 << 30
 
 _BLOCK = 4096
 _WARPS = 16
-_STAGES = 1
+_STAGES = tl.constexpr(1)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -55,26 +55,21 @@ def sample_rows(logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, 
     assert tokens.dtype == torch.int64
     assert tokens.is_contiguous()
     if num_rows:
-        block = min(_BLOCK, triton.next_power_of_2(logits.shape[1]))
+        vocab_size = logits.shape[1]
+        block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+        tiles = triton.next_power_of_2(triton.cdiv(vocab_size, block))
         _sample_kernel[(num_rows,)](
-            logits,
-            floats,
-            ints,
-            counts,
-            tokens,
-            num_rows,
-            logits.shape[1],
-            logits.stride(0),
-            BLOCK=block,
-            TILES=triton.next_power_of_2(triton.cdiv(logits.shape[1], block)),
-            STAGES=_STAGES,
-            num_warps=_WARPS,
+            logits, floats, ints, counts, tokens, num_rows, vocab_size, logits.stride(0), BLOCK=block, TILES=tiles, num_warps=_WARPS
         )
 
 
+# A row in the functions below: where its logits and counts are, whether it is counted, its three penalties, and the vocabulary's size.
+
+
 @triton.jit
-def _adjusted(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size):
+def _adjusted(row, place):
     """Logits at `place` after penalties, float32; -infinity past the vocabulary."""
+    row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size = row
     logit = tl.load(row_ptr + place, mask=place < vocab_size, other=-float("inf")).to(tl.float32)
     if counted:
         seen = tl.load(counts_ptr + place, mask=place < vocab_size, other=0)
@@ -86,29 +81,14 @@ def _adjusted(row_ptr, counts_ptr, counted, repetition, frequency, presence, pla
 
 
 @triton.jit
-def _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature):
-    logit = _adjusted(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size)
-    return (largest - logit) / temperature
+def _distance(row, place, largest, temperature):
+    return (largest - _adjusted(row, place)) / temperature
 
 
 @triton.jit
-def _bound(
-    row_ptr,
-    counts_ptr,
-    counted,
-    repetition,
-    frequency,
-    presence,
-    vocab_size,
-    largest,
-    temperature,
-    high,
-    wanted,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _bound(row, largest, temperature, high, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The least bits of a distance such that distances up to it weigh `wanted` (COUNT: 1 each), where those up to `high` do."""
+    vocab_size = row[6]
     low = high * 0 - 1  # distances up to it do not
     while low + 1 < high:
         step = (high - low + 3) // 4
@@ -120,9 +100,9 @@ def _bound(
         third_sum = tl.zeros((BLOCK,), tl.float32)
         least = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
         most = tl.full((BLOCK,), -1, tl.int32)
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
             place = start + tl.arange(0, BLOCK)
-            distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
+            distance = _distance(row, place, largest, temperature)
             bits = distance.to(tl.int32, bitcast=True)
             there = place < vocab_size
             weight = there.to(tl.float32) if COUNT else tl.exp(-distance)
@@ -146,27 +126,14 @@ def _bound(
 
 
 @triton.jit
-def _weigh(
-    row_ptr,
-    counts_ptr,
-    counted,
-    repetition,
-    frequency,
-    presence,
-    vocab_size,
-    largest,
-    temperature,
-    bound,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _weigh(row, largest, temperature, bound, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """The sum of the kept weights of each tile of the row, float64 [TILES]."""
+    vocab_size = row[6]
     tiles = tl.arange(0, TILES)
     sums = tl.zeros((TILES,), tl.float64)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         place = start + tl.arange(0, BLOCK)
-        distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
+        distance = _distance(row, place, largest, temperature)
         kept = (distance.to(tl.int32, bitcast=True) <= bound) & (place < vocab_size)
         weight = tl.sum(tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64), 0)
         sums = tl.where(tiles == start // BLOCK, weight, sums)
@@ -175,18 +142,9 @@ def _weigh(
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr,
-    floats_ptr,
-    ints_ptr,
-    all_counts_ptr,
-    tokens_ptr,
-    num_rows,
-    vocab_size,
-    row_stride,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    logits_ptr, floats_ptr, ints_ptr, all_counts_ptr, tokens_ptr, num_rows, vocab_size, row_stride,
+    BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0)
     temperature = tl.load(floats_ptr + i).to(tl.float32)
     least_log = tl.load(floats_ptr + num_rows + i).to(tl.float32)
@@ -195,17 +153,18 @@ def _sample_kernel(
     frequency = tl.load(floats_ptr + 4 * num_rows + i)
     presence = tl.load(floats_ptr + 5 * num_rows + i)
     noise = tl.load(floats_ptr + 6 * num_rows + i)
-    row = tl.load(ints_ptr + i)
+    row_index = tl.load(ints_ptr + i)
     slot = tl.load(ints_ptr + num_rows + i)
     top_k = tl.load(ints_ptr + 2 * num_rows + i)
     counted = slot >= 0
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    row_ptr = logits_ptr + row_index.to(tl.int64) * row_stride
     counts_ptr = all_counts_ptr + tl.maximum(slot, 0).to(tl.int64) * vocab_size
+    row = (row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size)
 
     best = tl.full((BLOCK,), -(2**63), tl.int64)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         place = start + tl.arange(0, BLOCK)
-        logit = _adjusted(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size)
+        logit = _adjusted(row, place)
         best = tl.maximum(best, tl.where(place < vocab_size, sort_key(logit, place), -(2**63)))
     key = tl.max(best, 0)
     token = tl.where(key_is_finite(key), key_place(key), -1)
@@ -215,22 +174,12 @@ def _sample_kernel(
         bound = (0.0 - least_log).to(tl.int32, bitcast=True)
         if (top_k > 0) & (top_k < vocab_size):
             all_of_them = bound * 0 + _INFINITY_BITS
-            kth = _bound(
-                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, all_of_them,
-                top_k.to(tl.float64), True, BLOCK, STAGES,
-            )  # fmt: skip
+            kth = _bound(row, largest, temperature, all_of_them, top_k.to(tl.float64), True, BLOCK)
             bound = tl.minimum(bound, kth)
-        sums = _weigh(
-            row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, STAGES
-        )
+        sums = _weigh(row, largest, temperature, bound, BLOCK, TILES)
         if top_p < 1.0:
-            bound = _bound(
-                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound,
-                tl.sum(sums, 0) * top_p, False, BLOCK, STAGES,
-            )  # fmt: skip
-            sums = _weigh(
-                row_ptr, counts_ptr, counted, repetition, frequency, presence, vocab_size, largest, temperature, bound, BLOCK, TILES, STAGES
-            )
+            bound = _bound(row, largest, temperature, bound, tl.sum(sums, 0) * top_p, False, BLOCK)
+            sums = _weigh(row, largest, temperature, bound, BLOCK, TILES)
         target = noise * tl.sum(sums, 0)
         tiles = tl.arange(0, TILES)
         here = (sums > 0.0) & (tl.cumsum(sums, 0) > target)
@@ -239,7 +188,7 @@ def _sample_kernel(
         tile = tl.where(first_tile < TILES, first_tile, tl.max(tl.where(sums > 0.0, tiles, 0), 0))
         before = tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
         place = tile * BLOCK + tl.arange(0, BLOCK)
-        distance = _distance(row_ptr, counts_ptr, counted, repetition, frequency, presence, place, vocab_size, largest, temperature)
+        distance = _distance(row, place, largest, temperature)
         kept = (distance.to(tl.int32, bitcast=True) <= bound) & (place < vocab_size)
         weight = tl.where(kept, tl.exp(-distance), 0.0).to(tl.float64)
         passed = before + tl.cumsum(weight, 0) > target
@@ -247,6 +196,6 @@ def _sample_kernel(
         drawn = tl.min(tl.where(drawable & passed, place, 0x7FFFFFFF), 0)
         last = tl.max(tl.where(drawable, place, 0), 0)
         token = tl.where(drawn < 0x7FFFFFFF, drawn, last).to(tl.int64)
-    tl.store(tokens_ptr + row, token)
+    tl.store(tokens_ptr + row_index, token)
     if counted & (token >= 0):
         tl.store(counts_ptr + token, tl.load(counts_ptr + token) + 1)

@@ -25,8 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.shared_prefix import GRANULE, ITEM_COLUMNS, OWN_COLUMNS, SharedLayout, find_groups, pack, room_for_items
-from twostep.model.kernels.triton_decode_workspace import DecodeWorkspace, num_sms_of
-from twostep.model.kernels.triton_launch import overlaps
+from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of, overlaps
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -97,8 +96,8 @@ class SharedPrefix:
         self.parts, self.scales = workspace.parts, workspace.scales
 
     def listing(self, block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """What a step shares, to be copied to `listed`; None where it is not worth the pass. Of at most `num_seqs` sequences, on the
-        host (see shared_prefix.find_groups)."""
+        """Returns what a step shares, to be copied to `listed`; None where it is not worth the pass. For at most `num_seqs` sequences, on
+        the host (see shared_prefix.find_groups)."""
         groups = find_groups(block_tables, seq_lens, block_size=self.shape.block_size, layout=self.layout)
         return pack(groups, self.layout) if groups else None
 
@@ -108,35 +107,14 @@ class SharedPrefix:
         pdl = overlaps(pool.device)
         own_end = self.layout.num_seqs * OWN_COLUMNS
         items = self.listed[own_end:]
+        # The interpreter multiplies bfloat16 wrongly.
         _shared_kernel[(shape.num_kv_heads, self.layout.max_items)](
-            q,
-            pool[:, layer],
-            block_tables,
-            items,
-            items[self.layout.max_items * ITEM_COLUMNS :],
-            self.parts,
-            self.scales,
-            scale_log2,
-            q.stride(0),
-            block_tables.stride(0),
-            pool.stride(0),
-            pool.stride(2),
-            pool.stride(3),
-            pool.stride(4),
-            COLUMNS=ITEM_COLUMNS,
-            SHARE=self.num_heads // shape.num_kv_heads,
-            ROWS=tile.num_rows,
-            KEYS=tile.num_keys,
-            HEAD_DIM=shape.head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
-            BLOCK_SIZE=shape.block_size,
-            # The interpreter multiplies bfloat16 wrongly.
-            IN_FLOAT32=not pool.is_cuda,
-            PDL=pdl,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            launch_pdl=pdl,
-        )
+            q, pool[:, layer], block_tables, items, items[self.layout.max_items * ITEM_COLUMNS :], self.parts, self.scales,
+            scale_log2, q.stride(0), block_tables.stride(0), pool.stride(0), *pool.stride()[2:5],
+            COLUMNS=ITEM_COLUMNS, SHARE=self.num_heads // shape.num_kv_heads, ROWS=tile.num_rows, KEYS=tile.num_keys,
+            HEAD_DIM=shape.head_dim, BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)), BLOCK_SIZE=shape.block_size,
+            IN_FLOAT32=not pool.is_cuda, PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+        )  # fmt: skip
 
 
 def log2_scale(head_dim: int, scale: float | None) -> float:
@@ -146,30 +124,11 @@ def log2_scale(head_dim: int, scale: float | None) -> float:
 
 @triton.jit
 def _shared_kernel(
-    q_ptr,
-    pool_ptr,
-    tables_ptr,
-    items_ptr,
-    members_ptr,
-    parts_ptr,
-    scales_ptr,
-    scale_log2,
-    stride_q,
-    stride_table,
-    stride_block,
-    stride_kv,
-    stride_head,
-    stride_slot,
-    COLUMNS: tl.constexpr,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, pool_ptr, tables_ptr, items_ptr, members_ptr, parts_ptr, scales_ptr,
+    scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, stride_slot,
+    COLUMNS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         # In this order: decode attention, which starts beside this, may then read what came before without waiting.
         gdc_wait()

@@ -28,7 +28,7 @@ def mix(words, place):
 
 @triton.jit
 def mix_vectors(x, place, kept):
-    """What each word of vectors adds to the sum, uint64 [rows, N / numbers in a word]; the vectors are stored as they are.
+    """Returns what each word of vectors adds to the sum, uint64 [rows, N / numbers in a word]; the vectors are stored as they are.
 
     x      [rows, N] of a float dtype; N a multiple of the numbers in a word
     place  [rows, 1]: words before the first number

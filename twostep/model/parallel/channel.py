@@ -11,15 +11,13 @@ longest step may be, but only what was written takes memory.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
+import pickle
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,6 @@ import numpy.typing as npt
 
 from twostep.engine.batch import Batch, LayerRange
 from twostep.errors import InternalError, Unavailable
-from twostep.model.step.pool_sizing import PoolSizing
 
 _NUM_SLOTS = 4
 _SLOT_BYTES = 64 << 20
@@ -35,16 +32,13 @@ _HEAD_BYTES = 4096
 _ALIGNMENT = 64
 _POLL_S = 20e-6
 
-# Larger than any description of a runner.
+# More than any message has.
 _MAX_MESSAGE = 1 << 16
 DONE = b"done"
 
 # Most blocks of one transfer, and the bytes of a rank's part of it.
 MAX_TRANSFER_BLOCKS = 1024
 TRANSFER_BYTES = 16 << 20
-
-_COMMAND = struct.Struct("<BQ6I")
-_TRANSFER = struct.Struct("<BQ3I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,62 +57,49 @@ class Hello:
     log_json: bool
     options: dict[str, Any]
 
-    def pack(self) -> bytes:
-        options = dict(self.options)
-        if isinstance(options.get("num_blocks"), PoolSizing):
-            options["num_blocks"] = asdict(options["num_blocks"])
-        return json.dumps(asdict(self) | {"options": options}).encode()
-
-    @staticmethod
-    def unpack(message: bytes) -> Hello:
-        hello = Hello(**json.loads(message))
-        if isinstance(hello.options.get("num_blocks"), dict):
-            hello.options["num_blocks"] = PoolSizing(**hello.options["num_blocks"])
-        return hello
-
-
-class Kind(IntEnum):
-    STEP = 1
-    COPY = 2
-    END = 3
-    READ = 4
-    WRITE = 5
-
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """`number` counts steps from 1; other commands have that of the step before. `sizes` of a step: tokens, sequences, blocks of a table,
-    sampled rows, whether tokens are carried; of a copy: source and target block."""
+class StepCommand:
+    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table and sampled rows. Numbers count from 1."""
 
-    kind: Kind
     number: int
-    sizes: tuple[int, ...] = ()
-
-    def pack(self) -> bytes:
-        return _COMMAND.pack(self.kind, self.number, *self.sizes, *(0,) * (6 - len(self.sizes)))
-
-    @staticmethod
-    def unpack(message: bytes) -> Command:
-        kind, number, *sizes = _COMMAND.unpack(message)
-        return Command(Kind(kind), number, tuple(sizes))
+    num_tokens: int
+    num_seqs: int
+    width: int
+    num_rows: int
+    carried: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """Moves some layers of `count` blocks once step `after` is done."""
+class CopyCommand:
+    """Copies a block after the step before."""
 
-    kind: Kind
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndCommand:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """Moves some layers of `count` blocks out of the pool, or into it, once step `after` is done."""
+
+    to_pool: bool
     after: int
     count: int
     layers: LayerRange
 
-    def pack(self) -> bytes:
-        return _TRANSFER.pack(self.kind, self.after, self.count, self.layers.first, self.layers.num_layers)
 
-    @staticmethod
-    def unpack(message: bytes) -> Transfer:
-        kind, after, count, first_layer, num_layers = _TRANSFER.unpack(message)
-        return Transfer(Kind(kind), after, count, LayerRange(first_layer, num_layers))
+def pack(message: object) -> bytes:
+    """Messages pass between a process and its children only, on sockets that they alone have."""
+    return pickle.dumps(message)
+
+
+def unpack(message: bytes) -> Any:
+    return pickle.loads(message)
 
 
 class StepMemory:
@@ -135,13 +116,13 @@ class StepMemory:
         return _anonymous_file("twostep-steps", _step_bytes())
 
     def least_done(self) -> int:
-        """The number of the last command that every other rank has carried out."""
+        """Returns the number of the last step that every other rank has carried out."""
         return int(self._done[1:].min())
 
     def set_done(self, rank: int, number: int) -> None:
         self._done[rank] = number
 
-    def put(self, number: int, batch: Batch, check: Callable[[], None], deadline: float) -> Command:
+    def put(self, number: int, batch: Batch, check: Callable[[], None], deadline: float) -> StepCommand:
         """Copies a batch into its slot, but for what only rank 0 needs (sampling). Waits until the slot's last batch is done with; calls
         `check` meanwhile, which raises if it never will be. Raises InternalError for a batch beyond the slot."""
         while self.least_done() < number - _NUM_SLOTS:
@@ -150,7 +131,7 @@ class StepMemory:
                 raise Unavailable("a tensor-parallel rank hangs; restart the worker")
             time.sleep(_POLL_S)
         arrays = _arrays(batch)
-        if _slot_size(arrays) > _SLOT_BYTES:
+        if sum(_aligned(array.nbytes) for array in arrays) > _SLOT_BYTES:
             raise InternalError(
                 f"a step of {len(batch.token_ids)} tokens does not fit {_SLOT_BYTES >> 20} MiB; lower --max-num-batched-tokens"
             )
@@ -158,35 +139,29 @@ class StepMemory:
         for array in arrays:
             np.frombuffer(self._memory, array.dtype, array.size, start).reshape(array.shape)[...] = array
             start += _aligned(array.nbytes)
-        sizes = (len(batch.token_ids), *batch.block_tables.shape, len(batch.sample_rows), int(batch.carried is not None))
-        return Command(Kind.STEP, number, sizes)
+        num_seqs, width = batch.block_tables.shape
+        return StepCommand(number, len(batch.token_ids), num_seqs, width, len(batch.sample_rows), batch.carried is not None)
 
-    def get(self, command: Command) -> Batch:
-        """The batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
-        num_tokens, num_seqs, width, num_rows, carried, _ = command.sizes
+    def get(self, command: StepCommand) -> Batch:
+        """Returns the batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
         start = _slot_start(command.number)
 
-        def place(num_bytes: int) -> int:
+        def take(dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
             nonlocal start
-            here, start = start, start + _aligned(num_bytes)
-            return here
-
-        def longs(count: int) -> npt.NDArray[np.int64]:
-            return np.frombuffer(self._memory, np.int64, count, place(8 * count))
-
-        def ints(count: int) -> npt.NDArray[np.int32]:
-            return np.frombuffer(self._memory, np.int32, count, place(4 * count))
+            array = np.frombuffer(self._memory, dtype, count, start)
+            start += _aligned(array.nbytes)
+            return array
 
         return Batch(
-            token_ids=longs(num_tokens),
-            positions=longs(num_tokens),
-            query_start=ints(num_seqs + 1),
-            seq_lens=ints(num_seqs),
-            block_tables=ints(num_seqs * width).reshape(num_seqs, width),
-            slots=longs(num_tokens),
-            sample_rows=longs(num_rows),
+            token_ids=take(np.int64, command.num_tokens),
+            positions=take(np.int64, command.num_tokens),
+            query_start=take(np.int32, command.num_seqs + 1),
+            seq_lens=take(np.int32, command.num_seqs),
+            block_tables=take(np.int32, command.num_seqs * command.width).reshape(command.num_seqs, command.width),
+            slots=take(np.int64, command.num_tokens),
+            sample_rows=take(np.int64, command.num_rows),
             sampling=(),
-            carried=ints(num_tokens) if carried else None,
+            carried=take(np.int32, command.num_tokens) if command.carried else None,
         )
 
 
@@ -231,22 +206,8 @@ def receive(channel: socket.socket) -> bytes:
 
 def _arrays(batch: Batch) -> Sequence[npt.NDArray[Any]]:
     """In the order of `StepMemory.get`."""
-    arrays: list[npt.NDArray[Any]] = [
-        batch.token_ids,
-        batch.positions,
-        batch.query_start,
-        batch.seq_lens,
-        batch.block_tables,
-        batch.slots,
-        batch.sample_rows,
-    ]
-    if batch.carried is not None:
-        arrays.append(batch.carried)
-    return arrays
-
-
-def _slot_size(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    return sum(_aligned(array.nbytes) for array in arrays)
+    arrays = (batch.token_ids, batch.positions, batch.query_start, batch.seq_lens, batch.block_tables, batch.slots, batch.sample_rows)
+    return arrays if batch.carried is None else (*arrays, batch.carried)
 
 
 def _slot_start(number: int) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks of a model exchange inside a step: sums of partial results, and parts of the logits.
+"""The exchange between the ranks of a model: notes while they start; inside a step sums of partial results, and parts of the logits.
 
 All ranks call the same methods in the same order with the same shapes. A sum has the same bits on every rank.
 """
@@ -7,18 +7,70 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from twostep.model.parallel.meeting import Meeting
+from twostep.errors import SetupError
 
 log = logging.getLogger(__name__)
 
 _END_S = 5.0
+_FAILED = "failed"
+_POLL_S = 0.005
+# Of single look-ups, which never wait for a note.
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class Meeting:
+    """Where the ranks of one worker agree on something while they start: each leaves a note, each reads all of them.
+
+    The notes are files of a private directory (torch's FileStore): nothing listens on a port. A rank that waits looks for the note of one
+    that failed, so that one rank's error is everybody's, at once, and none is left inside a collective. Not thread-safe but for `fail`.
+    """
+
+    def __init__(self, directory: Path, rank: int, size: int, *, timeout_s: float = 900.0) -> None:
+        """`directory` is the same for all ranks, and theirs alone. Waiting ends after `timeout_s`: loading a model takes minutes."""
+        self.rank = rank
+        self.size = size
+        self._path = directory / "notes"
+        self._timeout_s = timeout_s
+        self._notes = self.store("notes")
+        self._round = 0
+
+    def store(self, name: str) -> c10d.Store:
+        """Returns a store of its own for a process group."""
+        store = c10d.FileStore(str(self._path.with_name(name)), self.size)
+        store.set_timeout(_STORE_TIMEOUT)
+        return c10d.PrefixStore(name, store)
+
+    def exchange(self, note: bytes) -> list[bytes]:
+        """Returns every rank's note of this round, in order of rank; all ranks call it equally often. Raises SetupError with what another
+        rank failed with, or if one does not come."""
+        self._round += 1
+        keys = [f"{self._round}.{rank}" for rank in range(self.size)]
+        self._notes.set(keys[self.rank], note.hex())
+        give_up = time.monotonic() + self._timeout_s
+        while not self._notes.check(keys):
+            if self._notes.check([_FAILED]):
+                raise SetupError(self._notes.get(_FAILED).decode())
+            if time.monotonic() > give_up:
+                raise SetupError(f"not all {self.size} tensor-parallel ranks were ready within {self._timeout_s:g} s; see their log above")
+            time.sleep(_POLL_S)
+        return [bytes.fromhex(self._notes.get(key).decode()) for key in keys]
+
+    def least(self, value: int) -> int:
+        """Returns the smallest of all ranks' values."""
+        return min(int(note) for note in self.exchange(str(value).encode()))
+
+    def fail(self, message: str) -> None:
+        """Ends the waiting of all others with this message."""
+        self._notes.set(_FAILED, message)
 
 
 class TensorGroup(Protocol):

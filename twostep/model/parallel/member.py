@@ -1,4 +1,4 @@
-"""What makes a ModelRunner one of several ranks: its part of the model, and operations that exchange with the others."""
+"""Makes a ModelRunner one of several ranks: its part of the model, and operations that exchange with the others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ import torch
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.sharding import ModelPart, shard_of
 from twostep.model.kernels.ops import Ops
-from twostep.model.parallel.group import BackendGroup, TensorGroup
-from twostep.model.parallel.meeting import Meeting
-from twostep.model.parallel.ops import ParallelTorchOps
+from twostep.model.parallel.group import BackendGroup, Meeting, TensorGroup
+
+
+class ParallelOps(Ops):
+    """The operations of one of several ranks on a CPU: what is added to a residual is this rank's term of a sum, and is summed over the
+    ranks first."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return super().add_rms_norm(self._group.all_reduce(x), residual, weight, eps)
+
+    def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return super().add_layer_norm(self._group.all_reduce(x), residual, weight, bias, eps)
 
 
 class Member:
-    """Of rank `meeting.rank`. Belongs to one ModelRunner."""
+    """Rank `meeting.rank` of several. Belongs to one ModelRunner."""
 
     def __init__(self, meeting: Meeting, device: torch.device, *, timeout_s: float, one_shot: bool) -> None:
         """Waits for all ranks. `timeout_s`: how long a rank may keep the others waiting in a step. `one_shot`: sums of few tokens may take
@@ -23,11 +35,6 @@ class Member:
         self._one_shot = one_shot
         self.group: TensorGroup = BackendGroup(meeting, device, timeout_s=timeout_s)
 
-    @property
-    def samples(self) -> bool:
-        """Whether this rank picks the tokens; the others only compute."""
-        return self.meeting.rank == 0
-
     def part(self, config: ModelConfig) -> ModelPart:
         """Raises SetupError if the model cannot be cut into so many parts."""
         shard = shard_of(config, self.meeting.rank, self.meeting.size)
@@ -35,8 +42,17 @@ class Member:
 
     def ops(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
         if device.type == "cpu":
-            return ParallelTorchOps(self.group)
+            return ParallelOps(self.group)
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.model.parallel.triton_ops import parallel_triton_ops  # noqa: PLC0415
 
         return parallel_triton_ops(self.group, config, dtype, device, one_shot=self._one_shot)
+
+
+def ops_of(device: torch.device) -> Ops:
+    """Returns the operations of a device by itself."""
+    if device.type == "cpu":
+        return Ops()
+    from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
+
+    return TritonOps(device)

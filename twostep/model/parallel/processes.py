@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from twostep.errors import SetupError
-from twostep.model.parallel.channel import Hello, socket_pair
+from twostep.model.parallel.channel import Hello, pack, socket_pair
 from twostep.process.ending import how_it_ended
 
 _WATCH_S = 0.1
@@ -36,7 +36,7 @@ class RankProcesses:
             self._steps.append(pairs[0][0])
             self._blocks.append(pairs[1][0])
             inherited.append((pairs[0][1], pairs[1][1]))
-            pairs[0][0].send(hello.pack())
+            pairs[0][0].send(pack(hello))
         # The kernel kills a rank when the thread that started it ends, so that one must last.
         self._thread = threading.Thread(target=self._run, args=(reading, step_file, block_file, inherited), name="ranks", daemon=True)
         self._thread.start()
@@ -48,8 +48,9 @@ class RankProcesses:
             self.end(0.0)
             raise SetupError(f"{sys.executable} could not be started for the tensor-parallel ranks; see the log above")
 
-    def tell(self, message: bytes) -> None:
+    def send_all(self, command: object) -> None:
         """Sends every rank a command. One that is gone is found by `watch`."""
+        message = pack(command)
         for channel in self._steps:
             with contextlib.suppress(BrokenPipeError, ConnectionError):
                 channel.send(message)

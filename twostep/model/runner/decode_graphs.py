@@ -23,28 +23,16 @@ from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_shared_prefix import serves_shared
 from twostep.model.kernels.triton_tokens import carry_tokens, pick_greedy
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.pool_sizing import sharing_ladder
 
 _WARM_UPS = 2
-_SMALLEST_SHARING = 4
 # Of the trial: a prefix that is worth sharing, and what the order of sums may change in 16 bits after all layers.
 _TRIAL_KEYS = 4096
 _TRIAL_DIFFERENCE = 6e-2
 
 
-def ladder(largest: int) -> list[int]:
-    """Batch sizes worth a graph, up to `largest`: at most one in eight rows, or seven, is padding."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
-    return [size for size in sizes if size < largest] + [largest]
-
-
-def sharing_ladder(sizes: Sequence[int]) -> list[int]:
-    """Batch sizes, of those with a graph, that have another, in which a prefix that sequences share is read once for all of them. Every
-    second one: a prefix long enough to be worth it saves more than the padding costs."""
-    return sorted(size for size in sorted(sizes, reverse=True)[::2] if size >= _SMALLEST_SHARING)
-
-
 class DecodeGraphs:
-    """Of one model and pool, on the current device."""
+    """The captured decode steps of one model and pool, on the current device."""
 
     def __init__(
         self,
@@ -56,8 +44,8 @@ class DecodeGraphs:
         *,
         share_prefixes: bool = True,
     ) -> None:
-        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once. `captured_one` is told
-        how many of how many are there. `share_prefixes`: more of them, of steps that read shared prefixes once; where these cannot be
+        """Captures one graph per size: takes some tenths of a second each, and memory for the largest step once. `captured_one` is called
+        with how many of how many are there. `share_prefixes`: more of them, of steps that read shared prefixes once; where these cannot be
         captured, `try_sharing` says why."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)
@@ -170,10 +158,7 @@ class _Captured:
         self.inputs = torch.zeros(5, self.size, dtype=torch.int32, device=device)
         self.inputs[2], self.inputs[3], self.inputs[4] = -1, 1, -1
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
-        c = model.config
-        self._plan = plan = ops.plan_decode(
-            self.inputs[:4], tables, cache, num_heads=c.num_heads, rope=model.rope_tables, windows=c.windows, sharing=sharing
-        )
+        self._plan = plan = ops.plan_decode(self.inputs[:4], tables, cache, model.attention, sharing=sharing)
         self.shared = plan.shared
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())

@@ -19,24 +19,23 @@ import torch
 
 from twostep.engine.batch import Batch, SamplingRow, TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
-from twostep.model.kernels.triton_mask import mask_rows
 from twostep.model.kernels.triton_sample import PROMPT_BIT, sample_rows
-from twostep.model.kernels.triton_tokens import pick_greedy
-from twostep.model.runner.noise import uniform
-from twostep.model.runner.sampler import MIN_TEMPERATURE
+from twostep.model.kernels.triton_tokens import mask_rows, pick_greedy
+from twostep.model.runner.sampler import MIN_TEMPERATURE, uniform
 from twostep.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
-    """Of the rows that ask for them, on the device. values float64 [A, 1 + 2 * N]: the chosen token's, the N best ones', their ids."""
+class DeviceLogprobs:
+    """Logprobs of the rows that ask for them, on the device. values float64 [A, 1 + 2 * N]: the chosen token's, the N
+    best ones', their ids."""
 
     rows: Sequence[int]
     values: torch.Tensor
 
 
 class DeviceSampler:
-    """Of one device and vocabulary, for one thread and stream."""
+    """The sampler of one device and vocabulary, for one thread and stream."""
 
     def __init__(self, upload: StepUpload, tokens: torch.Tensor, vocab_size: int) -> None:
         """tokens  int64 [at least the most rows]: what each row of the last step sampled, NO_TOKEN where its logits are broken"""
@@ -46,7 +45,7 @@ class DeviceSampler:
         self._counts = TokenCounts(upload, tokens, vocab_size)
         self._asked = _Asked.of(())
 
-    def sample(self, logits: torch.Tensor, batch: Batch, *, picked: bool = False) -> Logprobs | None:
+    def sample(self, logits: torch.Tensor, batch: Batch, *, picked: bool = False) -> DeviceLogprobs | None:
         """Fills `tokens` from the batch's logits [R, V], whose rows may be changed. `picked`: pick_greedy has run."""
         rows = batch.sampling
         tokens = self._tokens[: len(rows)]
@@ -119,7 +118,7 @@ class TokenCounts:
 
     def assign(self, batch: Batch, penalized: npt.NDArray[np.bool_], slots: npt.NDArray[np.int32]) -> None:
         """Sets `slots` of the penalized rows to rows of the table that count all tokens before the one to be sampled, and expects that one
-        to be counted by whoever samples it."""
+        to be counted where it is sampled."""
         carried = None if batch.carried is None else batch.carried[batch.sample_rows]
         stale: list[int] = []
         for r in np.flatnonzero(penalized).tolist():
@@ -168,7 +167,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What the rows of a step ask for: the same in the next step, unless a sequence came or went.
+    """Holds what the rows of a step ask for: the same in the next step, unless a sequence came or went.
 
     floats  float64 [6, R], see FLOATS in triton_sample.py, all but the noise
     drawn   rows for which the largest logit is not the answer; logprobs: (row, how many)
@@ -231,7 +230,7 @@ class _Raw:
         self._norm = self._raw.logsumexp(-1, keepdim=True)
         self._best = self._raw.topk(min(max(n for _, n in asked.logprobs), logits.shape[1]))
 
-    def logprobs(self, tokens: torch.Tensor) -> Logprobs:
+    def logprobs(self, tokens: torch.Tensor) -> DeviceLogprobs:
         chosen = self._raw.gather(1, tokens.index_select(0, self._index).clamp_(min=0)[:, None])
         values = torch.cat((chosen - self._norm, self._best.values - self._norm), 1).double()
-        return Logprobs(rows=self._rows, values=torch.cat((values, self._best.indices.double()), 1))
+        return DeviceLogprobs(rows=self._rows, values=torch.cat((values, self._best.indices.double()), 1))

@@ -18,12 +18,14 @@ from twostep.errors import InternalError
 from twostep.model.families.decoder import Decoder
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.runner.decode_graphs import DecodeGraphs
-from twostep.model.runner.device_sampler import DeviceSampler, Logprobs
+from twostep.model.runner.device_sampler import DeviceLogprobs, DeviceSampler
 from twostep.model.step.kv_cache import DTYPES, KvCache
 
 
 class DeviceSteps:
-    """Of one model and pool, on the current device and stream. On a CPU (in tests, interpreted) a step is done when it is launched."""
+    """The Steps of one model and pool, on the current device and stream. On a CPU (interpreted) a step is done when it is launched."""
+
+    overlaps = True
 
     def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, graphs: DecodeGraphs | None) -> None:
         self._model = model
@@ -35,18 +37,17 @@ class DeviceSteps:
         with torch.inference_mode():
             self._sampler.warm_up(DTYPES[cache.shape.dtype])
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        """int64: what each row of the last step sampled, on the device."""
-        return self._tokens
+    def sampled(self, num_rows: int) -> torch.Tensor:
+        return self._tokens[:num_rows]
+
+    def close(self) -> None:
+        self._graphs = None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the batch's sample rows, valid until the next step."""
         logits = None if self._graphs is None else self._graphs.logits(batch)
         return self._model.forward(batch, self._cache) if logits is None else logits
 
     def launch(self, batch: Batch) -> DeviceStep:
-        """See Runner.launch."""
         try:
             return self._launch(batch)
         except Exception:
@@ -102,12 +103,12 @@ class DeviceStep:
         self,
         rows: Sequence[SamplingRow],
         tokens: torch.Tensor,
-        logprobs: Logprobs | None,
+        logprobs: DeviceLogprobs | None,
         values: torch.Tensor | None,
         done: torch.cuda.Event | None,
         layer_marks: Sequence[EventMark],
     ) -> None:
-        """tokens int64 [R] and values (see Logprobs), on the host, there when `done`."""
+        """tokens int64 [R] and values (see DeviceLogprobs), on the host, there when `done`."""
         self._rows = rows
         self._tokens = tokens
         self._asking = () if logprobs is None else logprobs.rows

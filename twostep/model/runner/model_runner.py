@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +24,68 @@ import torch
 
 from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig, parse_config
-from twostep.model.families.registry import as_stored, build_model, fill_random, load_weights
+from twostep.model.families.config import ModelConfig
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.ops import Ops
-from twostep.model.kernels.torch_ops import TorchOps
+from twostep.model.loading.weights import as_stored, fill_random, load_weights
+from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
-from twostep.model.step.pool_sizing import PoolSizing, free_memory, graph_bytes, measured_blocks
+from twostep.model.step.pool_sizing import PoolSizing, free_memory, graph_bytes, ladder, measured_blocks
 from twostep.process.startup import NoProgress, Progress
-
-if TYPE_CHECKING:
-    from twostep.model.parallel.member import Member
-    from twostep.model.runner.device_steps import DeviceSteps
 
 LOAD_FORMATS = ("auto", "dummy")
 
 log = logging.getLogger(__name__)
+
+
+class Steps(Protocol):
+    """How steps of a model run on its device: CpuSteps, or DeviceSteps (device_steps.py)."""
+
+    overlaps: bool
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Returns the logits of the batch's sample rows, [R, vocab_size], valid until the next step."""
+        ...
+
+    def launch(self, batch: Batch) -> InFlight:
+        """See Runner.launch."""
+        ...
+
+    def sampled(self, num_rows: int) -> torch.Tensor:
+        """Returns what the first rows of the last step sampled, on the device, for ranks that did not sample."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CpuSteps:
+    """A step is done when it is launched."""
+
+    overlaps = False
+
+    def __init__(self, model: Decoder, cache: KvCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._last_token_ids: Sequence[int] = ()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self._model.forward(batch, self._cache)
+
+    def launch(self, batch: Batch) -> InFlight:
+        batch = batch.with_carried(self._last_token_ids)
+        # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
+        sampled = sample(self.forward(batch), batch.sampling, batch.masks)
+        self._last_token_ids = sampled.token_ids
+        return FinishedStep(sampled)
+
+    def sampled(self, num_rows: int) -> torch.Tensor:
+        return torch.tensor(self._last_token_ids[:num_rows])
+
+    def close(self) -> None: ...
 
 
 class ModelRunner:
@@ -87,15 +131,13 @@ class ModelRunner:
         self._keep_sums = keep_kv_sums
         part = None if member is None else member.part(config)
         local = config if part is None else part.shard.local
-        # None on a CPU, which computes in `launch`.
-        self._steps: DeviceSteps | None = None
-        self._last_token_ids: Sequence[int] = ()
+        self._steps: Steps
         progress = progress or NoProgress()
         progress.phase("device")
         with self._on_device():
             sizing = num_blocks if isinstance(num_blocks, PoolSizing) else None
             free_at_start = 0 if sizing is None else free_memory(self._device, sizing)
-            ops = _ops(self._device) if member is None else member.ops(local, DTYPES[chosen], self._device)
+            ops = ops_of(self._device) if member is None else member.ops(local, DTYPES[chosen], self._device)
             progress.phase("weights")
             try:
                 self._model = build_model(local, DTYPES[chosen], ops, str(self._device), part)
@@ -119,6 +161,8 @@ class ModelRunner:
             if self._device.type == "cuda":
                 progress.phase("graphs")
                 self._steps = self._device_steps(ops, max_num_seqs, progress)
+            else:
+                self._steps = CpuSteps(self._model, self._cache)
 
     @property
     def config(self) -> ModelConfig:
@@ -142,50 +186,40 @@ class ModelRunner:
         return self._config.max_model_len
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Writes the KV of all T tokens; the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the next
-        step."""
+        """Writes the KV of all T tokens; returns the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the
+        next step."""
         with torch.inference_mode(), self._on_device():
-            return self._logits(batch)
+            return self._steps.forward(batch)
 
     @property
     def overlaps(self) -> bool:
-        return self._steps is not None
+        return self._steps.overlaps
 
     @property
     def marks_layers(self) -> bool:
-        return self._steps is not None and self._member is None
+        return self.overlaps and self._member is None
 
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
-            if self._steps is not None:
-                if self._member is not None and batch.carried is not None and (num_rows := int(batch.carried.max()) + 1):
-                    # Only rank 0 has sampled them.
-                    self._member.group.broadcast(self._steps.tokens[:num_rows])
-                return self._steps.launch(batch)
-            batch = batch.with_carried(self._last_token_ids)
-            logits = self._logits(batch)
-            # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
-            sampled = sample(logits, batch.sampling, batch.masks)
-            self._last_token_ids = sampled.token_ids
-            return FinishedStep(sampled)
+            if self._member is not None and self.overlaps and batch.carried is not None and (num_rows := int(batch.carried.max()) + 1):
+                # Only rank 0 has sampled them.
+                self._member.group.broadcast(self._steps.sampled(num_rows))
+            return self._steps.launch(batch)
 
     def close(self) -> None:
         """Frees captured steps; nothing is launched any more. A library that takes part in them cannot end before."""
-        self._steps = None
+        self._steps.close()
         gc.collect()
 
     def run(self, batch: Batch) -> Sampled:
         """Launches a step that carries nothing, and waits for it."""
         return self.launch(batch).result()
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        return self._model.forward(batch, self._cache) if self._steps is None else self._steps.forward(batch)
-
-    def _device_steps(self, ops: Ops, max_num_seqs: int, progress: Progress) -> DeviceSteps:
-        """For the pool there is now."""
+    def _device_steps(self, ops: Ops, max_num_seqs: int, progress: Progress) -> Steps:
+        """Makes those for the pool there is now."""
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
-        from twostep.model.runner.decode_graphs import DecodeGraphs, ladder  # noqa: PLC0415
+        from twostep.model.runner.decode_graphs import DecodeGraphs  # noqa: PLC0415
         from twostep.model.runner.device_steps import DeviceSteps  # noqa: PLC0415
 
         assert isinstance(ops, TritonOps)
@@ -212,19 +246,16 @@ class ModelRunner:
             return None
         from twostep.model.kernels.triton_pull import slot_sums  # noqa: PLC0415
 
-        return KvSums(self._cache.tensor, self._cache.shape, config.num_heads, _rotated(config), slot_sums)
+        return KvSums(self._cache.tensor, self._cache.shape, config.num_heads, self._model.attention.rotated, slot_sums)
 
     def _sums_beside(self, config: ModelConfig) -> int:
         """Bytes that checksums take for each block of the pool; 0 where steps cannot keep them."""
         if not self._keep_sums or self._device.type == "cpu":
             return 0
-        shape = self._cache.shape
-        return bytes_beside_block(shape, config.num_heads) if can_keep(shape, _rotated(config), self._cache.tensor.element_size()) else 0
+        shape, rotated = self._cache.shape, self._model.attention.rotated
+        return bytes_beside_block(shape, config.num_heads) if can_keep(shape, rotated, self._cache.tensor.element_size()) else 0
 
     def _measured_blocks(self, sizing: PoolSizing, config: ModelConfig, free_at_start: int, max_num_seqs: int, progress: Progress) -> int:
-        from twostep.model.runner.decode_graphs import ladder, sharing_ladder  # noqa: PLC0415
-
-        sizes = ladder(max_num_seqs)
         return measured_blocks(
             self.run,
             self.kv_shape,
@@ -232,9 +263,7 @@ class ModelRunner:
             beside_block=self._sums_beside(config),
             device=self._device,
             free_at_start=free_at_start,
-            graphs=graph_bytes(
-                [*sizes, *sharing_ladder(sizes)], vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize
-            ),
+            graphs=graph_bytes(max_num_seqs, vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             progress=progress,
@@ -259,20 +288,6 @@ class ModelRunner:
     def copy_block(self, source: int, target: int) -> None:
         # On the stream of the steps, before the next one.
         self._cache.copy_block(source, target)
-
-
-def _rotated(config: ModelConfig) -> int:
-    """Dimensions of a head that RoPE turns."""
-    return 0 if config.rope is None else config.head_dim
-
-
-def _ops(device: torch.device) -> Ops:
-    if device.type == "cpu":
-        return TorchOps()
-    # Only a GPU needs triton, and importing it takes a second.
-    from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
-
-    return TritonOps(device)
 
 
 def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:

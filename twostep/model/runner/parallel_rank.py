@@ -4,7 +4,7 @@
 
 1. the first message says who it is and what to load; it loads its part of the model while the others load theirs
 2. one thread carries out commands (steps, block copies) in order, one moves KV blocks
-3. it ends with rank 0: told to, or because the life line broke, or by the kernel when the process that started it is gone
+3. it ends with rank 0: by its command, or because the life line broke, or by the kernel when the process that started it is gone
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 
 from twostep.engine.batch import InFlight
 from twostep.errors import TwostepError
-from twostep.model.parallel.channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, receive
-from twostep.model.parallel.meeting import Meeting
+from twostep.model.parallel.channel import DONE, BlockMemory, BlockTransfer, CopyCommand, EndCommand, Hello, StepMemory, receive, unpack
+from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.process.log import setup_logging
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life_line,), name="life line", daemon=True).start()
     steps, blocks = socket.socket(fileno=steps_fd), socket.socket(fileno=blocks_fd)
-    hello = Hello.unpack(receive(steps))
+    hello: Hello = unpack(receive(steps))
     _die_with(hello.parent)
     setup_logging(level=hello.log_level, json_lines=hello.log_json, process=f"rank-{hello.rank}")
     meeting = Meeting(Path(hello.directory), hello.rank, hello.size)
@@ -79,12 +79,13 @@ class _Rank:
         self._clock = _StepClock(device)
 
     def serve_steps(self, channel: socket.socket) -> None:
-        """Until told to end, or nobody is there any more."""
+        """Returns when told to by a command, or when rank 0 is gone."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         idle = select.poll()
         idle.register(channel, select.POLLIN)
         in_flight: deque[tuple[int, InFlight]] = deque()
+        launched = 0
         while True:
             # The last step is collected late, so that the next one is launched while it runs; but not never.
             while len(in_flight) > 1 or (in_flight and not idle.poll(_IDLE_MS)):
@@ -92,26 +93,27 @@ class _Rank:
                 step.result()
                 self._steps.set_done(self._rank, number)
             message = receive(channel)
-            command = Command.unpack(message) if message else None
-            if command is None or command.kind == Kind.END:
+            command = unpack(message) if message else EndCommand()
+            if isinstance(command, EndCommand):
                 return
-            if command.kind == Kind.COPY:
-                self._runner.copy_block(*command.sizes[:2])
+            if isinstance(command, CopyCommand):
+                self._runner.copy_block(command.source, command.target)
             else:
-                in_flight.append((command.number, self._runner.launch(self._steps.get(command))))
-            self._clock.note(command.number)
+                launched = command.number
+                in_flight.append((launched, self._runner.launch(self._steps.get(command))))
+            self._clock.note(launched)
 
     def serve_blocks(self, channel: socket.socket) -> None:
         layer_bytes = self._runner.kv_shape.layer_bytes
         while message := receive(channel):
-            transfer = Transfer.unpack(message)
+            transfer: BlockTransfer = unpack(message)
             ids = self._blocks.ids(transfer.count).tolist()
             part = self._blocks.part(self._rank, transfer.count, transfer.layers.num_layers * layer_bytes)
             self._clock.wait(transfer.after)
-            if transfer.kind == Kind.READ:
-                self._runner.read_blocks(ids, part, transfer.layers)
-            else:
+            if transfer.to_pool:
                 self._runner.write_blocks(ids, part, transfer.layers)
+            else:
+                self._runner.read_blocks(ids, part, transfer.layers)
             channel.send(DONE)
 
 

@@ -6,7 +6,7 @@
 4. blocks are read and written whole, whatever rank holds which heads           twostep/model/parallel/blocks.py
 
 The ranks live and die together. If one ends, or does not finish a step in time, `failure` is set, the others are killed, and nothing is
-served any more: rank 0 may hang inside an exchange then, so that whoever owns the process should end it.
+served any more: rank 0 may hang inside an exchange then, so that the process should be ended.
 """
 
 from __future__ import annotations
@@ -28,11 +28,22 @@ import torch
 
 from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerMark, LayerRange, Sampled
 from twostep.errors import SetupError, Unavailable
-from twostep.model.families.config import parse_config
+from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
 from twostep.model.parallel.blocks import BlockParts
-from twostep.model.parallel.channel import DONE, BlockMemory, Command, Hello, Kind, StepMemory, Transfer, blocks_at_once, receive
-from twostep.model.parallel.meeting import Meeting
+from twostep.model.parallel.channel import (
+    DONE,
+    BlockMemory,
+    BlockTransfer,
+    CopyCommand,
+    EndCommand,
+    Hello,
+    StepMemory,
+    blocks_at_once,
+    pack,
+    receive,
+)
+from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.parallel.processes import RankProcesses
 from twostep.model.runner.model_runner import ModelRunner
@@ -146,7 +157,7 @@ class ParallelRunner:
         number = self._number + 1
         command = self._steps.put(number, batch, self._check, time.monotonic() + self._step_timeout_s)
         self._number = number
-        self._ranks.tell(command.pack())
+        self._ranks.send_all(command)
         self._open.append((number, time.monotonic()))
         try:
             step = _InFlight(self, number, self._local.launch(batch))
@@ -170,7 +181,7 @@ class ParallelRunner:
 
     def copy_block(self, source: int, target: int) -> None:
         self._check()
-        self._ranks.tell(Command(Kind.COPY, self._number, (source, target)).pack())
+        self._ranks.send_all(CopyCommand(source, target))
         self._local.copy_block(source, target)
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
@@ -180,7 +191,7 @@ class ParallelRunner:
                 ids = block_ids[start : start + self._at_once]
                 whole = out[start : start + len(ids)]
                 others = [rank for rank in self._parts.owners if rank != 0]
-                self._ask(Kind.READ, ids, others, layers)
+                self._ask(ids, others, layers, to_pool=False)
                 part = np.empty((len(ids), self._part_bytes(layers)), np.uint8)
                 self._local.read_blocks(ids, part, layers)
                 self._parts.join(part, 0, whole)
@@ -198,7 +209,7 @@ class ParallelRunner:
                 others = range(1, self._size)
                 for rank in others:
                     self._parts.cut(whole, rank, self._blocks.part(rank, *part.shape))
-                self._ask(Kind.WRITE, ids, others, layers)
+                self._ask(ids, others, layers, to_pool=True)
                 self._parts.cut(whole, 0, part)
                 self._local.write_blocks(ids, part, layers)
                 for rank in others:
@@ -215,7 +226,7 @@ class ParallelRunner:
     def close(self) -> None:
         """Ends the other ranks. Idempotent; nothing may be called after it."""
         if self.failure is None:
-            self._ranks.tell(Command(Kind.END, self._number).pack())
+            self._ranks.send_all(EndCommand())
         self._ranks.end(_END_S)
         if self.failure is None:
             # Else something of it may run on the device for ever, and the group's end would wait for that.
@@ -228,14 +239,14 @@ class ParallelRunner:
         self._last = token_ids
 
     def _part_bytes(self, layers: LayerRange | None) -> int:
-        """Of one block on one rank."""
+        """Bytes of one block on one rank."""
         shape = self._local.kv_shape
         return shape.block_bytes if layers is None else layers.num_layers * shape.layer_bytes
 
-    def _ask(self, kind: Kind, ids: Sequence[int], ranks: Sequence[int], layers: LayerRange | None) -> None:
+    def _ask(self, ids: Sequence[int], ranks: Sequence[int], layers: LayerRange | None, *, to_pool: bool) -> None:
         self._blocks.ids(len(ids))[...] = ids
         # Rank 0 saw this step end; another one may still be writing its last layer.
-        message = Transfer(kind, self._settled, len(ids), layers or LayerRange(0, self.kv_shape.num_layers)).pack()
+        message = pack(BlockTransfer(to_pool, self._settled, len(ids), layers or LayerRange(0, self.kv_shape.num_layers)))
         for rank in ranks:
             self._ranks.blocks(rank).send(message)
 

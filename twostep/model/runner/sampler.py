@@ -4,7 +4,7 @@
                                               └─ / temperature ─ min_p ─ top-k ─ top-p ─ inverse CDF     otherwise
 
 The order is vLLM's. Each filter keeps the logits above a floor, so equal logits are kept or dropped together and the result
-does not depend on how a sort breaks ties. One uniform number per row (see noise.py) picks from the kept probabilities,
+does not depend on how a sort breaks ties. One uniform number per row (see `uniform`) picks from the kept probabilities,
 summed in vocabulary order in float64.
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from twostep.engine.batch import NO_TOKEN, Sampled, SamplingRow, TokenMasks, TopLogprob
-from twostep.model.runner.noise import uniform
-from twostep.model.runner.penalties import adjust
 
 # Below it a temperature changes nothing but overflows.
 MIN_TEMPERATURE = 1e-6
@@ -24,6 +24,7 @@ MIN_TEMPERATURE = 1e-6
 _TOP_P_CANDIDATES = 1024
 # Entries of [rows, vocabulary] drawn from at once: bounds the float64 temporaries to some 100 MB.
 _MAX_DRAW_ENTRIES = 1 << 22
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Sampled:
@@ -106,7 +107,7 @@ def _kept_weights(scaled: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
 
 
 def _floor(scaled: torch.Tensor, rows: Sequence[SamplingRow], *, top_p: bool = True) -> torch.Tensor:
-    """The lowest scaled logit that each row's min_p, top-k and (unless told otherwise) top-p keep, [R, 1]."""
+    """The lowest scaled logit that each row's min_p, top-k and (if `top_p`) top-p keep, [R, 1]."""
     vocab_size = scaled.shape[-1]
     floor = scaled.new_tensor([row.params.min_p for row in rows]).log_()[:, None]
     k = [row.params.top_k if 0 < row.params.top_k < vocab_size else 0 for row in rows]
@@ -165,3 +166,75 @@ def _logprobs(
         chosen[r] = picked[i]
         top[r] = tuple(map(TopLogprob, ids[i][:n], values[i][:n]))
     return chosen, top
+
+
+def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> torch.Tensor:
+    """Logits [R, V] after penalties, min_tokens and masks: a float32 copy, or `logits` itself if no row asks for any. Where a row has a
+    mask, that says which stop tokens may come.
+
+    In this order, as vLLM does: repetition over prompt and output (positive logits divided, others multiplied), then
+    frequency and presence over the output. Only the entries of tokens seen are touched.
+    """
+    penalized = [r for r, row in enumerate(rows) if row.params.has_penalties and row.history]
+    held_back = [r for r, row in enumerate(rows) if row.position < row.params.min_tokens and row.stop_ids]
+    if masks is not None:
+        masked = frozenset(masks.rows.tolist())
+        held_back = [r for r in held_back if r not in masked]
+    if not penalized and not held_back and masks is None:
+        return logits
+    adjusted = logits.to(torch.float32, copy=True)
+    flat = adjusted.view(-1)
+    vocab_size = logits.shape[-1]
+    if penalized:
+        _penalize(flat, rows, penalized, vocab_size)
+    stops = [r * vocab_size + token for r in held_back for token in rows[r].stop_ids if 0 <= token < vocab_size]
+    if stops:
+        flat[torch.tensor(stops, device=flat.device)] = -torch.inf
+    if masks is not None:
+        apply_masks(adjusted, masks)
+    return adjusted
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Sets what is not allowed to -infinity in logits [R, V], in place."""
+    forbidden = torch.from_numpy(~masks.allowed(logits.shape[1])).to(logits.device)
+    index = torch.from_numpy(masks.rows).to(logits.device)
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+
+
+def _penalize(flat: torch.Tensor, rows: Sequence[SamplingRow], penalized: Sequence[int], vocab_size: int) -> None:
+    lengths = [len(rows[r].history) for r in penalized]
+    tokens = np.concatenate([np.asarray(rows[r].history, dtype=np.int64) for r in penalized])
+    is_output = np.concatenate([np.arange(n) >= rows[r].num_prompt_tokens for r, n in zip(penalized, lengths, strict=True)])
+    # One entry for each token of each row, with its count among the row's output.
+    entries, occurrence = np.unique(np.repeat(penalized, lengths) * vocab_size + tokens, return_inverse=True)
+    counts = np.bincount(occurrence.reshape(-1), weights=is_output, minlength=len(entries))
+    params = [rows[r].params for r in penalized]
+    of_row = np.searchsorted(np.asarray(penalized), entries // vocab_size)
+    repetition = np.array([p.repetition_penalty for p in params])[of_row]
+    additive = np.array([p.frequency_penalty for p in params])[of_row] * counts
+    additive += np.array([p.presence_penalty for p in params])[of_row] * (counts > 0)
+
+    index = torch.from_numpy(entries).to(flat.device)
+    factor = torch.from_numpy(repetition).to(flat)
+    seen = flat.index_select(0, index)
+    seen = torch.where(seen > 0, seen / factor, seen * factor) - torch.from_numpy(additive).to(flat)
+    flat.index_copy_(0, index, seen)
+
+
+def uniform(seeds: Sequence[int] | npt.NDArray[np.int64], positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Noise as a function of (seed, position) alone, so that batch mix, preemption and hand-over repeat it: one number in [0, 1) for each
+    pair, a multiple of 2**-53. Seeds are signed 64-bit, positions count from 0.
+
+    The position-th output of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) started
+    at the mixed seed; mixing keeps the streams of neighbouring seeds apart.
+    """
+    state = _mix(np.array(seeds, dtype=np.int64).view(np.uint64) + _GAMMA)
+    steps = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    return (_mix(state + steps * _GAMMA) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -52,7 +52,7 @@ class KvCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are before they are stored, and queries."""
+        """The type of keys and values before they are stored, and of queries."""
         return DTYPES[self.shape.dtype]
 
     def write_rows(self, layer: int, index: torch.Tensor, vectors: torch.Tensor) -> None:

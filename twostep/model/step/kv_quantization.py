@@ -70,7 +70,7 @@ def _least_scale(peak: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _best_scale(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-    """Of some scales, that of the least squared error of each vector."""
+    """Returns the scale of the least squared error of each vector, of some."""
     first = best = _least_scale(peak, LIMITS["fp8"])
     least = torch.zeros_like(first)
     for i in range(FP8_SCALES):

@@ -77,15 +77,23 @@ class PinnedStaging:
 
     def read(self, ids: Sequence[int], out: npt.NDArray[np.uint8], columns: slice | None = None) -> None:
         """Fills out [len(ids), width] with the rows, or with their bytes columns.start to columns.stop; it is complete on return."""
-        width, at_once = out.shape[1], self._at_once(out)
-        pinned = _as_pinned(out)
+        self._move(ids, out, columns, to_host=True)
+
+    def write(self, ids: Sequence[int], data: npt.NDArray[np.uint8], columns: slice | None = None) -> None:
+        """The inverse; the rows are written on return. `data` may be read-only."""
+        self._move(ids, data, columns, to_host=False)
+
+    def _move(self, ids: Sequence[int], array: npt.NDArray[np.uint8], columns: slice | None, *, to_host: bool) -> None:
+        width: int = array.shape[1]
+        at_once = max(1, self._slot_bytes // width)
+        pinned = _as_pinned(array)
         on_way: deque[tuple[_Slot, npt.NDArray[np.uint8]]] = deque()
 
         def land() -> None:
             slot, part = on_way.popleft()
             try:
                 slot.wait()
-                if pinned is None:
+                if to_host and pinned is None:
                     part[...] = slot.host(*part.shape)
             finally:
                 self._slots.put(slot)
@@ -94,69 +102,34 @@ class PinnedStaging:
             for start in range(0, len(ids), at_once):
                 while (slot := self._idle_slot(block=not on_way)) is None:
                     land()
-                piece = ids[start : start + at_once]
-                on_way.append((slot, out[start : start + at_once]))
+                piece, part = ids[start : start + at_once], array[start : start + at_once]
+                on_way.append((slot, part))
+                if not to_host and pinned is None:
+                    slot.host(*part.shape)[...] = part
                 with torch.cuda.device(self._rows.device), torch.cuda.stream(slot.stream):
                     host = slot.memory(len(piece), width) if pinned is None else pinned[start : start + at_once]
                     if columns is None:
                         for place, first, count in _runs(piece):
-                            host[place : place + count].copy_(self._rows[first : first + count], non_blocking=True)
+                            here, there = host[place : place + count], self._rows[first : first + count]
+                            (here if to_host else there).copy_(there if to_host else here, non_blocking=True)
+                        continue
+                    gathered = slot.gathered(len(piece), width)
+                    rows, words = _words(self._rows, columns, gathered)
+                    # So few bytes are taken off the host at once: nothing is waited for.
+                    index = torch.tensor(piece, dtype=torch.int64).to(self._rows.device, non_blocking=True)
+                    if to_host:
+                        torch.index_select(rows, 0, index, out=words)
+                        host.copy_(gathered, non_blocking=True)
                     else:
-                        part = slot.gathered(len(piece), width)
-                        rows, words = _words(self._rows, columns, part)
-                        torch.index_select(rows, 0, self._index(piece), out=words)
-                        host.copy_(part, non_blocking=True)
+                        gathered.copy_(host, non_blocking=True)
+                        rows.index_copy_(0, index, words)
         finally:
             while on_way:
                 land()
-
-    def write(self, ids: Sequence[int], data: npt.NDArray[np.uint8], columns: slice | None = None) -> None:
-        """The inverse; the rows are written on return. `data` may be read-only."""
-        width, at_once = data.shape[1], self._at_once(data)
-        pinned = _as_pinned(data)
-        on_way: deque[_Slot] = deque()
-
-        def land() -> None:
-            slot = on_way.popleft()
-            try:
-                slot.wait()
-            finally:
-                self._slots.put(slot)
-
-        try:
-            for start in range(0, len(ids), at_once):
-                while (slot := self._idle_slot(block=not on_way)) is None:
-                    land()
-                piece = ids[start : start + at_once]
-                on_way.append(slot)
-                if pinned is None:
-                    slot.host(len(piece), width)[...] = data[start : start + at_once]
-                with torch.cuda.device(self._rows.device), torch.cuda.stream(slot.stream):
-                    host = slot.memory(len(piece), width) if pinned is None else pinned[start : start + at_once]
-                    if columns is None:
-                        for place, first, count in _runs(piece):
-                            self._rows[first : first + count].copy_(host[place : place + count], non_blocking=True)
-                    else:
-                        part = slot.gathered(len(piece), width)
-                        part.copy_(host, non_blocking=True)
-                        rows, words = _words(self._rows, columns, part)
-                        rows.index_copy_(0, self._index(piece), words)
-        finally:
-            while on_way:
-                land()
-
-    def _at_once(self, data: npt.NDArray[np.uint8]) -> int:
-        """Rows of a piece."""
-        width: int = data.shape[1]
-        return max(1, self._slot_bytes // width)
-
-    def _index(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the device. So few bytes are taken off the host at once: nothing is waited for."""
-        return torch.tensor(ids, dtype=torch.int64).to(self._rows.device, non_blocking=True)
 
     def _idle_slot(self, *, block: bool) -> _Slot | None:
-        """A slot that nobody uses. None: all are in use, and `block` is False because the caller has some of them under way, which it
-        lands first: nobody waits for slots while holding any."""
+        """Returns an idle slot. None: all are in use, and `block` is False because the caller has some of them under way, which it
+        lands first: no thread waits for slots while it holds any."""
         try:
             return self._slots.get_nowait()
         except queue.Empty:

@@ -4,7 +4,7 @@ tensor  int64 [block, layer, slot, part]        a part: what one program of the 
         └───────┬─────────────────────┘
          their sum is the block's (kv_transfer/sum64.py): 0.2 % of the pool's memory in Llama-3.1-8B's shape
 
-Always those of the bytes that are there, also in slots of earlier sequences: whoever writes a slot in another way calls `refresh`.
+Always those of the bytes that are there, also in slots of earlier sequences: what writes a slot in another way calls `refresh`.
 Kept of numbers only; blocks of quantized KV are summed when they are published.
 """
 
@@ -30,7 +30,7 @@ def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
 
 
 def bytes_beside_block(shape: KvShape, num_heads: int) -> int:
-    """What sums take for each block of the pool."""
+    """Bytes that sums take for each block of the pool."""
     return shape.num_layers * shape.block_size * _num_parts(shape, num_heads) * WORD_BYTES
 
 

@@ -1,9 +1,15 @@
-"""Measures what is left of a GPU's memory for the KV pool: the largest step runs once on a pool of one block.
+"""How much of a GPU's memory the KV pool may take: what is left is measured, as the largest step runs once on a pool of one block.
 
 1. before the weights are loaded      free memory: what other processes leave
 2. weights are there                  one small step compiles kernels and lets libraries take what they keep
 3. the largest step                   its peak, as torch's allocator reserves it
-4. arithmetic                         memory.py
+4. num_blocks_within
+
+    total of the card
+    |-- others --|-- own: weights, context, libraries --|-- KV pool --|-- graphs --|-- largest step --|-- left alone --|
+                 |<----------------- utilization * total ---------------------------------------------->|
+
+"Others" are processes that were there before; what they hold is no part of the share, but it cannot be used either.
 """
 
 from __future__ import annotations
@@ -17,14 +23,16 @@ import torch
 
 from twostep.engine.batch import Batch, KvShape, SamplingRow
 from twostep.errors import SetupError
-from twostep.model.step.memory import MemoryProfile, num_blocks_within, shortage_at_start
 from twostep.process.startup import Progress
 from twostep.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
+
 # What the driver keeps for one captured decode step besides its tensors: some hundred kernel nodes.
 _GRAPH_BYTES = 4 << 20
+_SMALLEST_SHARING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +52,22 @@ def free_memory(device: torch.device, sizing: PoolSizing) -> int:
     return int(free)
 
 
-def graph_bytes(sizes: Sequence[int], *, vocab_size: int, item_bytes: int) -> int:
-    """About what captured decode steps of these batch sizes keep: each its logits, and what the driver needs."""
-    return sum(size * vocab_size * item_bytes + _GRAPH_BYTES for size in sizes)
+def ladder(largest: int) -> list[int]:
+    """Returns the batch sizes worth a graph, up to `largest`: at most one in eight rows, or seven, is padding."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def sharing_ladder(sizes: Sequence[int]) -> list[int]:
+    """Returns the batch sizes, of those with a graph, that have another, in which a prefix that sequences share is read once for all of
+    them. Every second one: a prefix long enough to be worth it saves more than the padding costs."""
+    return sorted(size for size in sorted(sizes, reverse=True)[::2] if size >= _SMALLEST_SHARING)
+
+
+def graph_bytes(max_num_seqs: int, *, vocab_size: int, item_bytes: int) -> int:
+    """About what the captured decode steps of up to so many sequences keep: each its logits, and what the driver needs."""
+    sizes = ladder(max_num_seqs)
+    return sum(size * vocab_size * item_bytes + _GRAPH_BYTES for size in [*sizes, *sharing_ladder(sizes)])
 
 
 def measured_blocks(
@@ -94,7 +115,7 @@ def measured_blocks(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     profile = MemoryProfile(total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs)
-    # A pool that cannot hold one full step is of no use to anybody.
+    # A pool that cannot hold one full step is of no use.
     least = -(-min(max_model_len, sizing.max_num_batched_tokens) // shape.block_size)
     num_blocks = num_blocks_within(
         profile, sizing.utilization, block_bytes=shape.block_bytes + beside_block, least_blocks=least, device=str(device)
@@ -140,3 +161,70 @@ def widest_batch(num_tokens: int, num_seqs: int, *, vocab_size: int, max_model_l
             for count in counts
         ],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Bytes of one device. `free_at_start` was measured before the weights were loaded, `free` after, with nothing cached. The largest
+    step takes `step` on top while it runs, the captured graphs keep `graphs`."""
+
+    total: int
+    free_at_start: int
+    free: int
+    step: int
+    graphs: int = 0
+
+    @property
+    def own(self) -> int:
+        """Bytes that this process holds for good. Never negative: others may have left meanwhile."""
+        return max(0, self.free_at_start - self.free)
+
+    @property
+    def others(self) -> int:
+        return self.total - self.free_at_start
+
+    def pool_bytes(self, utilization: float) -> int:
+        """Room for the pool, so that this process takes at most `utilization` of the card and nothing that others hold. Negative: so
+        much is missing even for an empty one."""
+        return min(int(self.total * utilization) - self.own, self.free) - self.step - self.graphs
+
+
+def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes: int, least_blocks: int, device: str) -> int:
+    """As many blocks as fit. Raises SetupError if fewer than `least_blocks` do, with what is missing and what to change."""
+    room = profile.pool_bytes(utilization)
+    least = least_blocks * block_bytes
+    if room >= least:
+        return room // block_bytes
+    needed = profile.own + profile.step + profile.graphs + least
+    # In hundredths, as people give it, and with a byte for rounding.
+    enough = -(-100 * (needed + 1) // profile.total) / 100
+    parts = (
+        f"weights and libraries {_gib(profile.own)}, the largest step {_gib(profile.step)}, graphs {_gib(profile.graphs)}, "
+        f"at least {_gib(least)} of KV ({least_blocks} blocks)"
+    )
+    smaller = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model or another --dtype"
+    if enough <= 1.0 and needed - profile.own <= profile.free:
+        what = f"give --gpu-memory-utilization {enough:.2f} or more; or {smaller}"
+    elif profile.others >= least - room:
+        what = f"other processes hold {_gib(profile.others)} of it: end them or choose another --device; or {smaller}"
+    else:
+        what = smaller
+    raise SetupError(
+        f"{_gib(least - room)} of memory are missing on {device}: {parts} do not fit --gpu-memory-utilization {utilization:g} "
+        f"of {_gib(profile.total)}; {what}"
+    )
+
+
+def shortage_at_start(*, total: int, free: int, utilization: float, device: str) -> str:
+    """Says what an operator should know before anything is loaded; empty if the share is free."""
+    wanted = int(total * utilization)
+    if free >= wanted:
+        return ""
+    return (
+        f"{_gib(total - free)} of the {_gib(total)} of {device} are in use already, by other processes or this one's own context: "
+        f"{_gib(free)} are left where --gpu-memory-utilization {utilization:g} asks for {_gib(wanted)}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

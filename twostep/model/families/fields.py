@@ -24,10 +24,11 @@ _HARMLESS = frozenset({
 
 
 class Fields:
-    """Each key is taken at most once; `refuse_rest` then names the first one nobody took. All methods raise SetupError only."""
+    """Takes the keys of a JSON object one by one; `refuse_rest` names the first that is left. All methods raise SetupError only."""
 
     def __init__(self, path: Path, raw: dict[str, Any], *, prefix: str = "") -> None:
         self.path = path
+        self.whole = raw  # what it began with
         self._raw = dict(raw)
         self._prefix = prefix
 
@@ -44,13 +45,13 @@ class Fields:
         raise SetupError(f"{self.path}: {self._prefix}{key} is {_short(value)}; {why}")
 
     def expect(self, key: str, value: object, *, default: object) -> None:
-        """Only one value of this key is supported."""
+        """Refuses all values of this key but one."""
         given = self.take(key, default)
         if given != value:
             self.refuse(key, given, f"only {value!r} is supported")
 
     def positive_int(self, key: str, at_most: int) -> int:
-        """`at_most`: beyond every model there is, and far below what would take all memory."""
+        """Takes a whole number; `at_most` is beyond every model there is, and far below what would take all memory."""
         value = self._required(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= at_most:
             self.refuse(key, value, f"it must be a positive whole number, {at_most} at most")
@@ -63,7 +64,7 @@ class Fields:
         return float(value)
 
     def optional_float(self, key: str) -> float | None:
-        """None where the key is missing or null."""
+        """Takes a positive number, or None where the key is missing or null."""
         return self.positive_float(key) if self.peek(key) is not None else self.take(key, None)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -75,7 +76,7 @@ class Fields:
         return value
 
     def refuse_rest(self) -> None:
-        """Refuses a key nobody took, unless it is known to be harmless or its value switches it off."""
+        """Refuses a key that was not taken, unless it is known to be harmless or its value switches it off."""
         for key, value in self._raw.items():
             if key in _HARMLESS or value is None or value is False or value in ([], {}):
                 continue
