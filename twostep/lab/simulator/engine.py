@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostep.engine.preemption import watermark
-from twostep.engine.scheduler import Chunk, Pace, Room, Running, Waiting, plan_step
+from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, StepTimeLimit, WaitingPrompt, plan_step
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 # Ends of steps that no sequence refers to any more are dropped when there are so many.
@@ -103,9 +103,9 @@ class SimulatedStep:
 class SimulatedEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self._pace: Pace | None = None
+        self._time_limit: StepTimeLimit | None = None
         if spec.max_step_s:
-            self._pace = Pace(curve=spec.prompt_curve, max_step_s=spec.max_step_s, min_chunk=spec.min_chunk_tokens)
+            self._time_limit = StepTimeLimit(curve=spec.prompt_curve, max_step_s=spec.max_step_s, min_chunk=spec.min_chunk_tokens)
         self._max_num_seqs = min(spec.max_num_seqs, spec.step_tokens)
         self._decoding: dict[SimulatedSequence, None] = {}  # in the order in which they joined
         self._stalled: list[SimulatedSequence] = []  # they would decode, and wait for a block
@@ -266,16 +266,16 @@ class SimulatedEngine:
             return self._launched_step(now, num_decodes, ()) if num_decodes else None  # nothing to choose
         plan = plan_step(
             decodes=list(self._decoding),  # all will be planned: there are no more than seats, and no more seats than the budget
-            prompts=[Running(s, s.remaining, s.planned) for s in self._prompts],
+            prompts=[RunningPrompt(s, s.remaining, s.planned) for s in self._prompts],
             waiting=self._candidates() if open_ else (),
             budget=self.spec.step_tokens,
             max_seqs=self._max_num_seqs,
-            room=Room(
+            capacity=Capacity(
                 self._max_num_seqs - self.num_running - self.num_reserved if open_ else 0,
                 self.free_blocks - self._watermark() if open_ else 0,
             ),
             num_context=self.context + sum(s.length for s in self._stalled),
-            pace=self._pace if num_decodes else None,
+            time_limit=self._time_limit if num_decodes else None,
         )
         for candidate in plan.admitted:
             self._admit(candidate.item)
@@ -352,11 +352,11 @@ class SimulatedEngine:
         self.queued_tokens -= sequence.remaining
         self.queued_pairs -= chunk_pairs(sequence.remaining, sequence.planned)
 
-    def _candidates(self) -> Iterator[Waiting[SimulatedSequence]]:
+    def _candidates(self) -> Iterator[WaitingPrompt[SimulatedSequence]]:
         for sequence in (*self._preempted, *self._waiting):
             num_blocks = self._blocks(sequence.length)
             uncached = self._uncached(sequence)
-            yield Waiting(sequence, uncached, num_blocks + (sequence.end_blocks > num_blocks), sequence.length - uncached)
+            yield WaitingPrompt(sequence, uncached, num_blocks + (sequence.end_blocks > num_blocks), sequence.length - uncached)
 
     def _uncached(self, sequence: SimulatedSequence) -> int:
         """Who gave way computes all of its tokens again."""
