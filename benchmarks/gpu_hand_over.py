@@ -34,8 +34,10 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from local_ray import LocalRay
+
 from kv_transfer.ray.head import free_port
-from kv_transfer.testing import LocalRay
 from twostep.keys.secret import load_secret
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.local.redis_server import server_argv, server_binary, socket_path

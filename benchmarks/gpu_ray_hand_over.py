@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,9 +34,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from local_ray import LocalRay
+
 from kv_transfer.chunking import ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
 from twostep.engine.engine import Engine, EngineConfig

@@ -12,13 +12,18 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from local_ray import LocalRay
+from one_sided import ArrayStore
+
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.testing import ArrayStore, LocalRay
 from kv_transfer.transport import ChunkInfo
 
 CHUNK_BYTES = 8 << 20

@@ -16,8 +16,8 @@ from typing import cast
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from decode_worker.history import History
-from decode_worker.sequence import ComputedHere, DecodeSequence, State
+from decode_worker.outbox import History
+from decode_worker.sequences import DecodeSequence, State
 from decode_worker.tracing import SequenceSpans
 from router.request.answer import Answer
 from router.request.job import Job
@@ -79,11 +79,11 @@ def sampled(count: int) -> Sequence[TokenOutput]:
 def tokens(tracer: Tracer | None) -> Callable[[int], None]:
     def serve(count: int) -> None:
         history = History(("r", 1), max_tokens=2048)
-        sequence = DecodeSequence(seq_id="r/1", history=history, router_id="router", tenant="", state=State.DECODING, source=ComputedHere())
+        sequence = DecodeSequence(seq_id="r/1", history=history, router_id="router", tenant="", state=State.DECODING)
         if tracer is not None:
             sequence.span = SequenceSpans(tracer).begin("r", 1, METADATA, at=time.monotonic())
         for token in sampled(count):
-            sequence.tell(token, decode_pb2.DecodeEvent())
+            sequence.on_token(token, decode_pb2.DecodeEvent())
 
     return serve
 

@@ -29,7 +29,7 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
 def patient_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that has to wait for the first probe fails after 2 s, and a source that does not answer is asked again after as long: on a
     busy machine no more than a probe or an answer may take."""
-    for name in ("paths._WAIT_S", "paths._ASK_S", "fetching.ACKNOWLEDGE_S", "fetch.ACKNOWLEDGE_S"):
+    for name in ("paths._WAIT_S", "paths._ASK_S", "pull._ACKNOWLEDGE_S"):
         monkeypatch.setattr(f"decode_worker.{name}", WAIT_S)
 
 

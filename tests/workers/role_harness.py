@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.local.transport import LocalHub, LocalTransport
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -30,8 +30,7 @@ from worker_harness import (
 
 from decode_worker.sequences import SequencesConfig
 from kv_transfer.ticket import Ticket
-from prefill_worker.hand_over import HandOvers
-from prefill_worker.job import Job
+from prefill_worker.publisher import HandOver
 from prefill_worker.service import KvService
 from twostep.errors import DataLoss
 from twostep.rpc.call_signing import CallSigner, introduced
@@ -55,11 +54,6 @@ class Held:
     def let_go(self) -> None:
         self.prefill.let_go()
         self.decode.let_go()
-
-    @property
-    def hand_overs(self) -> HandOvers:
-        edge: Any = self.pair.prefill_worker.edge
-        return cast(HandOvers, edge._hand_overs)
 
 
 @asynccontextmanager
@@ -219,7 +213,7 @@ async def test_a_decode_worker_that_dies_while_watching_lets_the_lease_expire(re
         assert (await call.read()).WhichOneof("event") == "first_token"
 
         async def all_published() -> bool:
-            return h.hand_overs._by_seq["r/1"].lease.num_chunks is not None
+            return h.pair.lease_of(ticket).num_chunks is not None
 
         await until(all_published)
         clock.late_s = 31.0
@@ -230,20 +224,20 @@ async def test_a_decode_worker_that_dies_while_watching_lets_the_lease_expire(re
 
 
 async def test_a_watch_renews_a_lease_that_is_queued_longer_than_its_ttl(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, wait_change = LateClock(frozen=True), Job.wait_change
+    clock, wait_change = LateClock(frozen=True), HandOver.wait_change
 
-    async def soon(self: Job, timeout_s: float | None = None) -> None:
+    async def soon(self: HandOver, timeout_s: float | None = None) -> None:
         await wait_change(self, None if timeout_s is None else 0.02)
 
     monkeypatch.setattr("prefill_worker.hand_over.time", clock)
-    monkeypatch.setattr(Job, "wait_change", soon)
+    monkeypatch.setattr(HandOver, "wait_change", soon)
     async with held_pair(redis_url, prefill_options={"lease_ttl": 10.0}) as h:
         ahead = h.router.run("ahead", prompt_of(60, seed=50), 2)
         assert (await ahead.read()).WhichOneof("event") == "accepted"
-        call, _ = await begin(h.router)
+        call, ticket = await begin(h.router)
 
         async def renewed() -> bool:
-            return h.hand_overs._by_seq["r/1"].lease.deadline >= clock.monotonic() + 10.0
+            return h.pair.lease_of(ticket).deadline >= clock.monotonic() + 10.0
 
         for _ in range(5):
             await until(renewed)
@@ -443,21 +437,20 @@ async def test_tickets_that_do_not_verify(redis_url: str) -> None:
             await pair.kv.Watch(kv_pb2.WatchRequest(ticket=forged)).read()
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
             await acknowledge(pair, forged, ABORTED)
-        secret = pair.prefill_worker.edge._hand_overs._secret  # type: ignore[attr-defined]
         good = Ticket.from_proto(ticket)
-        old = _signed(good, secret, epoch=good.epoch - 1)
+        old = _signed(good, SECRET, epoch=good.epoch - 1)
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE") as caught:
             await pair.kv.Watch(kv_pb2.WatchRequest(ticket=old)).read()
         assert "epoch" in (caught.value.details() or "")
         with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
-            await router.attach("r", _signed(good, secret, request_id="other"))
+            await router.attach("r", _signed(good, SECRET, request_id="other"))
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-            await router.attach("r", _signed(good, secret, tenant="another"))
-        other = _signed(good, secret, layout="0" * 32)
+            await router.attach("r", _signed(good, SECRET, tenant="another"))
+        other = _signed(good, SECRET, layout="0" * 32)
         with pytest.raises(grpc.aio.AioRpcError, match="FAILED_PRECONDITION"):
             await pair.kv.Watch(kv_pb2.WatchRequest(ticket=other)).read()
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await router.attach("r", _signed(good, secret, expires_unix_ms=1))
+            await router.attach("r", _signed(good, SECRET, expires_unix_ms=1))
         # An old epoch that does get attached ends in a retryable failure: the worker has restarted.
         await router.attach("r", old)
         failed = (await until_event(router, "failed")).failed
@@ -499,7 +492,8 @@ async def test_a_damaged_chunk_is_fetched_again_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, num_losses: int, ends_well: bool
 ) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        transport = pair.decode_worker.edge._transports.get("local")  # type: ignore[attr-defined]
+        transport = pair.decode_edge.transports.get("local")
+        assert transport is not None
         fetch, losses = transport.fetch, [DataLoss("damaged")] * num_losses
 
         async def lossy(*args: Any, **options: Any) -> None:
@@ -522,7 +516,8 @@ async def test_a_damaged_chunk_is_fetched_again_once(
 async def test_a_late_fetch_never_writes_into_blocks_of_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel returns only once the fetch that was writing has ended; until then its blocks are nobody else's."""
     async with started(redis_url) as pair, routed(pair) as router:
-        transport = pair.decode_worker.edge._transports.get("local")  # type: ignore[attr-defined]
+        transport = pair.decode_edge.transports.get("local")
+        assert transport is not None
         fetch = transport.fetch
         entered, cancelled, may_end, ended = (asyncio.Event() for _ in range(4))
 

@@ -226,7 +226,7 @@ async def _outcome(call: Any) -> grpc.StatusCode:
 
 async def test_no_transport_is_unavailable_before_any_compute(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        transport = pair.prefill_worker.edge._hand_overs.outlets.transports.get("local")  # type: ignore[attr-defined]
+        transport = pair.hand_overs.transports.get("local")
         threads, transport._threads = transport._threads, None
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await read_to_end(router.run("r", prompt_of(10), 3))

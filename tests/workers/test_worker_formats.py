@@ -10,16 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
 from worker_harness import BLOCK, expected, make_runner, prompt_of, routed, started
 
-from decode_worker.conversion import Conversion
-from decode_worker.target import Target
+from decode_worker.conversion import BlockTarget, Conversion
 from kv_transfer import wire_encoding
 from kv_transfer.checksum import checksum
 from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.local.transport import LocalHub, LocalTransport
-from kv_transfer.testing import ArrayStore
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
 from prefill_worker.encoder import Encoder
@@ -263,7 +261,7 @@ def conversion(target: LayoutRecord, data: Blocks, *, wire: str = "raw", num_tok
     transport = _OneChunk(store, block_bytes(target), LocalHub(), worker_id="w")
     transport.data = data
     num_blocks = -(-num_tokens // target.block_size)
-    where = Target(block_ids=[2, 1][:num_blocks], num_cached_blocks=0, num_blocks=num_blocks, num_tokens=num_tokens)
+    where = BlockTarget(block_ids=[2, 1][:num_blocks], num_cached_blocks=0, num_blocks=num_blocks, num_tokens=num_tokens)
     chunk = ChunkInfo(index=0, first_block=0, num_blocks=-(-num_tokens // LAYOUT.block_size), num_bytes=data.size, checksum=checksum(data))
     return Conversion(LAYOUT, target, store, transport, where, wire=wire), chunk, store
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 from worker_harness import (
     SECRET,
     WAIT_S,
@@ -29,7 +30,7 @@ from worker_harness import (
     worker_config,
 )
 
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from kv_transfer.lease import Lease
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOvers
@@ -51,10 +52,11 @@ class World:
     router: RouterDouble
     hub: OneSidedHub
     transports: dict[str, OneSidedTransport] = field(default_factory=dict)
+    ticket: kv_pb2.Ticket = field(default_factory=kv_pb2.Ticket)
 
     @property
     def source(self) -> HandOvers:
-        return self.pair.prefill_worker.edge._hand_overs  # type: ignore[attr-defined]
+        return self.pair.hand_overs
 
     @property
     def reader(self) -> OneSidedTransport:
@@ -68,8 +70,14 @@ class World:
         """Run's call, after the decode worker was attached."""
         await self.router.reserve(name, prompt, max_tokens)
         call = self.router.run(name, prompt, max_tokens)
-        await self.router.attach(name, (await call.read()).accepted.ticket)
+        self.ticket = (await call.read()).accepted.ticket
+        await self.router.attach(name, self.ticket)
         return call
+
+    @property
+    def lease(self) -> Lease:
+        """The one begun last."""
+        return self.pair.lease_of(self.ticket)
 
     async def failed(self, name: str = "r") -> Any:
         """How it failed; nothing may have been committed before."""
@@ -118,7 +126,7 @@ async def test_blocks_stay_until_the_reader_has_asked(redis_url: str) -> None:
         gate = w.reader.after_write = Gate()
         call = await w.begin()
         await asyncio.wait_for(gate.reached.wait(), WAIT_S)
-        await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
+        await until(lambda: w.lease.num_chunks is not None)
         stats = (await w.pair.both())[0]
         # All is published, and all of it is still owned: ten blocks of four tokens.
         assert (stats.num_held, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks) == (1, 10)
@@ -149,7 +157,7 @@ async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, 
         call = await w.begin()
         await asyncio.wait_for(gate.reached.wait(), WAIT_S)
         clock.late_s = 1000.0
-        await until(lambda: "r/1" not in w.source._by_seq)
+        await until(lambda: len(w.source) == 0)
         # Its blocks are given out again, and hold another prompt's KV.
         setattr(w.reader, moment, _pass)
         others = [prompt_of(80, seed=7), prompt_of(80, seed=8)]
@@ -180,7 +188,7 @@ async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) ->
         gate = w.reader.after_write = Gate()
         await w.begin()
         await asyncio.wait_for(gate.reached.wait(), WAIT_S)
-        await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
+        await until(lambda: w.lease.num_chunks is not None)
         await w.pair.prefill_worker.stop(0.0)
         again = Worker(
             worker_config("prefill", redis_url, **ports),
@@ -204,9 +212,9 @@ async def test_reused_memory_under_a_live_lease_is_refused(redis_url: str) -> No
         gate = w.reader.after_write = Gate()
         call = await w.begin()
         await asyncio.wait_for(gate.reached.wait(), WAIT_S)
-        await until(lambda: w.source._by_seq["r/1"].lease.num_chunks is not None)
+        await until(lambda: w.lease.num_chunks is not None)
         generations = w.pair.prefill_worker.engine._pool._generations
-        reused = w.source._by_seq["r/1"].lease.source_blocks[3]
+        reused = w.lease.source_blocks[3]
         generations[reused] += 1
         gate.open.set()
         failed = await w.failed()
@@ -278,7 +286,7 @@ async def test_decoding_begins_while_the_source_is_asked_and_nobody_hears_of_it(
     async with world(redis_url) as w:
         call = await w.begin(max_tokens=3)
         await asyncio.wait_for(asked.wait(), WAIT_S)
-        (sequence,) = w.pair.decode_worker.edge._sequences._sequences.values()  # type: ignore[attr-defined]
+        (sequence,) = w.pair.decode_edge.sequences._sequences.values()  # what is withheld shows nowhere
         # To its very end: the two tokens after the first one.
         await until(lambda: len(sequence.withheld) == 2)
         assert w.router.inbox("r").empty()
@@ -305,7 +313,7 @@ async def test_a_row_without_a_token_before_the_source_has_answered_is_the_reque
     async with world(redis_url, decode_runner=make_runner(broken_token=answer[1])) as w:
         call = await w.begin(max_tokens=9)
         await asyncio.wait_for(asked.wait(), WAIT_S)
-        (sequence,) = w.pair.decode_worker.edge._sequences._sequences.values()  # type: ignore[attr-defined]
+        (sequence,) = w.pair.decode_edge.sequences._sequences.values()  # what is withheld shows nowhere
         await until(lambda: sequence.withheld_error is not None)
         assert w.router.inbox("r").empty()
         go_on.set()

@@ -23,9 +23,9 @@ import grpc.aio
 import pytest
 import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from local_ray import LocalRay
 from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt_of
 
-from kv_transfer.testing import LocalRay
 from twostep.cluster.records import WorkerRecord, worker_key
 from twostep.errors import TwostepError
 from twostep.local.ports import free_ports

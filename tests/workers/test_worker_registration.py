@@ -111,8 +111,7 @@ async def test_computed_prefixes_are_announced_under_the_routers_hashes(redis_ur
     async with client(redis_url) as connection, started(redis_url) as pair, routed(pair) as router:
         prompt = prompt_of(5 * BLOCK)
         await router.generate("r", prompt, 2)
-        secret = pair.prefill_worker.edge._hand_overs._secret  # type: ignore[attr-defined]
-        key = derive_key(secret, tenant="t", salt="", model_fingerprint="fake", dtype="float32")
+        key = derive_key(SECRET, tenant="t", salt="", model_fingerprint="fake", dtype="float32")
         wanted = set(prefix_hashes(key, prompt, 2 * BLOCK))
         for worker in (pair.prefill_worker, pair.decode_worker):
             give_up = time.monotonic() + WAIT_S

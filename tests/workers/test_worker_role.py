@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from one_sided import OneSidedHub
 from redis.asyncio import Redis
 from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, expected, make_model_dir, role_system, until, vocab_of
 from worker_harness import make_runner
 
 from kv_transfer.local.transport import LocalHub
-from kv_transfer.testing_one_sided import OneSidedHub
 from router.config import RouterConfig
 from twostep import AsyncClient, Completion
 from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key, worker_key

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from worker_harness import make_runner, prompt_of
 
-from kv_transfer.testing import ArrayStore
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import KvTransport
 from kv_transfer.transports import Transports, make_transports
 from twostep.engine.engine import Engine, EngineConfig

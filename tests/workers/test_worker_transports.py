@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 from worker_harness import SECRET, WAIT_S, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.probing import ProbePass
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import KvTransport, Probe
 from kv_transfer.transports import Transports
 from twostep.errors import SetupError
@@ -202,7 +202,7 @@ async def test_a_probe_that_fails_unexpectedly_costs_one_try(redis_url: str, mon
 async def test_a_watch_that_fails_unexpectedly_ends_the_hand_over(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(redis_url) as w:
         with monkeypatch.context() as patch:
-            patch.setattr("decode_worker.fetching._info", lambda chunk, num_layers: 1 // 0)
+            patch.setattr("decode_worker.pull._info", lambda chunk, num_layers: 1 // 0)
             failed = await _failed(w)
         assert (failed.code, failed.retryable) == ("INTERNAL", True)
         assert "ZeroDivisionError" in failed.message

@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 from worker_harness import WAIT_S, expected, local_transport, make_runner, prompt_of, routed, started
 
 from kv_transfer.local.transport import LocalHub, LocalTransport
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transports import Transports
 from twostep.worker.edge import EdgeParts
 

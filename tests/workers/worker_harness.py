@@ -19,9 +19,12 @@ import grpc.aio
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
+from kv_transfer.lease import Lease
 from kv_transfer.local.transport import LocalHub, LocalTransport
+from kv_transfer.ticket import Ticket
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
+from prefill_worker.hand_over import HandOvers
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
@@ -344,6 +347,22 @@ class Pair:
     stats: tuple[worker_pb2_grpc.WorkerAsyncStub, worker_pb2_grpc.WorkerAsyncStub]
     prefill_runner: FakeRunner
     decode_runner: FakeRunner
+
+    @property
+    def hand_overs(self) -> HandOvers:
+        edge = self.prefill_worker.edge
+        assert isinstance(edge, PrefillEdge)
+        return edge.hand_overs
+
+    @property
+    def decode_edge(self) -> DecodeEdge:
+        edge = self.decode_worker.edge
+        assert isinstance(edge, DecodeEdge)
+        return edge
+
+    def lease_of(self, ticket: kv_pb2.Ticket) -> Lease:
+        """Raises Unavailable once it has ended."""
+        return self.hand_overs.find(Ticket.from_proto(ticket)).lease
 
     async def both(self) -> list[worker_pb2.WorkerStats]:
         return [await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=WAIT_S) for stub in self.stats]
