@@ -42,6 +42,7 @@ from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_binary
 from twostep.request_class import RequestClass
 
+pytestmark = pytest.mark.system
 Start = Callable[..., int]
 _ACL = re.search(r"```\n(user .*)\n```", (Path(__file__).parents[2] / "docs/redis.md").read_text())
 

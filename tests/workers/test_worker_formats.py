@@ -52,7 +52,7 @@ async def test_zstd_moves_the_same_bytes_in_fewer(redis_url: str, decode_block: 
     options = wires("zstd", chunk_bytes=4096, max_num_batched_tokens=256)
     options["decode_options"] |= {"block_size": decode_block}
     runners = {
-        "prefill_runner": make_runner(marks_layers=True, step_s=0.1, **shape),
+        "prefill_runner": make_runner(marks_layers=True, step_s=0.02, **shape),
         "decode_runner": make_runner(block_size=decode_block, **shape),
     }
     async with started(redis_url, **options, **runners) as pair, routed(pair) as router:

@@ -77,6 +77,7 @@ async def registered(store: redis.asyncio.Redis) -> tuple[str, int] | None:
 # ---- one id, one process ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("by_hand")
 async def test_a_second_worker_of_an_id_that_lives_does_not_start(
     redis_url: str, store: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ async def test_who_listens_where_the_last_life_did_need_not_wait_for_its_claim(r
     await again.close()
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("by_hand")
 async def test_a_claim_that_is_over_is_anybody_s(redis_url: str, store: redis.asyncio.Redis) -> None:
     killed, again = registration(redis_url), registration(redis_url, address="127.0.0.1:2", epoch=8)
@@ -243,6 +245,7 @@ async def _too_few_replicas(store: redis.asyncio.Redis) -> None:
     await store.config_set("min-replicas-to-write", "1")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("refuse_writes", [_memory_full, _replica, _too_few_replicas])
 async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, refuse_writes: Callable[[redis.asyncio.Redis], Awaitable[None]]

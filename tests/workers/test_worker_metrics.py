@@ -1,4 +1,4 @@
-"""What a worker's /metrics says of its engine and its edge, also while either is stuck."""
+"""A worker's /metrics, of its engine and its edge, also while either is stuck. Ages are of real time."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ async def test_engine_figures_of_both_roles(redis_url: str) -> None:
             assert told("twostep_num_preemptions_total", role=role) == 0
 
 
+@pytest.mark.system
 async def test_what_is_under_way_shows(redis_url: str) -> None:
     runner = HeldRunner()
     async with started(redis_url, decode_runner=runner, decode_options={"lease_ttl": 10 * WAIT_S}) as pair, routed(pair) as router:
@@ -94,6 +95,7 @@ async def test_what_is_under_way_shows(redis_url: str) -> None:
         await router.cancel("hangs")
 
 
+@pytest.mark.system
 async def test_metrics_answer_while_the_engine_is_stuck(redis_url: str) -> None:
     runner = HeldRunner()
     async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
@@ -119,6 +121,7 @@ async def test_no_metrics_on_request(redis_url: str) -> None:
         assert (await router.generate("r", prompt_of(8), 3)).tokens == expected(prompt_of(8), 3)
 
 
+@pytest.mark.system
 async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         answer = await router.generate("a", prompt_of(41), 4)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 from one_sided import OneSidedHub, OneSidedTransport
 from worker_harness import (
@@ -27,6 +25,7 @@ from worker_harness import (
     read_to_end,
     routed,
     started,
+    until,
     worker_config,
 )
 
@@ -111,13 +110,6 @@ class Gate:
     async def __call__(self, chunk: ChunkInfo) -> None:
         self.reached.set()
         await self.open.wait()
-
-
-async def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        await asyncio.sleep(0.01)
 
 
 async def test_blocks_stay_until_the_reader_has_asked(redis_url: str) -> None:
@@ -261,8 +253,8 @@ async def cached_on_decode(w: World) -> int:
 
 
 def slow_source(monkeypatch: pytest.MonkeyPatch, *, refused: bool) -> tuple[asyncio.Event, asyncio.Event]:
-    """A source answers what it is asked last only when the second event is set: that all was well, or that a block was `refused`. The first
-    one says that it was asked."""
+    """A source answers what it is asked last only when the second event is set: as it is, or that a block was `refused`. The first one says
+    that it was asked."""
     asked, go_on = asyncio.Event(), asyncio.Event()
     real = KvService.Acknowledge
 
@@ -330,15 +322,7 @@ async def test_a_row_without_a_token_before_the_source_has_answered_is_the_reque
 
 
 async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, go_on = asyncio.Event(), asyncio.Event()
-    real = KvService.Acknowledge
-
-    async def hold(self: KvService, request: Any, context: Any) -> Any:
-        asked.set()
-        await go_on.wait()
-        return await real(self, request, context)
-
-    monkeypatch.setattr(KvService, "Acknowledge", hold)
+    asked, go_on = slow_source(monkeypatch, refused=False)
     runner = HeldRunner()
     async with world(redis_url, decode_runner=runner) as w:
         call = await w.begin(max_tokens=400)
@@ -347,7 +331,7 @@ async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: 
         runner.allow(3)
         assert await cached_on_decode(w) == 0
         go_on.set()
-        assert (await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S)).HasField("committed")
+        await w.router.event("committed")
         assert await cached_on_decode(w) == len(PROMPT)
         call.cancel()
         await w.router.cancel("r")
@@ -358,28 +342,16 @@ async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: 
 async def test_a_step_that_fails_before_the_source_has_answered_is_not_the_sources_fault(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, go_on = asyncio.Event(), asyncio.Event()
-    real = KvService.Acknowledge
-
-    async def hold(self: KvService, request: Any, context: Any) -> Any:
-        asked.set()
-        await go_on.wait()
-        return await real(self, request, context)
-
-    def fail(_: Any) -> Any:
-        raise RuntimeError("this device is broken")
-
-    monkeypatch.setattr(KvService, "Acknowledge", hold)
-    runner = make_runner()
-    monkeypatch.setattr(runner, "run", fail)
+    asked, go_on = slow_source(monkeypatch, refused=False)
+    runner = HeldRunner()
+    runner.failures = 1
     async with world(redis_url, decode_runner=runner) as w:
         call = await w.begin(max_tokens=4)
         await asyncio.wait_for(asked.wait(), WAIT_S)
+        runner.let_go()
         failed = await w.failed()
-        assert "this device is broken" in failed.message
-        assert failed.retryable
         # Routers blame the decode worker for it (router/serving/attempt.py).
-        assert failed.code == "INTERNAL"
+        assert (failed.code, failed.retryable) == ("INTERNAL", True)
         go_on.set()
         call.cancel()
         await w.pair.settled()
@@ -409,15 +381,14 @@ async def test_a_flipped_bit_is_read_again(redis_url: str) -> None:
         await w.pair.settled()
 
 
-async def test_cancelled_in_mid_read_leaves_nothing(redis_url: str) -> None:
+@pytest.mark.parametrize("moment", ["before_read", "after_write"])
+async def test_cancelled_in_mid_read_leaves_nothing(redis_url: str, moment: str) -> None:
     async with world(redis_url) as w:
-        rng = np.random.default_rng(5)
-        for number in range(6):
+        for name in ("a", "b", "c"):
             gate = Gate()
-            w.reader.before_read, w.reader.after_write = (gate, _pass) if number % 2 else (_pass, gate)
-            call = await w.begin(f"r{number}")
+            setattr(w.reader, moment, gate)
+            call = await w.begin(name)
             await asyncio.wait_for(gate.reached.wait(), WAIT_S)
-            await asyncio.sleep(float(rng.random()) * 0.02)
-            assert await w.router.cancel(f"r{number}")
+            assert await w.router.cancel(name)
             call.cancel()
             await w.pair.settled()

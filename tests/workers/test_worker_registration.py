@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import redis.asyncio
-from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started
+from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started, until
 
 from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import Registration
@@ -77,13 +77,6 @@ class Pretended:
 async def prefixes(connection: redis.asyncio.Redis, key: str = prefix_key("pretended", 7)) -> set[bytes]:
     members: set[bytes] = await connection.smembers(key)
     return members
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        await asyncio.sleep(0.01)
 
 
 async def eventually(connection: redis.asyncio.Redis, wanted: set[bytes], key: str = prefix_key("pretended", 7)) -> None:

@@ -55,11 +55,12 @@ async def ask_anything(system: RoleSystem, client: AsyncClient, rng: random.Rand
 # ---- under load ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("drain_timeout_s", "hub"),
     [
         pytest.param(WAIT_S, LocalHub, id="drained-copied-out"),
-        pytest.param(0.0, OneSidedHub, id="at-once-one-sided"),
+        pytest.param(0.0, OneSidedHub, id="at-once-one-sided", marks=pytest.mark.smoke),
         pytest.param(WAIT_S, OneSidedHub, id="drained-one-sided"),
         pytest.param(0.0, LocalHub, id="at-once-copied-out"),
     ],
@@ -88,6 +89,7 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
         await system.settled()
 
 
+@pytest.mark.system
 async def test_an_answer_taken_from_its_worker_by_two_switches_goes_on(
     model_dir: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

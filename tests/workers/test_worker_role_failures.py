@@ -26,6 +26,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("role") / "m")
 
 
+@pytest.mark.system
 async def test_a_stop_in_the_middle_drains_as_ever(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
     async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode"), local_prefill=False) as system:
         vocab = vocab_of(system)

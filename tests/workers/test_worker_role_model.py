@@ -27,6 +27,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.system
 async def test_a_real_model_s_answers_are_the_oracle_s_through_every_switch(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str, tmp_path: Path
 ) -> None:

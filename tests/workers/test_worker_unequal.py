@@ -42,7 +42,7 @@ async def test_tokens_are_right_and_prefixes_are_kept(redis_url: str, prefill: i
 
 
 async def test_layer_groups_are_put_together(redis_url: str) -> None:
-    options = runners(4, 8, marks_layers=True, step_s=0.2)
+    options = runners(4, 8, marks_layers=True, step_s=0.02)
     options["prefill_options"] |= {"chunk_bytes": 1024, "max_num_batched_tokens": 256}
     async with started(redis_url, **options) as pair, routed(pair) as router:
         prompt = prompt_of(150)
