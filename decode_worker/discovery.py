@@ -25,7 +25,7 @@ _MISSED = 3
 
 
 class Discovery:
-    """start(), then it looks by itself until close(). Without Redis the tickets alone tell which workers there are."""
+    """start(), then it looks by itself until close(). Without Redis only tickets say which workers there are."""
 
     def __init__(self, redis_url: str, paths: Paths, *, secret: bytes) -> None:
         self._redis = connect(redis_url)

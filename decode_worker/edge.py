@@ -21,7 +21,7 @@ from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.edge import EdgeParts
 
-# Costs only time, so whoever sends it need not ask.
+# Costs only time, so a source need not be asked first.
 _ALWAYS_TAKEN = "zstd"
 _FLUSH_S = 2.0
 _POLL_S = 0.02

@@ -29,8 +29,8 @@ AttemptId = tuple[str, int]
 
 
 class History:
-    """What a router may ask for again of one attempt: its last `max_tokens` tokens, and the events that come once. Tokens are kept as they
-    travel: about 50 bytes each, and 12 more for each logprob asked for."""
+    """Keeps what a router may ask for again of one attempt: its last `max_tokens` tokens, and the events that come once. Tokens are kept
+    as they travel: about 50 bytes each, and 12 more for each logprob asked for."""
 
     def __init__(self, attempt: AttemptId, *, max_tokens: int) -> None:
         self.attempt = attempt
@@ -119,7 +119,7 @@ class Replay:
 
     @property
     def lost(self) -> bool:
-        """What comes next is not kept any more."""
+        """Whether what comes next is not kept any more."""
         return not self.history.reaches(self._position.next_position)
 
     @property

@@ -113,7 +113,7 @@ class Paths:
                 await self._forget(key)
 
     async def offered(self, source: Source, *, host_only: bool = False) -> tuple[str, ...]:
-        """What may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable, and
+        """Returns what may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable, and
         ResourceExhausted where no transport is ready on this side.
 
         `host_only`: only what passes through this worker's host memory.

@@ -108,7 +108,7 @@ class Puller:
         self._telling: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Returns once every source was told how its hand-over ended, or could not be."""
+        """Returns once every source has heard how its hand-over ended, or could not be reached."""
         while self._telling:
             await asyncio.wait(self._telling)
 
@@ -358,7 +358,7 @@ class Pull:
             request = kv_pb2.AcknowledgeRequest(ticket=self._ticket.to_proto(), outcome=outcome)
             await self._puller.acknowledge(self._ticket, request, self._metadata)
         except grpc.aio.AioRpcError as error:
-            # The next fetch tells whether the source is really gone.
+            # The next fetch shows whether the source is really gone.
             log.debug("lease %s could not be renewed: %s", self._ticket.lease_id, error.details())
 
     async def _ask(self, ask: rd.AskSource) -> None:

@@ -417,7 +417,7 @@ class Sequences:
         sequence.context.run(log.info, "%s failed: %s", sequence.seq_id, error.message)
         ending = self._end(sequence, error.message)
 
-        def tell(_: asyncio.Task[None]) -> None:
+        def report(_: asyncio.Task[None]) -> None:
             history, outbox = sequence.history, self._outboxes.get(sequence.router_id)
             if outbox is None or outbox.history(history.attempt) is not history:
                 return  # its router has cancelled it, or is gone
@@ -426,7 +426,7 @@ class Sequences:
             outbox.end(history)
             outbox.put(decode_pb2.StepEvents(step=self._step, events=[history.failed_event()]), force=True)
 
-        ending.add_done_callback(tell)
+        ending.add_done_callback(report)
 
     def _end(self, sequence: DecodeSequence, reason: str) -> asyncio.Task[None]:
         """Takes the sequence out of the table now, and frees it as soon as nothing writes into its blocks."""

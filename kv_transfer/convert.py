@@ -1,4 +1,4 @@
-"""KV of one layout as KV of another: split, joined and converted by pure functions over bytes, numpy only.
+"""Turns KV of one layout into KV of another: split, joined and converted by pure functions over bytes, numpy only.
 
 A pool's block (twostep/model/step/kv_cache.py, and kv_quantization.py of quantized ones) is taken apart into Vectors, a token
 and head each, and put together again; between the two, vectors are dealt out to other blocks and heads, and where
@@ -36,7 +36,7 @@ class Vectors:
 
 
 def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
-    """Of one block over `num_layers` layers, by default all."""
+    """The size of one block over `num_layers` layers, by default all."""
     vectors = (layout.num_layers if num_layers is None else num_layers) * 2 * layout.num_kv_heads * layout.block_size
     if layout.quantization != "none":
         return vectors * (layout.head_dim + 2)
@@ -114,7 +114,7 @@ class _Partial:
 
 class Assembler:
     """Target blocks of one sequence from source blocks that come in any order, in chunks of blocks and layers, from one or more ranks.
-    Whatever comes twice, or is not needed, is passed over. What it holds is at most the target blocks that are not whole yet."""
+    What comes twice, or is not needed, is passed over. What it holds is at most the target blocks that are not whole yet."""
 
     def __init__(self, target: LayoutRecord, *, first_block: int, num_tokens: int) -> None:
         """Makes target blocks from `first_block` on, of a sequence of `num_tokens` tokens in all."""

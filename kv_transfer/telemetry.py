@@ -150,7 +150,7 @@ class TransferMetrics:
         self._chunks.labels(*labels).inc(transfer.num_chunks)
         self._blocks.labels(*labels).inc(transfer.num_blocks)
         if transfer.failure:
-            # Its times would tell how long something broken was waited for, not what a hand-over takes.
+            # Its times would say how long something broken was waited for, not what a hand-over takes.
             self._failures.labels(*labels, transfer.failure).inc()
             return
         self._queue.labels(*labels).observe(transfer.queue_s)
@@ -235,7 +235,7 @@ class TransferTelemetry:
         log.debug("probe %s", result)
 
     async def stats(self, transport: KvTransport, direction: Direction) -> worker_pb2.TransportStats:
-        """What the transport holds now, and what it has moved."""
+        """Returns what the transport holds now, and what it has moved."""
         held, totals = await transport.stats(), self._totals_of(transport.name, direction)
         return worker_pb2.TransportStats(
             name=transport.name,

@@ -1,4 +1,4 @@
-"""Makes a worker's transports from `--kv-transfer`, and starts them together, the best first.
+"""Which transports a worker has: made from `--kv-transfer`, started together, the best first.
 
 auto          cuda_ipc, nixl, ray, in this order: those that can exist here. Why another cannot is said once, in the log
 a,b,...       those and no others, in this order of preference; the worker does not start where one of them cannot be made. A Ray that is
@@ -9,6 +9,7 @@ local         within one process: for tests, never made here
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,13 +23,13 @@ from twostep.worker.edge import EdgeParts
 log = logging.getLogger(__name__)
 
 AUTO = ("cuda_ipc", "nixl", "ray")
-# Made anew when their worker changes its role; the others serve either, and go on. A decode worker does not let others read its pool.
+# Made anew when their worker changes its role; the others serve either, and go on. A decode worker lets nobody read its pool.
 _OF_ONE_ROLE = frozenset({"cuda_ipc"})
 assert set(AUTO) < set(KV_TRANSPORTS)
 
 
 class Transports:
-    """The transports of one worker by name, best first. Belongs to one event loop."""
+    """Those of one worker by name, best first. Belongs to one event loop."""
 
     def __init__(self, transports: Iterable[KvTransport], *, optional: Iterable[str] = ()) -> None:
         """`optional`: names of those that are left out, with a warning, if they cannot start."""
@@ -61,7 +62,7 @@ class Transports:
         return "" if self.ready else "; ".join(f"{transport.name}: {transport.why_not_ready}" for transport in self)
 
     async def start(self) -> None:
-        """Starts those that do not run yet. Raises SetupError."""
+        """Those that do not run yet. Raises SetupError."""
         while self._replaced:
             await self._replaced[-1].close()
             del self._replaced[-1]
@@ -87,7 +88,7 @@ class Transports:
         self._started.clear()
 
     def in_role(self, make: Callable[[str], KvTransport]) -> Transports:
-        """Returns the same for the worker's other role, to be started again: those that serve one role only are made anew by name. Raises
+        """The same for the worker's other role, to be started again: those that serve one role only are made anew by name. Raises
         SetupError, and then nothing has changed."""
         anew = {name: make(name) for name in self._transports if name in _OF_ONE_ROLE}
         self._replaced += [self._transports[name] for name in anew]
@@ -97,8 +98,8 @@ class Transports:
 
 
 def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
-    """Returns them, to be started. `run_dir`: private to this worker, for sockets. What an edge of its other role has left is used again.
-    Raises SetupError where one that was asked for by name cannot be."""
+    """To be started. `run_dir`: private to this worker, for sockets. What an edge of its other role has left is used again. Raises
+    SetupError where one that was asked for by name cannot be."""
     if isinstance(parts.carried, Transports):
         return parts.carried.in_role(lambda name: _make(name, parts, run_dir))
     asked = parts.config.kv_transfer
@@ -150,16 +151,14 @@ def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
 
 def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("cuda_ipc", parts)
-    from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415 - it needs torch, and workers without a GPU do not
-
-    return CudaIpcTransport.of_worker(parts)
+    transport: KvTransport = importlib.import_module("kv_transfer.cuda_ipc.transport").CudaIpcTransport.of_worker(parts)
+    return transport
 
 
 def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("nixl", parts)
-    from kv_transfer.nixl.transport import NixlTransport  # noqa: PLC0415 - as above
-
-    return NixlTransport.of_worker(parts)
+    transport: KvTransport = importlib.import_module("kv_transfer.nixl.transport").NixlTransport.of_worker(parts)
+    return transport
 
 
 def _check_one_gpu(name: str, parts: EdgeParts) -> None:

@@ -39,7 +39,7 @@ from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
-from prefill_worker.encoder import Encoder
+from prefill_worker.encoder import WireEncoder
 from prefill_worker.publisher import HandOver, Publisher
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine
@@ -72,8 +72,8 @@ class HandOverConfig:
 
 
 class HandOvers:
-    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv. It starts its transports, and
-    leaves them running to whoever closes it."""
+    """Has all attempts of one worker life. `address` gives the host:port where decode workers find Kv. It starts its transports, and
+    leaves them running for the caller that closes it."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class HandOvers:
         self._table = LeaseTable(engine.generations, max_leases=config.max_leases)
         self._live: dict[str, HandOver] = {}  # by the engine's name of the sequence
         self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id
-        encoder = Encoder(engine.runner, config.layout, config.wire)
+        encoder = WireEncoder(engine.runner, config.layout, config.wire)
         self._publisher = Publisher(
             engine, transports, encoder, self._on_chunk, telemetry or TransferTelemetry(), lease_ttl_s=config.lease_ttl_s
         )
@@ -199,7 +199,7 @@ class HandOvers:
         return hand_over.transport
 
     def _plan(self, hand_over: HandOver, transport: KvTransport) -> ChunkPlan:
-        """Groups of layers where the steps tell of them."""
+        """Cuts it by groups of layers where the steps say how far they are."""
         runner, sizes = self._engine.runner, COPIED_OUT if transport.copies_out else IN_PLACE
         return ChunkPlan(
             first_block=hand_over.first_block,

@@ -22,7 +22,7 @@ from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.waiting import FifoGate
 from kv_transfer.wire_encoding import RAW
-from prefill_worker.encoder import Encoder
+from prefill_worker.encoder import WireEncoder
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, TokenOutput
 from twostep.errors import Incompatible, InternalError, InvalidRequest, NotFound, TwostepError, Unavailable
@@ -166,7 +166,7 @@ class Publisher:
         self,
         engine: Engine,
         transports: Transports,
-        encoder: Encoder,
+        encoder: WireEncoder,
         on_chunk: Callable[[HandOver, ChunkInfo], None],
         telemetry: TransferTelemetry,
         *,
@@ -238,7 +238,7 @@ class Publisher:
         hand_over.reserved_bytes = num_bytes
 
     def give_back(self, hand_over: HandOver) -> None:
-        """What it had reserved: it holds nothing any more."""
+        """Gives back what it had reserved: it holds nothing any more."""
         if hand_over.transport is not None and (budget := self._budgets.get(hand_over.transport.name)) is not None:
             budget.reserved_bytes -= hand_over.reserved_bytes
             hand_over.reserved_bytes = 0
@@ -260,7 +260,7 @@ class Publisher:
                     try:
                         blocks = self._engine.block_ids(hand_over.seq_id)
                     except NotFound:
-                        # It failed, and the engine is about to tell why: that ends the lease, and cancels this.
+                        # It failed, and the engine is about to say why: that ends the lease, and cancels this.
                         await hand_over.wait_change()
                         continue
                     for chunk in hand_over.plan.take(

@@ -10,7 +10,7 @@ The life of a request here:
               next ones are computed (prefill_worker.hand_over).
  4. first     the step that ends the prompt samples the first token: FirstToken leaves at once and never waits for the publishing.
               If it ends the request, the lease is aborted: there is nothing to hand over.
- 5. published the last chunk is out: Watch ends with Complete. What was copied out is in nobody's way any more: the blocks go back to the
+ 5. published the last chunk is out: Watch ends with Complete. What was copied out is done with: the blocks go back to the
               pool (and stay findable as cached prefix). What is read where it lies stays until the lease ends.
  6. end       Acknowledge (COMMITTED or ABORTED), the end of the Run call, or the lease's expiry ends the lease; the published objects are
               dropped, once; Done.
@@ -45,7 +45,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._hand_overs = hand_overs
         self._reader = reader
         self._spans = spans
-        # Set when no new work is taken: what callers are told.
+        # Why no new work is taken, for callers; None while it is.
         self.refusal: str | None = None
         self.num_running = 0
 

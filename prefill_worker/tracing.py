@@ -13,7 +13,7 @@ from twostep.process.tracing import Attributes, Metadata, Span, Tracer
 
 
 class HandOverSpans:
-    """Of one edge."""
+    """Opens the spans of one prefill worker."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -16,7 +16,7 @@ from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
 
 from kv_transfer.telemetry import TransferTelemetry
 from kv_transfer.transports import Transports, make_transports
-from prefill_worker.encoder import Encoder
+from prefill_worker.encoder import WireEncoder
 from prefill_worker.publisher import Publisher
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
@@ -91,7 +91,7 @@ class Sized(OneSidedTransport):
 
 def publisher_by(*transports: Sized) -> Publisher:
     """One that only chooses: it has no engine."""
-    encoder = Encoder(ArrayStore(np.zeros((1, 1), np.uint8)), layout_of(parts_of().model.runner.kv_shape, "m"), "raw")
+    encoder = WireEncoder(ArrayStore(np.zeros((1, 1), np.uint8)), layout_of(parts_of().model.runner.kv_shape, "m"), "raw")
     return Publisher(cast(Engine, None), Transports(transports), encoder, lambda *_: None, TransferTelemetry(), lease_ttl_s=1.0)
 
 

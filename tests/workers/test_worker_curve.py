@@ -51,7 +51,7 @@ curves = st.builds(
 # ---- the fit ------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(curves, st.integers(0, 1 << 30))
 def test_a_known_curve_is_found_again_within_ten_percent_from_steps_with_three_percent_of_noise(curve: StepCurve, seed: int) -> None:
     rng = random.Random(seed)
@@ -222,7 +222,7 @@ def test_what_a_device_builds_first_is_no_part_of_a_step_and_steps_follow_each_o
         assert found.step_s(work) == pytest.approx(GPU.step_s(work), rel=0.1)
 
 
-@pytest.mark.parametrize("size", [16, 64, 128, 256, 1024])
+@pytest.mark.parametrize("size", [16, 1024])
 def test_a_host_that_pauses_spoils_no_curve(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Launching takes longer than the device's part of a small prompt, as on a GPU, and the host stands still for 80 ms in every third step
     of one size: a step seems long, or an end is seen when the next step is over too."""
@@ -372,37 +372,15 @@ def test_launches_of_mixed_steps_are_followed_and_a_kernel_that_is_built_is_forg
         assert tracker.curve.step_s(alone) == GPU.step_s(alone)
 
 
-@pytest.mark.parametrize("off", [3.0, 1 / 3])
-@pytest.mark.parametrize("kind", ["prompts", "decodes"])
-def test_what_was_measured_beside_others_on_the_same_cores_is_mended_by_thirty_steps(kind: str, off: float) -> None:
-    parts = ("fixed_s", "per_row_s", "per_pair_s", "per_sequence_s", "per_context_s")
-    tracker, rng = CurveTracker(dataclasses.replace(CPU, **{part: off * getattr(CPU, part) for part in parts})), random.Random(3)
-    for _ in range(30):
-        count = rng.choice([40, 120, 300, 512])
-        prompt = StepWorkload(prompt_tokens=count, pairs=chunk_pairs(count, 0))
-        work = prompt if kind == "prompts" else StepWorkload(decodes=rng.choice([1, 2, 4]), context=1000)
-        tracker.observe(work, CPU.step_s(work) * rng.uniform(0.95, 1.05))
-    curve = tracker.curve
-    assert curve is not None
-    typical = StepWorkload(prompt_tokens=300, pairs=45_000) if kind == "prompts" else StepWorkload(decodes=4, context=1000)
-    assert 0.7 < curve.step_s(typical) / CPU.step_s(typical) < 1.45
-
-
-def test_a_first_step_that_takes_long_is_no_measurement() -> None:
+def test_a_first_step_that_takes_long_and_a_pause_say_little() -> None:
     tracker = CurveTracker(GPU)
-    tracker.observe(StepWorkload(decodes=8, context=8000), 10.0)
+    long = StepWorkload(decodes=8, context=8000)
+    tracker.observe(long, 10.0)
     assert tracker.base_factor < 1.11
-    _served(tracker, GPU, 30, lambda: 1.0)
-    assert tracker.base_factor < 1.05
-
-
-def test_a_pause_says_little() -> None:
-    tracker = CurveTracker(GPU)
     _served(tracker, GPU, 100, lambda: 1.0)
-    tracker.observe(StepWorkload(decodes=8, context=8000), 10.0)
+    tracker.observe(long, 10.0)
     tracker.observe(StepWorkload(prompt_tokens=2048, pairs=2048 * 1024), 10.0)
-    assert tracker.base_factor < 1.02
-    assert tracker.prompt_factor < 1.02
+    assert max(tracker.base_factor, tracker.prompt_factor) < 1.02
 
 
 @given(

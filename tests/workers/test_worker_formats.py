@@ -20,7 +20,7 @@ from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
-from prefill_worker.encoder import Encoder
+from prefill_worker.encoder import WireEncoder
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, TokenOutput
@@ -237,7 +237,7 @@ async def test_what_is_exact_here_is_kept_beside_what_is_not(redis_url: str, tin
     runners: Any = {"prefill_runner": runner_of(tiny_llama_dir, {}), "decode_runner": runner_of(tiny_llama_dir, {})}
     async with started(redis_url, **wires("int8", "int8"), **runners) as pair, routed(pair) as router:
         with monkeypatch.context() as patched:
-            patched.setattr(Encoder, "choose", lambda *_: "raw")
+            patched.setattr(WireEncoder, "choose", lambda *_: "raw")
             await router.generate("exact", prompt, 2)
         for name in ("r", "s"):
             assert (await router.generate(name, longer, 4)).num_decode_cached == LENGTH // BLOCK * BLOCK
@@ -297,8 +297,8 @@ def test_a_worker_does_not_start_with_a_form_that_its_blocks_cannot_have() -> No
     store = ArrayStore(np.zeros((1, 8), np.uint8))
     for layout, wire, why in ((other(quantization="fp8"), "int8", "raw or zstd"), (other(block_size=6), "fp8", "--block-size")):
         with pytest.raises(SetupError, match=why):
-            Encoder(store, layout, wire)
-    Encoder(store, other(quantization="fp8"), "zstd")
+            WireEncoder(store, layout, wire)
+    WireEncoder(store, other(quantization="fp8"), "zstd")
 
 
 def test_what_a_source_cannot_have_sent_is_incompatible() -> None:

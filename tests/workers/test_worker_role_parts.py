@@ -32,7 +32,7 @@ from twostep.worker import model as worker_model
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import EdgeParts
 from twostep.worker.model import settle
-from twostep.worker.roles import ROLES, Switchboard, check_services, config_in_role, edges_of_packages, swap_bytes
+from twostep.worker.roles import ROLES, Switchboard, config_in_role, edges_of_packages, swap_bytes
 
 # ---- passes ----------------------------------------------------------------------------------------------------------------
 
@@ -150,12 +150,6 @@ async def test_calls_go_to_who_serves_now() -> None:
     board.disconnect("it changes")
     with pytest.raises(Unavailable, match="it changes"):
         ask("a", None)
-
-
-def test_an_edge_of_another_role_is_noticed() -> None:
-    check_services("decode", {"twostep.v1.Decode": None})
-    with pytest.raises(SetupError, match=r"a prefill worker serves twostep\.v1\.Prefill, twostep\.v1\.Kv"):
-        check_services("prefill", {"twostep.v1.Decode": None})
 
 
 def test_both_packages_make_edges(tmp_path: Path) -> None:
@@ -347,13 +341,3 @@ def test_gauges_follow_the_role_and_counters_stay_where_they_were_counted() -> N
     assert found["twostep_engine_steps_total", "decode", ""] == 2
     assert found["twostep_engine_tokens_total", "prefill", "prefill"] == 11
     assert ("twostep_worker_ready", "decode", "") not in found
-
-
-def test_what_is_made_once_of_a_registry_is_the_same_ever_after() -> None:
-    registry = MetricsRegistry()
-
-    def make(of: MetricsRegistry) -> object:
-        assert of is registry
-        return object()
-
-    assert registry.once(make) is registry.once(make)

@@ -50,10 +50,10 @@ WAIT_S = 60.0
 
 async def until(condition: Callable[[], Any], what: object = "it did not happen") -> None:
     """Returns once the condition, or what it awaits, is true. Engines run in threads of their own and Redis in a process: no event of this
-    loop says when, so it is looked at again and again. `what` is said when it does not come."""
-    give_up = time.monotonic() + WAIT_S
+    loop says when, so it is looked at again and again. `what`, or the log file of this name, is said when it does not come."""
+    give_up = time.monotonic() + 2 * WAIT_S
     while not (await value if inspect.isawaitable(value := condition()) else value):
-        assert time.monotonic() < give_up, what
+        assert time.monotonic() < give_up, what.read_text() if isinstance(what, Path) else what
         await asyncio.sleep(0.005)
 
 
