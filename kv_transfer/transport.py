@@ -97,7 +97,7 @@ class HostPublish(Protocol):
     """A transport that passes through the source's host memory, where it is given KV that travels in another form than the pool's."""
 
     async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
-        """Publishes one chunk's bytes, uint8 [n], as `publish` would what it reads; returns their checksum. `data` must not change after."""
+        """Publishes a chunk's bytes, uint8 [n], as `publish` would what it reads; returns their checksum. `data` must not change after."""
         ...
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from one_sided import OneSidedHub, OneSidedTransport
+from worker_harness import WAIT_S, until
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.local.transport import LocalHub, LocalTransport
@@ -38,9 +38,7 @@ from twostep.worker.worker import Worker
 sys.path.append(str(Path(__file__).parent.parent / "streams"))
 from whole_system import SECRET, expected, fake_runner, make_model_dir
 
-__all__ = ["SECRET", "expected", "fake_runner", "make_model_dir"]
-
-WAIT_S = 60.0
+__all__ = ["SECRET", "WAIT_S", "expected", "fake_runner", "make_model_dir", "until"]
 
 
 def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:
@@ -107,17 +105,7 @@ class RoleSystem:
                 held.append(s.num_blocks - s.num_free_blocks - s.num_cached_blocks)
             return not any(any(h[1:]) if isinstance(h, tuple) else any(any(t) for t in h) if isinstance(h, list) else h for h in held)
 
-        await until(empty, "nothing is held", held)
-
-
-async def until(condition: Callable[[], Any], what: str, seen: object = None) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while True:
-        value = condition()
-        if value if isinstance(value, bool) else await value:
-            return
-        assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what}; {seen}"
-        await asyncio.sleep(0.02)
+        await until(empty, held)
 
 
 @asynccontextmanager
@@ -222,4 +210,4 @@ class Load:
                     task.result()
             return all(has >= least for has, least in zip(self._num_answers, wanted, strict=True))
 
-        await until(there, f"{count} more answers for each client", self._num_answers)
+        await until(there, self._num_answers)

@@ -11,22 +11,18 @@ from typing import Any
 import pytest
 from one_sided import OneSidedHub, OneSidedTransport
 from worker_harness import (
-    SECRET,
     WAIT_S,
     HeldRunner,
     LateClock,
     Pair,
     RouterDouble,
     expected,
-    make_model,
     make_runner,
-    prefill_edge,
     prompt_of,
     read_to_end,
     routed,
     started,
     until,
-    worker_config,
 )
 
 from kv_transfer.lease import Lease
@@ -34,12 +30,9 @@ from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import KvService
-from twostep.cluster.epochs import first_epoch
 from twostep.errors import Unavailable
-from twostep.local.ports import free_ports
 from twostep.rpc.v1 import kv_pb2
 from twostep.worker.edge import EdgeParts
-from twostep.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("patient_paths")
 PROMPT = prompt_of(40)
@@ -128,16 +121,6 @@ async def test_blocks_stay_until_the_reader_has_asked(redis_url: str) -> None:
         assert await w.free_source_blocks() == all_blocks
 
 
-async def test_tokens_are_right_under_load(redis_url: str) -> None:
-    async with world(redis_url, prefill_options={"max_num_batched_tokens": 16}) as w:
-        prompts = [prompt_of(17 + 5 * i, seed=i) for i in range(12)]
-        answers = await asyncio.gather(*(w.router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
-        assert [a.tokens for a in answers] == [expected(prompt, 6) for prompt in prompts]
-        assert {a.committed.transport for a in answers if a.committed} == {"one_sided"}
-        assert {a.done.transport for a in answers if a.done} == {"one_sided"}
-        await w.pair.settled()
-
-
 @pytest.mark.parametrize("moment", ["before_read", "after_write"])
 async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """The reader is held up before its read, and then reads what others wrote there; or after it, and then holds what was right once."""
@@ -170,51 +153,6 @@ async def test_a_lease_that_expires_in_mid_read_commits_nothing(redis_url: str, 
 
 async def _pass(chunk: ChunkInfo) -> None:
     """Nothing is held up any more."""
-
-
-async def test_a_restarted_source_answers_for_no_earlier_life(redis_url: str) -> None:
-    # Of those that nobody else takes meanwhile.
-    (port,) = free_ports(1)
-    ports = {"port": port, "health_port": 0, "metrics_port": 0}
-    async with world(redis_url, prefill_options=ports) as w:
-        gate = w.reader.after_write = Gate()
-        await w.begin()
-        await asyncio.wait_for(gate.reached.wait(), WAIT_S)
-        await until(lambda: w.lease.num_chunks is not None)
-        await w.pair.prefill_worker.stop(0.0)
-        again = Worker(
-            worker_config("prefill", redis_url, **ports),
-            make_model(make_runner()),
-            SECRET,
-            prefill_edge(lambda parts: Transports([OneSidedTransport(parts.model.runner, 1, w.hub, worker_id="again", epoch=parts.epoch)])),
-            await first_epoch(redis_url),
-        )
-        await again.start()
-        try:
-            gate.open.set()
-            failed = await w.failed()
-            assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
-        finally:
-            await again.stop(0.0)
-
-
-async def test_reused_memory_under_a_live_lease_is_refused(redis_url: str) -> None:
-    """What must never happen, were the pool to give a block out twice: the generations tell."""
-    async with world(redis_url) as w:
-        gate = w.reader.after_write = Gate()
-        call = await w.begin()
-        await asyncio.wait_for(gate.reached.wait(), WAIT_S)
-        await until(lambda: w.lease.num_chunks is not None)
-        generations = w.pair.prefill_worker.engine._pool._generations
-        reused = w.lease.source_blocks[3]
-        generations[reused] += 1
-        gate.open.set()
-        failed = await w.failed()
-        generations[reused] -= 1
-        assert failed.retryable
-        assert "reused" in failed.message
-        call.cancel()
-        await w.pair.settled()
 
 
 @pytest.mark.parametrize("num_lost", [1, 2, 99])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from one_sided import OneSidedHub, OneSidedTransport
-from worker_harness import SECRET, WAIT_S, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started
+from worker_harness import SECRET, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started, until
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.probing import ProbePass
@@ -40,13 +39,14 @@ class World:
         return {p.transport: p for p in stats.paths if p.epoch == self.pair.prefill_worker.epoch}
 
     async def until_path(self, name: str, condition: Callable[[worker_pb2.PathStats], bool]) -> worker_pb2.PathStats:
-        give_up = time.monotonic() + WAIT_S
-        while True:
-            path = (await self.paths()).get(name)
-            if path is not None and condition(path):
-                return path
-            assert time.monotonic() < give_up, f"{name}: {path}"
-            await asyncio.sleep(0.02)
+        seen: list[worker_pb2.PathStats] = []
+
+        async def there() -> bool:
+            seen[:] = [path for known, path in (await self.paths()).items() if known == name]
+            return bool(seen) and condition(seen[0])
+
+        await until(there, seen)
+        return seen[0]
 
     async def transport_of(self, name: str) -> str:
         """That of a request that must get the right tokens."""
@@ -157,13 +157,10 @@ async def test_nothing_in_common_fails_with_the_reason(redis_url: str, monkeypat
 
 
 async def _failed(w: World) -> Any:
-    await w.router.reserve("r", PROMPT, 3)
-    call = w.router.run("r", PROMPT, 3)
-    await w.router.attach("r", (await call.read()).accepted.ticket)
-    event = await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S)
+    call, _ = await w.router.begin("r", PROMPT, 3)
+    failed = (await w.router.event("failed")).failed
     call.cancel()
-    assert event.WhichOneof("event") == "failed"
-    return event.failed
+    return failed
 
 
 async def test_another_way_is_taken_when_one_breaks_and_back(redis_url: str) -> None:
