@@ -21,8 +21,6 @@ from twostep.cluster.convertible import SLOTS_TOGETHER, check_convertible, same_
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import InvalidRequest
 
-__all__ = ["Assembler", "TargetBlock", "Vectors", "block_bytes", "check_convertible", "needed_blocks", "pack", "recode", "unpack"]
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -92,12 +90,6 @@ def recode(vectors: Vectors, source: LayoutRecord, target: LayoutRecord) -> Vect
     return Vectors(*kv_numbers.quantize(numbers, target.quantization))
 
 
-def needed_blocks(source_size: int, target_size: int, target_block: int, *, num_tokens: int) -> range:
-    """Source blocks that hold the tokens of a target block, of a sequence of `num_tokens`."""
-    end = min((target_block + 1) * target_size, num_tokens)
-    return range(target_block * target_size // source_size, -(-end // source_size))
-
-
 @dataclass(frozen=True, slots=True)
 class TargetBlock:
     """A block that is done. `data`: uint8 [block_bytes]; slots past the sequence's end are zeros."""
@@ -123,11 +115,6 @@ class Assembler:
         self._num_tokens = num_tokens
         self._partial: dict[int, _Partial] = {}
         self._done: set[int] = set()
-
-    @property
-    def num_missing(self) -> int:
-        """Target blocks not given out yet."""
-        return max(0, -(-self._num_tokens // self._target.block_size) - self._first_block) - len(self._done)
 
     def add(
         self, source: LayoutRecord, first_block: int, blocks: Bytes, *, first_layer: int = 0, num_layers: int | None = None

@@ -335,14 +335,7 @@ class LeaseTable:
 
     def sweep(self, now: float) -> list[Transition]:
         """Expires what is due; returns the transitions that ask for something. Call it a few times a second."""
-        return self._all(Tick(), now)
-
-    def abort_all(self, reason: str, now: float) -> list[Transition]:
-        """Ends all of them, for shutdown."""
-        return self._all(Abort(reason), now)
-
-    def _all(self, event: Event, now: float) -> list[Transition]:
-        transitions = [advance(lease, event, now) for lease in self._leases.values()]
+        transitions = [advance(lease, Tick(), now) for lease in self._leases.values()]
         changed = [t for t in transitions if t.actions]
         for transition in changed:
             self._store(transition.lease)

@@ -452,8 +452,8 @@ class World:
         """All stop, and everything on its way arrives or ends."""
         for puller in self.pullers:
             self.react(puller, events.GivenUp(Cancelled("it ends")))
-        for transition in self.table.abort_all("stop", self.now):
-            self.settle(self.jobs[transition.lease.lease_id], transition)
+        for job in list(self.jobs.values()):
+            self.apply(job, source_side.Abort("stop"))
         for blocks in self.churned:
             self.pool.free(blocks)
         self.churned.clear()

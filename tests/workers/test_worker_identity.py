@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import redis.asyncio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started
 
@@ -198,6 +198,7 @@ async def test_a_worker_s_own_clock_has_no_say(redis_url: str, store: redis.asyn
 # ---- signatures -------------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), st.integers() | st.text(), min_size=1), st.integers(0, 10_000), st.integers(0, 7))
 def test_no_bit_of_what_is_signed_can_be_changed(fields: dict[str, Any], place: int, bit: int) -> None:
     signer, text = Signer(SECRET, RECORDS), json.dumps(fields, separators=(",", ":"))
