@@ -88,6 +88,7 @@ async def test_a_promised_tpot_reaches_the_engine_and_must_be_one(redis_url: str
             await reserve(router, "r", prompt_of(20), 4, tpot_ms=0.0)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await reserve(router, "r", prompt_of(20), 4, tpot_ms=12.5)
+        # The promise shows nowhere else.
         sequence = pair.decode_worker.engine._ledger.live("r/1")
         assert sequence is not None
         assert sequence.request.tpot_s == 0.0125

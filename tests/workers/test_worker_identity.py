@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started
+from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started, until
 
 from router.workers.registry import Deployment, Registry
 from router.workers.vouching import Vouching
@@ -281,8 +281,11 @@ async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
         assert await after(1.0) == both
         assert asked == []
         await refuse_writes(store)
-        while await store.exists(*map(worker_key, both)):  # noqa: ASYNC110  it is another process
-            await asyncio.sleep(0.02)
+
+        async def expired() -> bool:
+            return not await store.exists(*map(worker_key, both))
+
+        await until(expired)
         assert await after(60.0) == both
         assert registry.connected
         await pair.prefill_worker.server.drain(0.0)
@@ -290,8 +293,7 @@ async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
         for name, value in {"maxmemory": "0", "min-replicas-to-write": "0"}.items():
             await store.config_set(name, value)
         await store.replicaof("NO", "ONE")
-        while not pair.decode_worker._registration.connected:  # noqa: ASYNC110  it beats by itself
-            await asyncio.sleep(0.01)
+        await until(lambda: store.exists(worker_key(both[0])))
         assert both[0] in await after(1.0)
     await store.aclose()
 

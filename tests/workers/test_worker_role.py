@@ -324,7 +324,7 @@ async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_call
             request = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch, role="decode", drain_timeout_s=WAIT_S).to_proto()
             first = worker_pb2_grpc.WorkerStub(channel).SwitchRole(request, timeout=WAIT_S)
             await until(lambda: worker.record().draining, "it drains")
-            with pytest.raises(Unavailable, match="changing its role already"):
+            with pytest.raises(Unavailable):
                 await system.switch("w0", "prefill", 0.0)
             first.cancel()
             call.cancel()
