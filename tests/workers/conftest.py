@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from role_harness import make_model_dir
 from worker_harness import WAIT_S, RedisServer
 
 
@@ -23,6 +25,12 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory whose runner is fake."""
+    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
 
 
 @pytest.fixture

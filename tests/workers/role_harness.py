@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from one_sided import OneSidedHub, OneSidedTransport
-from worker_harness import WAIT_S, until
+from one_sided import OneSidedHub
+from worker_harness import WAIT_S, local_transport, one_sided_transport, until
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.local.transport import LocalHub, LocalTransport
+from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
@@ -47,12 +47,9 @@ def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Ed
     def transports(parts: EdgeParts) -> Transports:
         if isinstance(parts.carried, Transports):
             return parts.carried
-        runner = parts.model.runner
-        shape = runner.kv_shape
-        options: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "num_layers": shape.num_layers}
         if isinstance(hub, OneSidedHub):
-            return Transports([OneSidedTransport(runner, shape.block_bytes, hub, **options)])
-        return Transports([LocalTransport(runner, shape.block_bytes, hub, budget_bytes=64 << 20, **options)])
+            return Transports([one_sided_transport(parts, hub)])
+        return Transports([local_transport(parts, hub, 64 << 20)])
 
     return lambda parts: (PrefillEdge if parts.config.role == "prefill" else DecodeEdge)(parts, transports(parts))
 

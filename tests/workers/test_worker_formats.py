@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
-from worker_harness import BLOCK, expected, make_runner, prompt_of, routed, started
+from one_sided import ArrayStore, OneSidedHub
+from worker_harness import BLOCK, expected, make_runner, one_sided_transports, prompt_of, routed, started
 
 from decode_worker.conversion import BlockTarget, Conversion
 from kv_transfer import wire_encoding
@@ -20,7 +20,6 @@ from kv_transfer.checksum import checksum
 from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transport import ChunkInfo
-from kv_transfer.transports import Transports
 from prefill_worker.encoder import WireEncoder
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine, EngineConfig
@@ -29,7 +28,6 @@ from twostep.errors import Incompatible, InvalidRequest, SetupError
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.rpc.v1 import kv_pb2
 from twostep.sampling_params import SamplingParams
-from twostep.worker.edge import EdgeParts
 from twostep.worker.model import layout_of
 
 Blocks = npt.NDArray[np.uint8]
@@ -83,14 +81,7 @@ async def test_lossy_forms_travel_only_where_both_sides_say_so(redis_url: str, p
 
 @pytest.mark.usefixtures("patient_paths")
 async def test_what_reads_the_pool_itself_reads_it_as_it_is(redis_url: str) -> None:
-    hub = OneSidedHub()
-
-    def make(parts: EdgeParts) -> Transports:
-        runner = parts.model.runner
-        return Transports(
-            [OneSidedTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, num_layers=1)]
-        )
-
+    make = one_sided_transports(OneSidedHub())
     async with started(redis_url, make_transports=make, **wires("zstd", "zstd")) as pair, routed(pair) as router:
         answer = await router.generate("r", prompt_of(30), 4)
         assert answer.tokens == expected(prompt_of(30), 4)

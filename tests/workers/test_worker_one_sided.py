@@ -18,6 +18,7 @@ from worker_harness import (
     RouterDouble,
     expected,
     make_runner,
+    one_sided_transports,
     prompt_of,
     read_to_end,
     routed,
@@ -27,12 +28,10 @@ from worker_harness import (
 
 from kv_transfer.lease import Lease
 from kv_transfer.transport import ChunkInfo
-from kv_transfer.transports import Transports
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import KvService
 from twostep.errors import Unavailable
 from twostep.rpc.v1 import kv_pb2
-from twostep.worker.edge import EdgeParts
 
 pytestmark = pytest.mark.usefixtures("patient_paths")
 PROMPT = prompt_of(40)
@@ -80,15 +79,8 @@ class World:
 
 @asynccontextmanager
 async def world(redis_url: str, **options: Any) -> AsyncIterator[World]:
-    hub, transports = OneSidedHub(), {}
-
-    def make(parts: EdgeParts) -> Transports:
-        shape = parts.model.runner.kv_shape
-        transport = transports[parts.config.role] = OneSidedTransport(
-            parts.model.runner, shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, num_layers=shape.num_layers
-        )
-        return Transports([transport])
-
+    hub, transports = OneSidedHub(), dict[str, OneSidedTransport]()
+    make = one_sided_transports(hub, transports)
     async with started(redis_url, make_transports=make, **options) as pair, routed(pair) as router:
         yield World(pair, router, hub, transports)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from role_harness import WAIT_S, ask, edges_of_both_roles, make_model_dir, role_system, until, vocab_of
+from role_harness import WAIT_S, ask, edges_of_both_roles, role_system, until, vocab_of
 from worker_harness import RedisServer
 
 from decode_worker.edge import DecodeEdge
@@ -19,11 +19,6 @@ from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InternalError, SetupError, Unavailable
 from twostep.worker.edge import Edge, EdgeParts
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
 
 
 @pytest.mark.system
@@ -122,16 +117,6 @@ async def test_a_worker_without_kv_transports_stays_a_decode_worker(model_dir: P
             await system.switch("w0", "prefill")
         record = system.workers["w0"].record()
         assert (record.role, record.ready, record.draining) == ("decode", True, False)
-
-
-async def test_transports_that_do_not_come_up_send_it_back(
-    model_dir: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DecodeEdge, "ready_transports", ())
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False, transport_timeout=0.2) as system:
-        with pytest.raises(Incompatible):
-            await system.switch("w0", "decode")
-        assert system.workers["w0"].record().ready
 
 
 async def test_transports_of_neither_role_leave_it_in_its_own(

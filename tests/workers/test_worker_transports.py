@@ -12,7 +12,19 @@ from typing import Any
 import grpc
 import pytest
 from one_sided import OneSidedHub, OneSidedTransport
-from worker_harness import SECRET, Pair, RouterDouble, expected, local_transport, prompt_of, refused, routed, started, until
+from worker_harness import (
+    SECRET,
+    Pair,
+    RouterDouble,
+    expected,
+    local_transport,
+    one_sided_transport,
+    prompt_of,
+    refused,
+    routed,
+    started,
+    until,
+)
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.probing import ProbePass
@@ -65,17 +77,8 @@ async def world(
     local_hub, hub, fast = LocalHub(), OneSidedHub(), dict[str, OneSidedTransport]()
 
     def make(parts: EdgeParts) -> Transports:
-        names, shape = {"prefill": prefill, "decode": decode}[parts.config.role], parts.model.runner.kv_shape
-        one_sided = fast[parts.config.role] = OneSidedTransport(
-            parts.model.runner,
-            shape.block_bytes,
-            hub,
-            worker_id=parts.worker_id,
-            epoch=parts.epoch,
-            name=FAST,
-            num_layers=shape.num_layers,
-            rate=rate,
-        )
+        names = {"prefill": prefill, "decode": decode}[parts.config.role]
+        one_sided = fast[parts.config.role] = one_sided_transport(parts, hub, name=FAST, rate=rate)
         made: dict[str, KvTransport] = {FAST: one_sided, "local": local_transport(parts, local_hub, 1 << 20)}
         return Transports([made[name] for name in names.split(",")])
 

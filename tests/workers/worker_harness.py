@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
@@ -182,6 +183,24 @@ def decode_edge(
 
 def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
     return lambda parts: Transports([local_transport(parts, hub, budget_bytes if parts.config.role == "prefill" else 1 << 20)])
+
+
+def one_sided_transports(hub: OneSidedHub, made: dict[str, OneSidedTransport] | None = None) -> MakeTransports:
+    """`made` gets them by role."""
+
+    def make(parts: EdgeParts) -> Transports:
+        transport = one_sided_transport(parts, hub)
+        if made is not None:
+            made[parts.config.role] = transport
+        return Transports([transport])
+
+    return make
+
+
+def one_sided_transport(parts: EdgeParts, hub: OneSidedHub, **options: Any) -> OneSidedTransport:
+    runner = parts.model.runner
+    life: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "num_layers": runner.kv_shape.num_layers}
+    return OneSidedTransport(runner, runner.kv_shape.block_bytes, hub, **life | options)
 
 
 def local_transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
