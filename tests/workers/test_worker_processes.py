@@ -1,7 +1,7 @@
 """Real worker processes on a fake model, KV through a real Ray, and a router that speaks to them by hand.
 
 Processes and Ray take seconds to start, so the tests share them, and stand in the order of their lives: workers before there is a Ray, then
-with it; a second pair, whose KV has another form, and that dies; the drain of the first pair."""
+with it; one more that dies; the drain of the first two."""
 
 from __future__ import annotations
 
@@ -181,17 +181,10 @@ def pair(ray: LocalRay, port_of_ray: socket.socket, redis_url: str, tmp_path_fac
     """Started while there is no Ray."""
     start = partial(Process, directory=tmp_path_factory.mktemp("pair"), redis_url=redis_url, ray=ray)
     flags = "--transport-timeout", "0.5", "--kv-transfer", "ray"
-    pair = Pair(start("prefill", flags=("--fake-step-ms", "2", *flags)), start("decode", flags=("--fake-step-ms", "5", *flags)))
-    yield pair
-    pair.kill()
-
-
-@pytest.fixture(scope="module")
-def odd_pair(ray: LocalRay, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """KV compressed on the way, and cut into other blocks at its end."""
-    start = partial(Process, directory=tmp_path_factory.mktemp("odd"), redis_url=redis_url, ray=ray)
-    prefill = start("prefill", name="odd-prefill", flags=("--kv-wire", "zstd", "--lease-ttl", str(SHORT_LEASE_S)))
-    pair = Pair(prefill, start("decode", name="odd-decode", flags=("--block-size", str(2 * BLOCK))))
+    pair = Pair(
+        start("prefill", flags=("--fake-step-ms", "2", "--lease-ttl", str(SHORT_LEASE_S), *flags)),
+        start("decode", flags=("--fake-step-ms", "5", *flags)),
+    )
     yield pair
     pair.kill()
 
@@ -261,37 +254,23 @@ async def test_requests_through_processes(ray: LocalRay, stubs: Stubs) -> None:
     await until_store_empty(ray)
 
 
-async def test_what_is_compressed_and_cut_anew_goes_through_processes(stubs: Stubs, odd_pair: Pair) -> None:
-    """What is left in Ray's store, the next test looks at."""
-    async with stubs_of(odd_pair.prefill, odd_pair.decode) as stubs:
-        await until_joined(odd_pair, stubs)
-        prompts = [prompt_of(100 + 57 * i, seed=20 + i) for i in range(4)]
-        async with routing(stubs, "odd") as router:
-            answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.tokens == expected(prompt, 6)
-            assert answer.committed is not None
-            # A token's KV of the fake model: two vectors of four numbers of 4 bytes.
-            assert 0 < answer.committed.bytes < 32 * len(prompt)
-        for index in (0, 1):
-            await until_free(stubs, index)
-
-
-async def test_what_was_published_for_a_worker_that_died_is_free_again(ray: LocalRay, stubs: Stubs, odd_pair: Pair) -> None:
+async def test_what_was_published_for_a_worker_that_died_is_free_again(
+    ray: LocalRay, stubs: Stubs, pair: Pair, redis_url: str, tmp_path: Path
+) -> None:
     """The death of the other side: test_worker_smoke.py."""
-    prompt = prompt_of(400, seed=30)
-    async with stubs_of(odd_pair.prefill, odd_pair.decode) as odd:
-        await until_joined(odd_pair, odd)
-        async with routing(odd, "dying") as router:
+    dying = Process("decode", name="dying", directory=tmp_path, redis_url=redis_url, ray=ray)
+    try:
+        async with stubs_of(pair.prefill, dying) as mixed, routing(mixed, "dying") as router:
             # Decode dies before it attaches: the lease expires, blocks and objects are free.
-            await router.reserve("a", prompt, 20)
-            call = router.run("a", prompt, 20)
-            assert (await call.read()).WhichOneof("event") == "accepted"
-            assert (await call.read()).WhichOneof("event") == "first_token"
-            odd_pair.decode.kill()
+            await router.reserve("a", prompt_of(400, seed=30), 20)
+            call = router.run("a", prompt_of(400, seed=30), 20)
+            assert [(await call.read()).WhichOneof("event") for _ in range(2)] == ["accepted", "first_token"]
+            dying.kill()
             assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
-        await until_free(odd, 0)
-        await until_store_empty(ray)
+    finally:
+        dying.kill()
+    await until_free(stubs, 0)
+    await until_store_empty(ray)
 
 
 async def test_a_drain_ends_what_runs(stubs: Stubs, pair: Pair, redis_url: str) -> None:
