@@ -1,6 +1,6 @@
-"""Measures how much of a fetch went into putting blocks in place: marked by transports that copy twice, summed up by the one that fetches.
+"""How much of a fetch went into putting blocks in place: told apart by transports that copy twice, summed up by whoever fetches.
 
-    the one that fetches                         the transport, in the same task
+    whoever fetches                              the transport, in the same task
     with ScatterClock() as clock:
         await transport.fetch(...)      ──▶      with scattering():
     clock.seconds                                    ... verify, slot -> pool ...

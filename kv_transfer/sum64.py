@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 16
 
 
 def mix(words: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns what each word adds to the sum; shapes broadcast."""
+    """What each word adds to the sum; shapes broadcast."""
     x = words + (places + np.uint64(1)) * _STEP
     x ^= x >> np.uint64(32)
     x *= _FIRST
@@ -58,13 +58,13 @@ def block_sums(blocks: npt.NDArray[np.uint8], first_byte: int = 0) -> npt.NDArra
 
 
 def chunk_sum(sums: npt.NDArray[np.uint64] | Sequence[int]) -> int:
-    """Returns an unsigned 64-bit int from the sums of the chunk's blocks, uint64 [n], in its order."""
+    """Of the sums of its blocks, uint64 [n], in the chunk's order: an unsigned 64-bit int."""
     values = np.asarray(sums, np.uint64)
     return int(mix(values, np.arange(len(values), dtype=np.uint64)).sum(dtype=np.uint64))
 
 
 def chunk_sums(sums: npt.NDArray[np.uint64], counts: Sequence[int]) -> list[int]:
-    """Returns those of several chunks, from uint64 [sum of counts], chunk after chunk."""
+    """Of several chunks at once: uint64 [sum of counts], chunk after chunk."""
     lengths = np.asarray(counts, np.int64)
     ends = np.cumsum(lengths)
     places = np.arange(len(sums)) - np.repeat(ends - lengths, lengths)
