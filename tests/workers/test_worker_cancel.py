@@ -33,7 +33,7 @@ from decode_worker.sequences import SequencesConfig
 from kv_transfer.ticket import Ticket
 from prefill_worker.publisher import HandOver
 from prefill_worker.service import KvService
-from twostep.errors import DataLoss
+from twostep.errors import DataLoss, InvalidRequest
 from twostep.rpc.call_signing import CallSigner, introduced
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 
@@ -445,6 +445,18 @@ async def test_a_prefill_that_skips_blocks_decode_does_not_hold_is_not_decoded_f
         # Another attempt reserves anew, and skips what is there then.
         assert await router.failure() == ("DATA_LOSS", True)
         call.cancel()
+        await pair.settled()
+
+
+async def test_kv_that_the_engine_does_not_take_ends_on_both_sides(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise InvalidRequest("nothing is left to decode")
+
+    async with started(redis_url) as pair, routed(pair) as router:
+        monkeypatch.setattr(pair.decode_worker.engine, "commit", refuse)
+        call, _ = await router.begin()
+        assert await router.failure() == ("INVALID_ARGUMENT", False)
+        assert (await read_to_end(call))[-1].done.state == kv_pb2.LEASE_STATE_ABORTED
         await pair.settled()
 
 
