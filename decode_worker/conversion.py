@@ -8,10 +8,11 @@ hashes of the pool: see twostep.cluster.convertible.cache_key_fields.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from decode_worker.target import Target
 from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, HostFetch, KvTransport
@@ -22,11 +23,26 @@ from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, InvalidRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTarget:
+    """Where a sequence's KV goes: its blocks in its own order, the first `num_cached_blocks` of which hold theirs already, and
+    `num_blocks` of which the prompt's `num_tokens` fill."""
+
+    block_ids: Sequence[int]
+    num_cached_blocks: int
+    num_blocks: int
+    num_tokens: int
+
+    @property
+    def num_missing_blocks(self) -> int:
+        return self.num_blocks - self.num_cached_blocks
+
+
 class Conversion:
-    """Of one hand-over. Chunks may come in any order, and twice; a target block is written once it is whole."""
+    """Converts one hand-over's KV. Chunks may come in any order, and twice; a target block is written once it is whole."""
 
     def __init__(
-        self, source: LayoutRecord, ours: LayoutRecord, store: BlockStore, transport: KvTransport, target: Target, *, wire: str = RAW
+        self, source: LayoutRecord, ours: LayoutRecord, store: BlockStore, transport: KvTransport, target: BlockTarget, *, wire: str = RAW
     ) -> None:
         """Raises Incompatible."""
         check_joinable(source, ours)

@@ -1,4 +1,4 @@
-"""Prefill workers as they stand in Redis, so that the ways from them are tried before their first ticket comes."""
+"""Looks up the prefill workers in Redis, so that the paths from them are tried before their first ticket comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 
 from redis.exceptions import RedisError
 
-from decode_worker.paths import Paths, Source
+from decode_worker.paths import Paths
+from decode_worker.peers import Source
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import look
@@ -24,7 +25,7 @@ _MISSED = 3
 
 
 class Discovery:
-    """start(), then it looks by itself until close(). Without Redis the tickets alone tell which workers there are."""
+    """start(), then it looks by itself until close(). Without Redis only tickets say which workers there are."""
 
     def __init__(self, redis_url: str, paths: Paths, *, secret: bytes) -> None:
         self._redis = connect(redis_url)
@@ -70,7 +71,7 @@ class Discovery:
         await self._paths.forget(gone)
 
     def _read(self, text: bytes) -> WorkerRecord | None:
-        """None: of another deployment or version, or nobody's."""
+        """None: of another deployment or version, or forged."""
         try:
             return WorkerRecord.from_json(self._signer.read_object(text))
         except (Unauthenticated, InvalidRequest):

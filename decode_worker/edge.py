@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decode_worker.discovery import Discovery
-from decode_worker.fetch import Fetcher
 from decode_worker.paths import Paths
 from decode_worker.peers import Peers
+from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
 from decode_worker.tracing import SequenceSpans
-from kv_transfer.observer import Direction, TransferLedger
-from kv_transfer.reporting import transport_stats
-from kv_transfer.transfer_metrics import worker_observers
+from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
 from kv_transfer.transports import Transports, make_transports
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
@@ -23,7 +21,7 @@ from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.edge import EdgeParts
 
-# Costs only time, so whoever sends it need not ask.
+# Costs only time, so a source need not be asked first.
 _ALWAYS_TAKEN = "zstd"
 _FLUSH_S = 2.0
 _POLL_S = 0.02
@@ -46,24 +44,24 @@ class DecodeEdge:
         floors: dict[str, float] | None = None,
     ) -> None:
         """`floors`: least rates of transports, see decode_worker.paths."""
-        self._transports = transports
-        self._ledger = TransferLedger()
+        self.transports = transports
         spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
-        observers = worker_observers(parts.metrics, self._ledger, None if spans is None else spans.transfers)
+        self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self._peers = Peers(parts.config.tls, CallSigner(parts.secret, parts.worker_id))
-        self._paths = Paths(transports, self._peers, parts.secret, observers, floors=floors)
+        self._paths = Paths(transports, self._peers, parts.secret, self._telemetry, floors=floors)
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
-        self._sequences = Sequences(
+        self._puller = Puller(
+            transports,
+            parts.model.layout,
+            parts.model.runner,
+            self._peers,
+            self._paths,
+            self._telemetry,
+            wires=_wires(parts.config.kv_wire),
+        )
+        self.sequences = Sequences(
             parts.engine,
-            Fetcher(
-                transports,
-                parts.model.layout,
-                parts.model.runner,
-                self._peers,
-                self._paths,
-                observers,
-                wires=_wires(parts.config.kv_wire),
-            ),
+            self._puller,
             limits
             or SequencesConfig(
                 local_prefill=parts.config.local_prefill,
@@ -73,31 +71,31 @@ class DecodeEdge:
             secret=parts.secret,
             block_size=parts.model.layout.block_size,
         )
-        self._service = DecodeService(self._sequences, parts.reader, spans, epoch=parts.epoch)
+        self._service = DecodeService(self.sequences, parts.reader, spans, epoch=parts.epoch)
 
     @property
     def services(self) -> Mapping[str, object]:
         return {"twostep.v1.Decode": self._service}
 
     async def start(self) -> None:
-        await self._transports.start()
-        await self._sequences.start()
+        await self.transports.start()
+        await self.sequences.start()
         self._discovery.start()
 
     @property
     def ready_transports(self) -> Sequence[str]:
-        return tuple(transport.name for transport in self._transports.ready)
+        return tuple(transport.name for transport in self.transports.ready)
 
     @property
     def why_no_transport(self) -> str:
-        return self._transports.why_none
+        return self.transports.why_none
 
     @property
     def num_fetched_bytes(self) -> int:
-        return self._sequences.bytes_fetched
+        return self.sequences.bytes_fetched
 
     def on_step(self, output: StepOutput) -> None:
-        self._sequences.on_step(output)
+        self.sequences.on_step(output)
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
         """Nothing is handed over from here."""
@@ -107,36 +105,37 @@ class DecodeEdge:
 
     @property
     def idle(self) -> bool:
-        return len(self._sequences) == 0 and self._sequences.all_sent
+        return len(self.sequences) == 0 and self.sequences.all_sent
 
     def fail_all(self, error: TwostepError) -> None:
-        self._sequences.fail_all(error)
+        self.sequences.fail_all(error)
 
     async def leave(self) -> Transports:
-        await self._sequences.close()
+        await self.sequences.close()
+        await self._puller.close()
         # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
         for _ in range(int(_FLUSH_S / _POLL_S)):
-            if self._sequences.num_streams == 0:
+            if self.sequences.num_streams == 0:
                 break
             await asyncio.sleep(_POLL_S)
         await self._discovery.close()
         await self._paths.close()
         await self._peers.close()
-        return self._transports
+        return self.transports
 
     async def close(self) -> None:
         await (await self.leave()).close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        stats.num_leases = self._sequences.num_reservations
-        stats.oldest_lease_s = self._sequences.oldest_hand_over_s
-        stats.num_sequences = len(self._sequences)
-        stats.num_streams = self._sequences.num_streams
-        stats.bytes_moved = self._sequences.bytes_fetched
-        stats.blocks_moved = self._sequences.blocks_fetched
-        stats.blocks_reused = self._sequences.blocks_reused
-        for transport in self._transports:
-            stats.transports.append(await transport_stats(transport, self._ledger.of(transport.name, Direction.FETCH)))
+        stats.num_leases = self.sequences.num_reservations
+        stats.oldest_lease_s = self.sequences.oldest_hand_over_s
+        stats.num_sequences = len(self.sequences)
+        stats.num_streams = self.sequences.num_streams
+        stats.bytes_moved = self.sequences.bytes_fetched
+        stats.blocks_moved = self.sequences.blocks_fetched
+        stats.blocks_reused = self.sequences.blocks_reused
+        for transport in self.transports:
+            stats.transports.append(await self._telemetry.stats(transport, Direction.FETCH))
         for path in self._paths.results:
             stats.paths.add(
                 worker_id=path.worker_id, epoch=path.epoch, transport=path.transport, bytes_per_s=path.bytes_per_s, error=path.error

@@ -1,4 +1,4 @@
-"""What a router has not been sent yet, what it may ask for again, and the one stream that sends it.
+"""Holds what a router has not been sent yet and what it may ask for again, and sends it on the router's one stream.
 
 connected       events go into the buffer, and from there onto the stream
 not connected   nothing is buffered: the attempts' histories have it all
@@ -8,21 +8,149 @@ connected again what the router has missed comes out of the histories, some of i
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from decode_worker.history import AttemptId, History, Replay
+from twostep.engine.types import TokenOutput
 from twostep.errors import Cancelled, ResourceExhausted, TwostepError
-from twostep.rpc.v1 import decode_pb2
+from twostep.rpc.v1 import decode_pb2, prefill_pb2
+from twostep.worker.requests import fill_token, token_to_proto
+
+log = logging.getLogger(__name__)
 
 # Events of one message at most, of those that are replayed and where several steps' travel together.
 _MESSAGE_EVENTS = 1024
 
+AttemptId = tuple[str, int]
+
+
+class History:
+    """Keeps what a router may ask for again of one attempt: its last `max_tokens` tokens, and the events that come once. Tokens are kept
+    as they travel: about 50 bytes each, and 12 more for each logprob asked for."""
+
+    def __init__(self, attempt: AttemptId, *, max_tokens: int) -> None:
+        self.attempt = attempt
+        self.committed: decode_pb2.Committed | None = None
+        # Stands for it if the prompt is computed here.
+        self.first_token: prefill_pb2.FirstToken | None = None
+        self.failed: decode_pb2.DecodeFailed | None = None
+        self.ended_at: float | None = None
+        # Of consecutive positions, which end before `_next_position`.
+        self._tokens: deque[bytes] = deque(maxlen=max_tokens)
+        self._next_position: int | None = None
+        self._full = False
+
+    def begin(self, token: TokenOutput, event: decode_pb2.DecodeEvent, *, cached_tokens: int, queue_s: float, prefill_s: float) -> None:
+        """Takes the first token of a prompt computed here. Fills the empty `event` with what the router is sent."""
+        assert self._next_position is None, "the first token comes first"
+        self.first_token = prefill_pb2.FirstToken(
+            token=token_to_proto(token), cached_tokens=cached_tokens, queue_s=queue_s, prefill_s=prefill_s
+        )
+        self._next_position = token.position + 1
+        event.request_id, event.attempt = self.attempt
+        event.first_token.CopyFrom(self.first_token)
+
+    def add(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
+        """Takes the next token. Fills the empty `event` with what the router is sent."""
+        assert self._next_position in (None, token.position), "a sequence's tokens come in order"
+        event.request_id, event.attempt = self.attempt
+        message = event.token
+        fill_token(message, token)
+        self._full = self._full or len(self._tokens) == self._tokens.maxlen
+        self._tokens.append(message.SerializeToString())
+        self._next_position = token.position + 1
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self.ended_at = time.monotonic()
+
+    def event(self) -> decode_pb2.DecodeEvent:
+        return decode_pb2.DecodeEvent(request_id=self.attempt[0], attempt=self.attempt[1])
+
+    def committed_event(self) -> decode_pb2.DecodeEvent:
+        assert self.committed is not None
+        event = self.event()
+        event.committed.CopyFrom(self.committed)
+        return event
+
+    def failed_event(self) -> decode_pb2.DecodeEvent:
+        assert self.failed is not None
+        event = self.event()
+        event.failed.CopyFrom(self.failed)
+        return event
+
+    @property
+    def _first_position(self) -> int:
+        return 0 if self._next_position is None else self._next_position - len(self._tokens)
+
+    def reaches(self, next_position: int) -> bool:
+        """Whether everything from `next_position` on is still here."""
+        return not self._full or next_position >= self._first_position
+
+    def since(self, position: decode_pb2.StreamPosition) -> Iterator[decode_pb2.DecodeEvent]:
+        """Yields what a router that has got so far has missed, in order. Nothing is to be added meanwhile."""
+        assert self.reaches(position.next_position)
+        if self.committed is not None and not position.committed:
+            yield self.committed_event()
+        if self.first_token is not None and position.next_position <= self.first_token.token.position:
+            event = self.event()
+            event.first_token.CopyFrom(self.first_token)
+            yield event
+        for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
+            event = self.event()
+            event.token.CopyFrom(prefill_pb2.Token.FromString(token))
+            yield event
+        if self.failed is not None:
+            yield self.failed_event()
+
+
+class Replay:
+    """Takes one attempt from where its router has got to the end of its history, some events at a time."""
+
+    def __init__(self, history: History, position: decode_pb2.StreamPosition) -> None:
+        self.history = history
+        self._position = decode_pb2.StreamPosition()
+        self._position.CopyFrom(position)
+        self._failure_sent = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether what comes next is not kept any more."""
+        return not self.history.reaches(self._position.next_position)
+
+    @property
+    def over(self) -> bool:
+        """There is no more for now."""
+        return self._failure_sent or (not self.lost and next(self.history.since(self._position), None) is None)
+
+    def take(self, limit: int) -> list[decode_pb2.DecodeEvent]:
+        """The next ones, at most so many."""
+        events = [] if self._failure_sent else list(islice(self.history.since(self._position), limit))
+        for event in events:
+            if event.HasField("committed"):
+                self._position.committed = True
+            elif event.HasField("failed"):
+                self._failure_sent = True
+            else:
+                token = event.token if event.HasField("token") else event.first_token.token
+                self._position.next_position = token.position + 1
+        return events
+
+
+def _not_here(attempt: AttemptId) -> decode_pb2.DecodeEvent:
+    """The answer to a router that asks for an attempt without a history."""
+    failed = decode_pb2.DecodeFailed(
+        code="NOT_FOUND", message="it is not here: the worker has restarted, or has dropped it because its router was away", retryable=True
+    )
+    return decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], failed=failed)
+
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class StreamConnection:
     """One Stream call. `error` is why its outbox broke it: another stream took over, or the buffer overflowed.
 
     A broken call ends after the message that it is sending: gRPC cannot take that back, and ending a call under a pending write crashes it.
@@ -33,9 +161,9 @@ class Connection:
 
 
 class Outbox:
-    """One router's, across its streams. One event loop owns it. It buffers at most `max_events` events, and keeps the histories of the
-    router's sequences, out of which it replays; of those that have ended, the last `max_ended`. `on_lost`: of this one the router asks for
-    what is no longer kept; returns what it is to be told now."""
+    """Serves one router, across its streams. One event loop owns it. It buffers at most `max_events` events, and keeps the histories of the
+    router's sequences, out of which it replays; of those that have ended, the last `max_ended`. `on_lost` is called with a history whose
+    router asks for what is no longer kept; it returns what the router is sent now."""
 
     def __init__(
         self, router_id: str, *, max_events: int, max_ended: int, on_lost: Callable[[History], Sequence[decode_pb2.DecodeEvent]]
@@ -46,7 +174,7 @@ class Outbox:
         self._on_lost = on_lost
         self._histories: dict[AttemptId, History] = {}
         self._ended: deque[History] = deque()  # in the order of their ends; some may be forgotten already
-        self._told: deque[decode_pb2.DecodeEvent] = deque()  # of attempts that have no history
+        self._unknown: deque[decode_pb2.DecodeEvent] = deque()  # answers about attempts without a history
         self._behind: dict[AttemptId, Replay] = {}
         self._messages: deque[decode_pb2.StepEvents] = deque()
         self._num_events = 0
@@ -55,7 +183,7 @@ class Outbox:
         # A message has been handed out, and nothing says yet that it has left.
         self._sending = False
         self._missed = False
-        self._connection: Connection | None = None
+        self._connection: StreamConnection | None = None
         self._wake = asyncio.Event()
         self._closed = False
         self._left_at = time.monotonic()
@@ -67,7 +195,7 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """Whether the router has been sent all there is."""
-        behind = self._told or not all(replay.over for replay in self._behind.values())
+        behind = self._unknown or not all(replay.over for replay in self._behind.values())
         return not self._messages and not behind and not self._missed
 
     def alone_s(self, now: float) -> float:
@@ -99,7 +227,7 @@ class Outbox:
         self._behind.pop(attempt, None)
 
     def expire(self, before: float) -> None:
-        """Forgets those that ended before the instant `before`. Only while all is sent: otherwise they may be asked for again."""
+        """Forgets attempts that ended before the instant `before`. Only while all is sent: otherwise they may be asked for again."""
         while self.connected and self._ended and (self._ended[0].ended_at or 0.0) < before and self.empty:
             self._forget(self._ended.popleft())
 
@@ -143,13 +271,21 @@ class Outbox:
         self._closed = True
         self._wake.set()
 
-    def connect(self, behind: Iterable[Replay] = (), told: Iterable[decode_pb2.DecodeEvent] = ()) -> Connection:
-        """A new stream, which takes over from the one before. `behind`: attempts that are to be replayed; `told`: events beside them."""
+    def connect(self, positions: Iterable[decode_pb2.StreamPosition] = ()) -> StreamConnection:
+        """A new stream, which takes over from the one before and goes on from these positions."""
         self._break(Cancelled("another stream of this router took over"))
         self._missed = False
-        self._told.extend(told)
-        self._behind.update((replay.history.attempt, replay) for replay in behind)
-        self._connection = Connection()
+        for position in positions:
+            attempt = position.request_id, position.attempt
+            history = self._histories.get(attempt)
+            if history is not None:
+                self._behind[attempt] = Replay(history, position)
+            elif not position.reserving:
+                self._unknown.append(_not_here(attempt))
+        if self._behind or self._unknown:
+            counts = len(self._behind), len(self._unknown)
+            log.info("router %s is back: %d sequences go on from where it has got, %d are not here", self.router_id, *counts)
+        self._connection = StreamConnection()
         return self._connection
 
     def _break(self, error: TwostepError) -> None:
@@ -158,19 +294,19 @@ class Outbox:
             self.disconnect(self._connection)
             self._wake.set()
 
-    def disconnect(self, connection: Connection) -> None:
+    def disconnect(self, connection: StreamConnection) -> None:
         """The stream ended. Nothing happens if another one has taken over."""
         if self._connection is connection:
             self._connection = None
             self._left_at = time.monotonic()
             self._missed = self._sending or not self.empty
             self._sending = False
-            self._told.clear()
+            self._unknown.clear()
             self._behind.clear()
             self._messages.clear()
             self._num_events = 0
 
-    async def next(self, connection: Connection) -> decode_pb2.StepEvents | None:
+    async def next(self, connection: StreamConnection) -> decode_pb2.StepEvents | None:
         """The next message to send. It has as much of what waits as one message takes: where sending is slower than stepping, each carries
         more, and none falls behind. What was missed and what is new take turns. None: closed and all sent. Raises what the connection was
         broken with."""
@@ -196,8 +332,8 @@ class Outbox:
 
     def _missed_ones(self) -> decode_pb2.StepEvents | None:
         events: list[decode_pb2.DecodeEvent] = []
-        while self._told and len(events) < _MESSAGE_EVENTS:
-            events.append(self._told.popleft())
+        while self._unknown and len(events) < _MESSAGE_EVENTS:
+            events.append(self._unknown.popleft())
         while self._behind and len(events) < _MESSAGE_EVENTS:
             attempt, replay = next(iter(self._behind.items()))
             if replay.lost:

@@ -1,4 +1,4 @@
-"""Which transports work from which prefill worker: found out by copying some of its memory, in the background, before a request needs it.
+"""Finds out which transports work from which prefill worker, by copying some of its memory in the background before a request needs it.
 
 learned of        in Redis (decode_worker.discovery), or at the first ticket of it
 tried             each transport, again after a while as long as it does not work, or once a fetch found that it does no more
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from decode_worker.peers import Peers
-from kv_transfer.observer import ProbeResult, TransferObserver
+from decode_worker.peers import Peers, Source
 from kv_transfer.probing import ProbePass
+from kv_transfer.telemetry import ProbeResult, TransferTelemetry
 from kv_transfer.transport import HostFetch, KvTransport
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted, TwostepError, Unavailable
@@ -49,15 +49,6 @@ _ASKING_AT_ONCE = 64
 _COPYING_AT_ONCE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One life of a prefill worker."""
-
-    worker_id: str
-    epoch: int
-    address: str
-
-
 @dataclass(slots=True, eq=False)
 class _Known:
     source: Source
@@ -80,7 +71,7 @@ class Paths:
         transports: Transports,
         peers: Peers,
         secret: bytes,
-        observer: TransferObserver,
+        telemetry: TransferTelemetry,
         *,
         floors: dict[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +79,7 @@ class Paths:
         self._transports = transports
         self._peers = peers
         self._secret = secret
-        self._observer = observer
+        self._telemetry = telemetry
         self._floors = FLOORS if floors is None else floors
         self._clock = clock
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
@@ -116,13 +107,13 @@ class Paths:
             log.warning("more than %d prefill workers: paths from the others are tried at their first tickets", _MAX_SOURCES)
 
     async def forget(self, keys: Collection[tuple[str, int]]) -> None:
-        """Of these (worker id, epoch): they are gone."""
+        """Forgets these (worker id, epoch): they are gone."""
         for key in keys:
             if key in self._known:
                 await self._forget(key)
 
     async def offered(self, source: Source, *, host_only: bool = False) -> tuple[str, ...]:
-        """What may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable, and
+        """Returns what may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable, and
         ResourceExhausted where no transport is ready on this side.
 
         `host_only`: only what passes through this worker's host memory.
@@ -188,7 +179,7 @@ class Paths:
             worker_id=source.worker_id, epoch=source.epoch, transport=transport, bytes_per_s=bytes_per_s, error=error[:300]
         )
         known.results[transport] = result
-        self._observer.probe(result)
+        self._telemetry.probe(result)
         if result.usable:
             log.info("KV from %s by %s: %.2f GB/s", source.worker_id, transport, bytes_per_s / 1e9)
         elif before is None or before.error != result.error:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc.aio
 
@@ -16,23 +15,19 @@ from twostep.rpc.channel import TlsFiles, open_channel
 _MAX_IDLE = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One life of a prefill worker, and where it is."""
+
+    worker_id: str
+    epoch: int
+    address: str
+
+
 @dataclass(slots=True)
 class _Peer:
     channel: grpc.aio.Channel
     num_users: int = 0
-
-
-class Life(Protocol):
-    """One life of a prefill worker, and where it is: what its tickets say."""
-
-    @property
-    def worker_id(self) -> str: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def address(self) -> str: ...
 
 
 class Peers:
@@ -41,16 +36,15 @@ class Peers:
     def __init__(self, tls: TlsFiles, signer: CallSigner) -> None:
         self._tls = tls
         self._signer = signer
-        self._peers: OrderedDict[tuple[str, int, str], _Peer] = OrderedDict()
+        self._peers: OrderedDict[Source, _Peer] = OrderedDict()
 
     @asynccontextmanager
-    async def channel(self, to: Life) -> AsyncIterator[grpc.aio.Channel]:
-        key = to.worker_id, to.epoch, to.address
-        peer = self._peers.get(key)
+    async def channel(self, to: Source) -> AsyncIterator[grpc.aio.Channel]:
+        peer = self._peers.get(to)
         if peer is None:
             signature = self._signer.sign(to.worker_id, to.epoch)
-            peer = self._peers[key] = _Peer(open_channel(to.address, tls=self._tls, signature=signature))
-        self._peers.move_to_end(key)
+            peer = self._peers[to] = _Peer(open_channel(to.address, tls=self._tls, signature=signature))
+        self._peers.move_to_end(to)
         peer.num_users += 1
         try:
             yield peer.channel
@@ -62,8 +56,8 @@ class Peers:
         await self._close_idle(0)
 
     async def _close_idle(self, keep: int) -> None:
-        idle = [key for key, peer in self._peers.items() if peer.num_users == 0]
-        # All out of the table before the first is awaited: nobody may begin to use one that is about to be closed.
-        unused = [self._peers.pop(key) for key in idle[: max(0, len(idle) - keep)]]
+        idle = [source for source, peer in self._peers.items() if peer.num_users == 0]
+        # All out of the table before the first is awaited: none is to be used that is about to be closed.
+        unused = [self._peers.pop(source) for source in idle[: max(0, len(idle) - keep)]]
         for peer in unused:
             await peer.channel.close()

@@ -1,12 +1,12 @@
-"""Every sequence on a decode worker, from reservation to last token, and who is told of it. One event loop owns it all.
+"""Owns every sequence on a decode worker, from reservation to last token, and what its router is sent of it. One event loop owns it all.
 
-    reserve ──▶ RESERVED ──attach──▶ FETCHING ──commit──▶ DECODING ──▶ ended
-    submit ───▶ PREFILLING ───────────────first token────▶ DECODING ──▶ ended
-                    │                    │                    │
-                    └─ lease over ───────┴─ hand-over failed ─┴─ cancelled · its router gone · worker stops   ──▶ ended, blocks free
+    reserve       ──▶ RESERVED ──attach──▶ FETCHING ──commit──▶ DECODING ──▶ ended
+    prefill_here  ──▶ PREFILLING ───────────────first token───▶ DECODING ──▶ ended
+                          │                   │                    │
+                          └─ lease over ──────┴─ hand-over failed ─┴─ cancelled · its router gone · worker stops   ──▶ ended, blocks free
 
-Whose prompt is computed here has no reservation, no lease and no ticket: it waits in the engine like any prompt, and is told of by its
-FirstToken.
+A sequence whose prompt is computed here has no reservation, no lease and no ticket: its prompt waits in the engine like any other, and the
+router gets a FirstToken.
 
 A sequence leaves the table at once, so that no late token of it is sent; its blocks go back only when nothing can write to them any more.
 """
@@ -16,16 +16,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 
-from decode_worker.fetch import Fetched, Fetcher, Target
-from decode_worker.history import AttemptId, History, Replay, not_here
-from decode_worker.outbox import Connection, Outbox
-from decode_worker.sequence import ComputedHere, DecodeSequence, HandedOver, SequencesConfig, State
+from decode_worker.conversion import BlockTarget
+from decode_worker.outbox import History, Outbox, StreamConnection
+from decode_worker.pull import Pull, PulledKv, Puller, PullHooks
 from decode_worker.tracing import CANCELLED, SequenceSpan
 from kv_transfer.ticket import Ticket
 from twostep.engine.engine import Engine
-from twostep.engine.types import EngineRequest, FailureKind, Reservation, StepOutput, TokenOutput
+from twostep.engine.types import EngineRequest, FailureKind, PrefillProgress, StepOutput, TokenOutput
 from twostep.errors import (
     Incompatible,
     InternalError,
@@ -39,10 +42,8 @@ from twostep.errors import (
     status_of,
 )
 from twostep.process.tracing import Metadata
-from twostep.rpc.v1 import decode_pb2, kv_pb2
+from twostep.rpc.v1 import decode_pb2
 from twostep.worker.requests import attempt_id
-
-__all__ = ["Sequences", "SequencesConfig"]
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +52,102 @@ _SWEEP_S = 0.2
 _FINAL_ERRORS = (Incompatible, InvalidRequest, NonFiniteLogits, Unauthenticated)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencesConfig:
+    """`local_prefill`: prompts are computed here too. `reservation_lease_s`: a reservation without a ticket ends. `router_lease_s`: so do
+    all sequences of a router without a stream, and what could be replayed of those that have ended is kept for so long.
+    `max_buffered_events`, `max_ended_kept`: for each router. `max_replay_tokens`: for each sequence, about 50 bytes each (12 more for each
+    logprob)."""
+
+    local_prefill: bool = True
+    reservation_lease_s: float = 30.0
+    router_lease_s: float = 5.0
+    max_buffered_events: int = 16384
+    max_replay_tokens: int = 2048
+    max_ended_kept: int = 1024
+    max_routers: int = 256
+
+
+class State(Enum):
+    RESERVED = "reserved"
+    FETCHING = "fetching"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeSequence:
+    """One sequence. Its KV is pulled into `target`, or its prompt is one of this engine's (`target` None). Instants are in monotonic
+    seconds; `expires_at` ends the reservation, `started_at` 0: the prompt waits."""
+
+    seq_id: str
+    history: History
+    router_id: str
+    tenant: str
+    state: State
+    target: BlockTarget | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
+    # What is handed over.
+    expires_at: float = 0.0
+    ticket: Ticket | None = None
+    pull: Pull | None = None
+    pulling: asyncio.Task[None] | None = None
+    # Tokens decoded while it is still FETCHING, from KV that is verified, but not yet confirmed by its source; and the failure that is
+    # the request's own if that KV turns out to be the right one.
+    withheld: list[TokenOutput] = field(default_factory=list)
+    withheld_error: TwostepError | None = None
+    # A prompt that is computed here.
+    started_at: float = 0.0
+    num_cached_tokens: int = 0
+    # None: it is not traced. `metadata` goes along with calls made for it: its trace context.
+    span: SequenceSpan | None = None
+    metadata: Metadata = ()
+    # Of the call that brought it: what is done for it elsewhere logs as its own.
+    context: Context = field(default_factory=copy_context)
+
+    def check_ticket(self, ticket: Ticket) -> None:
+        """Takes a ticket whose signature is right. Raises InvalidRequest, Unauthenticated, Unavailable."""
+        request_id, attempt = self.history.attempt
+        if self.target is None:
+            raise InvalidRequest(f"the prompt of attempt {attempt} is computed here (prefill_here); there is no KV to hand over")
+        if (ticket.request_id, ticket.attempt) != (request_id, attempt):
+            raise InvalidRequest(f"the ticket is for attempt {ticket.attempt} of {ticket.request_id}; attach the one of this attempt")
+        if ticket.tenant != self.tenant:
+            raise Unauthenticated("the ticket is for another tenant's request; attach the one that this request's prefill worker gave")
+        if self.ticket is None:
+            ticket.check_expiry()
+        elif self.ticket != ticket:
+            raise InvalidRequest("another ticket is attached already; an attempt has one ticket")
+
+    def on_progress(self, progress: PrefillProgress, began_at: float) -> None:
+        """`began_at` is when the step began that computed it."""
+        if self.target is None and not self.started_at:
+            self.started_at = max(self.submitted_at, began_at)
+            self.num_cached_tokens = progress.num_cached_tokens
+
+    def on_token(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
+        """Fills the empty `event` with what its router is sent of its next token. It decodes from now on."""
+        if self.state is State.PREFILLING:
+            self.state = State.DECODING
+            started_at = self.started_at or self.submitted_at
+            if self.span is not None:
+                self.span.computed(self.submitted_at, started_at, self.num_cached_tokens)
+            queue_s, prefill_s = started_at - self.submitted_at, time.monotonic() - started_at
+            self.history.begin(token, event, cached_tokens=self.num_cached_tokens, queue_s=queue_s, prefill_s=prefill_s)
+        else:
+            self.history.add(token, event)
+        if self.span is not None:
+            self.span.token(last=token.finish_reason is not None)
+
+
 class Sequences:
-    def __init__(self, engine: Engine, fetcher: Fetcher, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
+    def __init__(self, engine: Engine, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
         self.config = config
         self.bytes_fetched = 0
         self.blocks_fetched = 0
         self.blocks_reused = 0
         self._engine = engine
-        self._fetcher = fetcher
+        self._puller = puller
         self._secret = secret
         self._block_size = block_size
         self._sequences: dict[str, DecodeSequence] = {}
@@ -69,7 +158,7 @@ class Sequences:
         self._step = 0
 
     def __len__(self) -> int:
-        """Sequences that hold anything."""
+        """The number of sequences that hold anything."""
         return len(self._sequences) + self._num_ending
 
     @property
@@ -78,10 +167,10 @@ class Sequences:
 
     @property
     def oldest_hand_over_s(self) -> float:
-        """Age of the oldest sequence whose KV is still to come; 0: there is none."""
-        fresh = time.monotonic() + self.config.reservation_lease_s
+        """The age of the oldest sequence whose KV is still to come; 0: there is none."""
+        now = time.monotonic()
         awaited = (s for s in self._sequences.values() if s.state in (State.RESERVED, State.FETCHING))
-        return fresh - min((s.source.expires_at for s in awaited if isinstance(s.source, HandedOver)), default=fresh)
+        return now - min((s.submitted_at for s in awaited), default=now)
 
     @property
     def num_streams(self) -> int:
@@ -108,7 +197,7 @@ class Sequences:
     # ---- what routers ask -------------------------------------------------------------------------------------------------
 
     def outbox(self, router_id: str) -> Outbox:
-        """The router's, made at its first word. Raises InvalidRequest, ResourceExhausted."""
+        """The router's, made at its first call. Raises InvalidRequest, ResourceExhausted."""
         if not 1 <= len(router_id) <= 128:
             raise InvalidRequest("router_id must have 1 to 128 characters")
         outbox = self._outboxes.get(router_id)
@@ -123,34 +212,21 @@ class Sequences:
             )
         return outbox
 
-    def connect(self, router_id: str, positions: Iterable[decode_pb2.StreamPosition]) -> tuple[Outbox, Connection]:
+    def connect(self, router_id: str, positions: Iterable[decode_pb2.StreamPosition]) -> tuple[Outbox, StreamConnection]:
         """A new stream of the router, which goes on from `positions`; what it does not name is dropped. Raises InvalidRequest,
         ResourceExhausted."""
         outbox = self.outbox(router_id)
         wanted = {(p.request_id, p.attempt): p for p in positions}
-        self._drop_unwanted(outbox, wanted.keys())
-        behind: list[Replay] = []
-        told: list[decode_pb2.DecodeEvent] = []
-        for attempt, position in wanted.items():
-            history = outbox.history(attempt)
-            if history is not None:
-                behind.append(Replay(history, position))
-            elif not position.reserving:
-                told.append(not_here(attempt))
-        if behind or told:
-            log.info("router %s is back: %d sequences go on from where it has got, %d are not here", router_id, len(behind), len(told))
-        return outbox, outbox.connect(behind, told)
-
-    def _drop_unwanted(self, outbox: Outbox, wanted: Iterable[AttemptId]) -> None:
-        unwanted = set(outbox.attempts).difference(wanted)
+        unwanted = set(outbox.attempts) - wanted.keys()
         for attempt in unwanted:
             outbox.forget(attempt)
-        for sequence in [s for s in self._sequences.values() if s.router_id == outbox.router_id and s.history.attempt in unwanted]:
+        for sequence in [s for s in self._sequences.values() if s.router_id == router_id and s.history.attempt in unwanted]:
             sequence.context.run(log.info, "%s: its router does not want it any more", sequence.seq_id)
             self._end(sequence, "its router does not want it any more")
+        return outbox, outbox.connect(wanted.values())
 
     def _fail_behind(self, history: History) -> list[decode_pb2.DecodeEvent]:
-        """The router has fallen behind what is kept. Returns what it must be told now; of a running sequence, once that is freed."""
+        """The router has fallen behind what is kept. Returns what it is sent now; of a running sequence, it is sent once that is freed."""
         log.warning("%s: its router asks for tokens that are no longer kept", attempt_id(*history.attempt))
         message = f"the router asks for tokens further back than the last {self.config.max_replay_tokens}, which are all that is kept"
         sequence = self._sequences.get(attempt_id(*history.attempt))
@@ -161,41 +237,39 @@ class Sequences:
             history.failed = decode_pb2.DecodeFailed(code="RESOURCE_EXHAUSTED", message=message, retryable=True)
         return [history.failed_event()] if history.ended_at is not None else []
 
-    def reserve(self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "") -> Reservation:
-        """Raises ResourceExhausted (no room now), InvalidRequest."""
-        outbox = self.outbox(router_id)
-        reservation = self._engine.reserve(request)
-        target = Target(
-            block_ids=reservation.block_ids,
-            num_cached_blocks=reservation.num_cached_tokens // self._block_size,
-            num_blocks=-(-len(request.token_ids) // self._block_size),
-            num_tokens=len(request.token_ids),
-        )
-        source = HandedOver(target=target, expires_at=time.monotonic() + self.config.reservation_lease_s)
-        self._add(request.seq_id, (request_id, attempt), outbox, tenant, State.RESERVED, source)
-        return reservation
-
-    def submit(self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "") -> None:
-        """The prompt is computed here, in chunks within the engine's step budget. Raises ResourceExhausted (too many prompts wait),
-        Incompatible (this worker does not do that), InvalidRequest."""
-        if not self.config.local_prefill:
+    def reserve(
+        self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "", prefill_here: bool = False
+    ) -> int:
+        """Takes blocks for a prompt that is handed over; with `prefill_here`, queues it to be computed here, in chunks within the engine's
+        step budget. Returns the number of its tokens whose KV is here already (0 of a prompt that waits, which looks when it is begun).
+        Raises ResourceExhausted (no room now, or too many prompts wait), InvalidRequest, Incompatible (no prompts are computed here)."""
+        if prefill_here and not self.config.local_prefill:
             raise Incompatible("this decode worker computes no prompts (--no-local-prefill); hand the KV over from a prefill worker")
         outbox = self.outbox(router_id)
-        self._engine.submit(request)
-        self._add(request.seq_id, (request_id, attempt), outbox, tenant, State.PREFILLING, ComputedHere())
-
-    def _add(self, seq_id: str, attempt: AttemptId, outbox: Outbox, tenant: str, state: State, source: HandedOver | ComputedHere) -> None:
-        self._sequences[seq_id] = DecodeSequence(
-            seq_id=seq_id,
-            history=outbox.begin(attempt, max_tokens=self.config.max_replay_tokens),
-            router_id=outbox.router_id,
+        target = None
+        if prefill_here:
+            self._engine.submit(request)
+        else:
+            reservation = self._engine.reserve(request)
+            target = BlockTarget(
+                block_ids=reservation.block_ids,
+                num_cached_blocks=reservation.num_cached_tokens // self._block_size,
+                num_blocks=-(-len(request.token_ids) // self._block_size),
+                num_tokens=len(request.token_ids),
+            )
+        self._sequences[request.seq_id] = DecodeSequence(
+            seq_id=request.seq_id,
+            history=outbox.begin((request_id, attempt), max_tokens=self.config.max_replay_tokens),
+            router_id=router_id,
             tenant=tenant,
-            state=state,
-            source=source,
+            state=State.PREFILLING if target is None else State.RESERVED,
+            target=target,
+            expires_at=time.monotonic() + self.config.reservation_lease_s,
         )
+        return 0 if prefill_here else reservation.num_cached_tokens
 
     def trace(self, request_id: str, attempt: int, span: SequenceSpan | None, metadata: Metadata) -> None:
-        """Of one just taken. `span` None: only what came with the call goes on with the calls made for it."""
+        """Sets the span of a sequence just taken. If it is None, only the call's own metadata goes on with the calls made for it."""
         sequence = self._sequences[attempt_id(request_id, attempt)]
         sequence.span, sequence.metadata = span, metadata if span is None else span.metadata
 
@@ -205,19 +279,27 @@ class Sequences:
         sequence = self._sequences.get(attempt_id(request_id, attempt))
         if sequence is None:
             raise NotFound(f"no reservation for attempt {attempt} of request {request_id}; reserve again under a new attempt")
-        source = sequence.source
-        if not isinstance(source, HandedOver):
-            raise InvalidRequest(f"the prompt of attempt {attempt} is computed here (prefill_here); there is no KV to hand over")
-        ticket.check_signature(self._secret)
-        if not source.take(ticket, attempt=(request_id, attempt), tenant=sequence.tenant):
+        if sequence.target is not None:
+            ticket.check_signature(self._secret)
+        sequence.check_ticket(ticket)
+        if sequence.ticket is not None:
             return
-        sequence.state = State.FETCHING
+        assert sequence.target is not None, "it has a ticket"
+        sequence.state, sequence.ticket = State.FETCHING, ticket
         if sequence.span is not None:
             sequence.span.attached()
-        source.fetching = asyncio.create_task(self._pull(sequence, source.target, ticket), name=f"fetch {sequence.seq_id}")
+        # By id: a sequence that its own pull pointed to would be there until garbage is collected.
+        seq_id = sequence.seq_id
+        hooks = PullHooks(
+            ahead=lambda output_ids: self._engine.commit(seq_id, output_ids, confirmed=False),
+            commit=partial(self._commit, seq_id),
+            free=partial(self._engine.cancel, seq_id),
+        )
+        sequence.pull = Pull(self._puller, ticket, sequence.target, hooks, metadata=sequence.metadata)
+        sequence.pulling = asyncio.create_task(self._pull(sequence, sequence.pull), name=f"pull {seq_id}")
 
     async def cancel(self, request_id: str, attempt: int) -> bool:
-        """Frees all the attempt holds; returns when it is free. False: nothing was here."""
+        """Frees all that the attempt holds; returns when it is free. False: nothing was here."""
         sequence = self._sequences.get(attempt_id(request_id, attempt))
         if sequence is None:
             return False
@@ -229,48 +311,44 @@ class Sequences:
 
     # ---- the hand-over ------------------------------------------------------------------------------------------------------
 
-    async def _pull(self, sequence: DecodeSequence, target: Target, ticket: Ticket) -> None:
-        begun = False
-
-        def ahead(output_ids: Sequence[int]) -> None:
-            nonlocal begun
-            if self._sequences.get(sequence.seq_id) is sequence:
-                self._engine.commit(sequence.seq_id, output_ids, confirmed=False)
-                begun = True
-
+    async def _pull(self, sequence: DecodeSequence, pull: Pull) -> None:
         try:
-            fetched = await self._fetcher.fetch(ticket, target, ahead=ahead, metadata=sequence.metadata)
-            if self._sequences.get(sequence.seq_id) is not sequence:
-                return
-            # No await from here to the commit: whatever ends the sequence comes before it, or finds it decoding.
-            if begun:
-                self._engine.confirm(sequence.seq_id)
-            else:
-                self._engine.commit(sequence.seq_id, fetched.output_ids, exact=fetched.exact)
+            await pull.run()
         except TwostepError as error:
             self._fail(sequence, error)
-            return
         except Exception as error:
             log.exception("hand-over of %s failed", sequence.seq_id)
             self._fail(sequence, InternalError(f"the hand-over failed: {error!r}"))
-            return
-        sequence.state = State.DECODING
-        self._committed(sequence, target, fetched)
-        self._tell(sequence.withheld)
-        sequence.withheld = []
-        if sequence.withheld_error is not None:
-            self._fail(sequence, sequence.withheld_error)
-        if not fetched.acknowledged:
-            self._spawn(self._fetcher.acknowledge(ticket, kv_pb2.AcknowledgeRequest.OUTCOME_COMMITTED), sequence)
 
-    def _committed(self, sequence: DecodeSequence, target: Target, fetched: Fetched) -> None:
-        self.bytes_fetched += fetched.num_bytes
-        self.blocks_fetched += fetched.num_blocks
-        self.blocks_reused += target.num_cached_blocks
+    def _commit(self, seq_id: str, kv: PulledKv) -> None:
+        """Raises what the engine raises."""
+        # Its pull would have been given up otherwise.
+        sequence = self._sequences[seq_id]
+        assert sequence.target is not None
+        if kv.ahead:
+            self._engine.confirm(sequence.seq_id)
+        else:
+            self._engine.commit(sequence.seq_id, kv.output_ids, exact=kv.exact)
+        sequence.state = State.DECODING
+        num_reused = sequence.target.num_cached_blocks
+        self.bytes_fetched += kv.num_bytes
+        self.blocks_fetched += kv.num_blocks
+        self.blocks_reused += num_reused
         if sequence.span is not None:
             sequence.span.committed()
-        sequence.history.committed = fetched.to_proto(num_reused=target.num_cached_blocks)
+        sequence.history.committed = decode_pb2.Committed(
+            transport=kv.transport,
+            bytes=kv.num_bytes,
+            chunks=kv.num_chunks,
+            blocks_moved=kv.num_blocks,
+            blocks_reused=num_reused,
+            fetch_s=kv.fetch_s,
+        )
         self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.committed_event()]))
+        withheld, sequence.withheld = sequence.withheld, []
+        self._send_tokens(withheld)
+        if sequence.withheld_error is not None:
+            self._fail(sequence, sequence.withheld_error)
 
     # ---- the engine's steps -------------------------------------------------------------------------------------------------
 
@@ -279,9 +357,9 @@ class Sequences:
         self._step = output.step
         for progress in output.progress:
             sequence = self._sequences.get(progress.seq_id)
-            if sequence is not None and isinstance(sequence.source, ComputedHere):
-                sequence.source.on_progress(progress, output.began_at)
-        self._tell(output.tokens)
+            if sequence is not None:
+                sequence.on_progress(progress, output.began_at)
+        self._send_tokens(output.tokens)
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)
             if sequence is None:
@@ -296,7 +374,7 @@ class Sequences:
                 # Ahead of the commit, routers take Unavailable for the source's fault, and this is ours.
                 self._fail(sequence, InternalError(error.message) if isinstance(error, Unavailable) else error)
 
-    def _tell(self, tokens: Iterable[TokenOutput]) -> None:
+    def _send_tokens(self, tokens: Iterable[TokenOutput]) -> None:
         messages: dict[str, decode_pb2.StepEvents] = {}
         for token in tokens:
             sequence = self._sequences.get(token.seq_id)
@@ -309,7 +387,7 @@ class Sequences:
             message = messages.get(sequence.router_id)
             if message is None:
                 message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step)
-            sequence.tell(token, message.events.add())
+            sequence.on_token(token, message.events.add())
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]
                 if (outbox := self._outboxes.get(sequence.router_id)) is not None:
@@ -328,48 +406,46 @@ class Sequences:
     # ---- ends ---------------------------------------------------------------------------------------------------------------
 
     def fail_all(self, error: TwostepError) -> None:
-        """Ends every sequence and tells the routers."""
+        """Ends every sequence and sends the routers why."""
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
 
     def _fail(self, sequence: DecodeSequence, error: TwostepError) -> None:
-        """Ends a sequence; its router is told once it holds nothing here any more."""
+        """Ends a sequence; its router is sent why once it holds nothing here any more."""
         if self._sequences.get(sequence.seq_id) is not sequence:
             return
         sequence.context.run(log.info, "%s failed: %s", sequence.seq_id, error.message)
         ending = self._end(sequence, error.message)
 
-        def tell(_: asyncio.Task[None]) -> None:
+        def report(_: asyncio.Task[None]) -> None:
             history, outbox = sequence.history, self._outboxes.get(sequence.router_id)
             if outbox is None or outbox.history(history.attempt) is not history:
-                return  # nobody wants to know any more
+                return  # its router has cancelled it, or is gone
             retryable = not isinstance(error, _FINAL_ERRORS)
             history.failed = decode_pb2.DecodeFailed(code=status_of(error).grpc, message=error.message[:1000], retryable=retryable)
             outbox.end(history)
             outbox.put(decode_pb2.StepEvents(step=self._step, events=[history.failed_event()]), force=True)
 
-        ending.add_done_callback(tell)
+        ending.add_done_callback(report)
 
     def _end(self, sequence: DecodeSequence, reason: str) -> asyncio.Task[None]:
         """Takes the sequence out of the table now, and frees it as soon as nothing writes into its blocks."""
         del self._sequences[sequence.seq_id]
         self._num_ending += 1
+        if sequence.pull is not None:
+            sequence.pull.give_up(reason)
         return self._spawn(self._free(sequence, reason), sequence)
 
     async def _free(self, sequence: DecodeSequence, reason: str) -> None:
-        source = sequence.source if isinstance(sequence.source, HandedOver) else None
         try:
-            if source is not None and source.fetching is not None and not source.fetching.done():
-                source.fetching.cancel()
-                await asyncio.wait([source.fetching])
-            self._engine.cancel(sequence.seq_id)
+            if sequence.pulling is not None:
+                await asyncio.wait([sequence.pulling])
+            if sequence.pull is None or not sequence.pull.freed:
+                self._engine.cancel(sequence.seq_id)
         finally:
             self._num_ending -= 1
             if sequence.span is not None:
                 sequence.span.end(reason)
-        if source is not None and source.ticket is not None and sequence.state is State.FETCHING:
-            aborted = kv_pb2.AcknowledgeRequest.OUTCOME_ABORTED
-            self._spawn(self._fetcher.acknowledge(source.ticket, aborted, reason), sequence)
 
     def _spawn(self, work: Coroutine[object, object, None], sequence: DecodeSequence) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=sequence.context.copy())
@@ -387,8 +463,7 @@ class Sequences:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
             for sequence in list(self._sequences.values()):
-                source = sequence.source
-                if sequence.state is State.RESERVED and isinstance(source, HandedOver) and now >= source.expires_at:
+                if sequence.state is State.RESERVED and now >= sequence.expires_at:
                     self._fail(sequence, Unavailable(f"no ticket was attached for {self.config.reservation_lease_s:g} s; reserve again"))
             for outbox in list(self._outboxes.values()):
                 outbox.expire(now - self.config.router_lease_s)

@@ -5,19 +5,19 @@ The life of a request here:
  1. Reserve   sets blocks aside for the prompt before any prefill is spent, and says which of the prefix's blocks are here
               already: those are shared by reference and not moved again.
  2. Attach    brings the prefill worker's ticket, usually while the prompt is still queued there. The answer comes at once; from here on
-              everything is told on the router's stream.
- 3. fetch     in the background (decode_worker.fetch): watch the prefill worker, pull each chunk as it becomes ready, verify it, write it
+              everything comes on the router's stream.
+ 3. fetch     in the background (decode_worker.pull): watch the prefill worker, pull each chunk as it becomes ready, verify it, write it
               into the reserved blocks.
  4. commit    only once all of it is here and verified: engine.commit, Acknowledge COMMITTED, a Committed event.
  5. steps     continuous batching; all tokens of one step, or of several where sending is slower, go to a router in one message on its one
               stream, buffered within bounds.
- 6. end       the token with a finish reason; or DecodeFailed; or Cancel, after which nothing is told. The blocks are free by then.
+ 6. end       the token with a finish reason; or DecodeFailed; or Cancel, after which nothing is sent. The blocks are free by then.
 
 With prefill_here, Reserve queues the prompt instead: the engine computes it in chunks of its step budget, between the others' tokens, and
 FirstToken on the stream stands for 2 to 4. A prompt that waits holds no blocks; more than --max-waiting of them are refused.
 
 A stream that broke is opened again within the router's lease, from where it had got for each request: the events since then are sent
-again out of their histories (decode_worker.history), which outlive their sequences for the length of that lease.
+again out of their histories (decode_worker.outbox), which outlive their sequences for the length of that lease.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import grpc.aio
 from decode_worker.sequences import Sequences
 from decode_worker.tracing import SequenceSpans
 from kv_transfer.ticket import Ticket
-from twostep.engine.types import EngineRequest, Reservation
+from twostep.engine.types import EngineRequest
 from twostep.errors import ResourceExhausted, Unavailable
 from twostep.process.log import concerning
 from twostep.process.tracing import metadata_of, trace_id_of
@@ -52,7 +52,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._spans = spans
         self._reader = reader
         self._epoch = epoch
-        # Set when no new work is taken: what callers are told.
+        # Why no new work is taken, for callers; None while it is.
         self.refusal: str | None = None
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
@@ -64,28 +64,27 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if self.refusal is not None:
             raise Unavailable(self.refusal)
         asked_at = time.monotonic()
-        reservation = await self._take(request, engine_request)
+        num_cached_tokens = await self._reserve(request, engine_request)
         span = None if self._spans is None else self._spans.begin(request.request_id, request.attempt, metadata, at=asked_at)
         self._sequences.trace(request.request_id, request.attempt, span, metadata)
         return decode_pb2.ReserveResponse(
-            # What a prompt that waits will find of its prefix is known when it is begun.
-            num_cached_tokens=0 if reservation is None else reservation.num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
             lease_s=self._sequences.config.reservation_lease_s,
             epoch=self._epoch,
         )
 
-    async def _take(self, request: decode_pb2.ReserveRequest, engine_request: EngineRequest) -> Reservation | None:
-        """Where batch sequences give way for it, that takes a step or two."""
-        take = self._sequences.submit if request.prefill_here else self._sequences.reserve
+    async def _reserve(self, request: decode_pb2.ReserveRequest, engine_request: EngineRequest) -> int:
+        """Waits a step or two where batch sequences give way for it."""
         until = time.monotonic() + _GIVING_WAY_S
         while True:
             try:
-                return take(
+                return self._sequences.reserve(
                     engine_request,
                     request_id=request.request_id,
                     attempt=request.attempt,
                     router_id=request.router_id,
                     tenant=request.tenant,
+                    prefill_here=request.prefill_here,
                 )
             except ResourceExhausted as error:
                 if error.retry_after_s is None or time.monotonic() + error.retry_after_s > until:

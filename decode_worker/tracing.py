@@ -1,7 +1,7 @@
 """The decode worker's span of an attempt: from asking for its blocks until nothing of it is left, with the times of the engine's steps.
 
 reserved   blocks are set aside, and no ticket has come yet
-fetch      from the manifest to the last block in place (kv_transfer/tracing.py)
+fetch      from the manifest to the last block in place (kv_transfer/telemetry.py)
 queue      of a prompt computed here: until a step begins with it
 prefill    and until its first token
 decode     until the last token
@@ -10,32 +10,23 @@ decode     until the last token
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
-from kv_transfer.tracing import TransferSpans
+from kv_transfer.telemetry import TransferSpans
 from twostep.process.tracing import Metadata, Span, Tracer
 from twostep.worker.requests import attempt_id
 
 CANCELLED = "cancelled"
 
 
-class Computed(Protocol):
-    """A prompt that was computed here; instants in monotonic seconds, `started_at` 0: not known (decode_worker.sequence.ComputedHere)."""
-
-    submitted_at: float
-    started_at: float
-    num_cached_tokens: int
-
-
 class SequenceSpans:
-    """Of one edge."""
+    """Opens the spans of one decode worker."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self.transfers = TransferSpans()
 
     def begin(self, request_id: str, attempt: int, metadata: Metadata, *, at: float) -> SequenceSpan:
-        """`metadata`: of the call that brought it. `at`: when it asked for blocks, in monotonic seconds."""
+        """`metadata` is that of the call that brought it; `at` is when it asked for blocks, in monotonic seconds."""
         span = self._tracer.start("decode_worker", metadata, at=at)
         if span.recording:
             span.set({"twostep.request_id": request_id, "twostep.attempt": attempt})
@@ -43,7 +34,7 @@ class SequenceSpans:
 
 
 class SequenceSpan:
-    """One sequence's. A token costs two additions."""
+    """The span of one sequence. A token costs two additions."""
 
     __slots__ = ("_begun_at", "_decoding_at", "_num_tokens", "_seq_id", "_span", "_transfers", "metadata")
 
@@ -61,15 +52,14 @@ class SequenceSpan:
         self._span.child("reserved", self._begun_at, time.monotonic())
 
     def committed(self) -> None:
-        """The KV is, and it decodes."""
+        """The KV is here, and it decodes."""
         self._decoding_at = time.monotonic()
 
-    def computed(self, prompt: Computed) -> None:
-        """The prompt was, here; its first token is counted by `token`."""
+    def computed(self, submitted_at: float, started_at: float, num_cached_tokens: int) -> None:
+        """The prompt was computed here; its first token is counted by `token`."""
         self._decoding_at = now = time.monotonic()
-        started_at = prompt.started_at or prompt.submitted_at
-        self._span.child("queue", prompt.submitted_at, started_at)
-        self._span.child("prefill", started_at, now, {"twostep.cached_tokens": prompt.num_cached_tokens})
+        self._span.child("queue", submitted_at, started_at)
+        self._span.child("prefill", started_at, now, {"twostep.cached_tokens": num_cached_tokens})
 
     def token(self, *, last: bool) -> None:
         self._num_tokens += 1
@@ -77,7 +67,7 @@ class SequenceSpan:
             self.end()
 
     def end(self, reason: str = "") -> None:
-        """Nothing of it is left. `reason`: why, but for its last token; routers cancel what a stop string has ended."""
+        """Nothing of it is left. `reason` says why if it was not its last token; routers cancel what a stop string has ended."""
         now = time.monotonic()
         if self._decoding_at is not None:
             self._span.child("decode", self._decoding_at, now, {"gen_ai.usage.output_tokens": self._num_tokens})

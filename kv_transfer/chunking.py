@@ -1,6 +1,6 @@
-"""How a sequence's KV is cut into chunks: rectangles of blocks and layers.
+"""Cuts a sequence's KV into chunks: rectangles of blocks and layers.
 
-    whole blocks                             layer groups, of a source whose steps tell how far they are
+    whole blocks                             layer groups, of a source whose steps say how far they are
 
     blocks   0 1 2 3 4 5 6 7 8 9             blocks       0 1 2 3 4   5 6 7 8 9      a column: what one step computes at most
     chunks   [ 0 . . ][ 1 . . ][ 2 ]         layers  0-5  [   0   ]   [   5   ]

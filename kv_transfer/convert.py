@@ -1,4 +1,4 @@
-"""KV of one layout as KV of another: split, joined and converted by pure functions over bytes, numpy only.
+"""Turns KV of one layout into KV of another: split, joined and converted by pure functions over bytes, numpy only.
 
 A pool's block (twostep/model/step/kv_cache.py, and kv_quantization.py of quantized ones) is taken apart into Vectors, a token
 and head each, and put together again; between the two, vectors are dealt out to other blocks and heads, and where
@@ -21,8 +21,6 @@ from twostep.cluster.convertible import SLOTS_TOGETHER, check_convertible, same_
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import InvalidRequest
 
-__all__ = ["Assembler", "TargetBlock", "Vectors", "block_bytes", "check_convertible", "needed_blocks", "pack", "recode", "unpack"]
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -36,7 +34,7 @@ class Vectors:
 
 
 def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
-    """Of one block over `num_layers` layers, by default all."""
+    """The size of one block over `num_layers` layers, by default all."""
     vectors = (layout.num_layers if num_layers is None else num_layers) * 2 * layout.num_kv_heads * layout.block_size
     if layout.quantization != "none":
         return vectors * (layout.head_dim + 2)
@@ -92,12 +90,6 @@ def recode(vectors: Vectors, source: LayoutRecord, target: LayoutRecord) -> Vect
     return Vectors(*kv_numbers.quantize(numbers, target.quantization))
 
 
-def needed_blocks(source_size: int, target_size: int, target_block: int, *, num_tokens: int) -> range:
-    """Source blocks that hold the tokens of a target block, of a sequence of `num_tokens`."""
-    end = min((target_block + 1) * target_size, num_tokens)
-    return range(target_block * target_size // source_size, -(-end // source_size))
-
-
 @dataclass(frozen=True, slots=True)
 class TargetBlock:
     """A block that is done. `data`: uint8 [block_bytes]; slots past the sequence's end are zeros."""
@@ -114,7 +106,7 @@ class _Partial:
 
 class Assembler:
     """Target blocks of one sequence from source blocks that come in any order, in chunks of blocks and layers, from one or more ranks.
-    Whatever comes twice, or is not needed, is passed over. What it holds is at most the target blocks that are not whole yet."""
+    What comes twice, or is not needed, is passed over. What it holds is at most the target blocks that are not whole yet."""
 
     def __init__(self, target: LayoutRecord, *, first_block: int, num_tokens: int) -> None:
         """Makes target blocks from `first_block` on, of a sequence of `num_tokens` tokens in all."""
@@ -123,11 +115,6 @@ class Assembler:
         self._num_tokens = num_tokens
         self._partial: dict[int, _Partial] = {}
         self._done: set[int] = set()
-
-    @property
-    def num_missing(self) -> int:
-        """Target blocks not given out yet."""
-        return max(0, -(-self._num_tokens // self._target.block_size) - self._first_block) - len(self._done)
 
     def add(
         self, source: LayoutRecord, first_block: int, blocks: Bytes, *, first_layer: int = 0, num_layers: int | None = None

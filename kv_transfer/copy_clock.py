@@ -1,4 +1,4 @@
-"""How long one hand-over copied: chunk by chunk, and by the clock on the wall."""
+"""Measures how long one hand-over copied: chunk by chunk, and by the clock on the wall."""
 
 from __future__ import annotations
 

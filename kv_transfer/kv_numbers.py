@@ -23,7 +23,7 @@ _STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16"
 
 
 def stored_dtype(dtype: str) -> np.dtype[Any]:
-    """What numpy holds a number of a KV dtype in."""
+    """Returns the numpy dtype that holds a number of a KV dtype."""
     return _STORED[dtype]
 
 
@@ -117,7 +117,7 @@ def _least_scale(wanted: npt.NDArray[Any]) -> Floats:
 
 
 def _best_scale(x: Floats, peak: Floats) -> Floats:
-    """Of some scales, that of the least squared error of each vector."""
+    """Tries some scales, and returns that of the least squared error of each vector."""
     limit = np.float32(LIMITS["fp8"])
     finite = np.where(np.isfinite(peak), peak, np.float32(0))
     first = best = _least_scale(finite / limit)

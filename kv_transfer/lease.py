@@ -7,29 +7,30 @@
 READY and FETCHING are true of chunks while others are still being published, so that fetching overlaps publishing; the lease as a
 whole is PUBLISHING until its last chunk is out. COMMITTED is once, for the whole request.
 
-    who owns the KV       prefill up to COMMITTED, decode from then on, nobody after ABORTED and EXPIRED
-    who frees             whoever applies the event executes the returned actions; over a lease's life each action comes at most
-                          once, and by the time it has ended, DROP_OBJECTS and RELEASE_BLOCKS came exactly once
+    owner of the KV       prefill up to COMMITTED, decode from then on; after ABORTED and EXPIRED there is none
+    freeing               the caller that applies the event executes the returned actions (prefill_worker.hand_over); over a lease's life
+                          each action comes at most once, and by the time it has ended, DROP_OBJECTS and RELEASE_BLOCKS came exactly once
     a running publisher   still reads the blocks: ending the lease under it first asks for CANCEL_PUBLISHER, and frees only at
                           PublisherStopped
     repeated, reordered   events that come too late, or twice, change nothing and are answered with the state as it is
 
-Where the transport does not copy out, the reader looks at the pool itself, and nobody can stop it. Its blocks are kept until the lease
+Where the transport does not copy out, the reader looks at the pool itself, and cannot be stopped. Its blocks are kept until the lease
 ends, and it asks for the commit after its last read and before it uses what it read: `Transition.refusal` must be empty. It is not if
 the lease has ended (another life of the worker, expired, aborted: its blocks may hold anything by now), if another reader committed,
-or if what was read is not what was published here. The last is told by blocks and generations, since ids of forgotten leases may come
-again. Asking again after a lost answer is answered as before: reading was over before the first time.
+or if what was read is not what was published here, block by block and generation by generation. Asking again after a lost answer is
+answered as before: reading was over before the first time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
 from itertools import chain
 
-from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, Unavailable
+from kv_transfer.ticket import Ticket
+from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 
 
 class LeaseState(IntEnum):
@@ -50,12 +51,6 @@ class LeaseState(IntEnum):
         return self >= LeaseState.COMMITTED
 
 
-class Owner(Enum):
-    PREFILL = auto()
-    DECODE = auto()
-    NOBODY = auto()
-
-
 class Action(Enum):
     # Cancel the publisher task, wait for its end, then apply PublisherStopped.
     CANCEL_PUBLISHER = auto()
@@ -67,15 +62,14 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PublisherStarted:
-    """A task now reads the sequence's blocks. If the answer's `lease.publishing` is False it must not. `copies_out`: of the transport
-    that was chosen meanwhile; None: as the lease was opened."""
+    """A task now reads the sequence's blocks. If the answer's `lease.publishing` is False it must not. `copies_out` is its transport's."""
 
-    copies_out: bool | None = None
+    copies_out: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPublished:
-    """Of transports that do not copy out with the source's blocks, and their generations while the sequence owns them."""
+    """A chunk is out. Transports that do not copy out give the source's blocks, and their generations while the sequence owns them."""
 
     index: int
     source_blocks: tuple[int, ...] = ()
@@ -84,7 +78,7 @@ class ChunkPublished:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStopped:
-    """The task reads no more. `num_chunks`: it published them all; None: it failed or was cancelled."""
+    """The task reads no more. `num_chunks` is how many it published in all; None: it failed or was cancelled."""
 
     num_chunks: int | None = None
 
@@ -98,9 +92,9 @@ class FetchProgress:
 class Commit:
     """The peer has all of it, verified; of one-sided transports it asks whether that may be used. See `Transition.refusal`.
 
-    reader         number that the peer gave to this one fetching of its; whoever commits first is the reader
-    source_blocks  and `generations`: those of all chunks that it read, as it was told of them, chunk after chunk by index
-    now_in_pool    filled in by this side, not the peer: the generations that the pool gives for the lease's `source_blocks` now
+    reader         the number that the peer gave to this pull; the first that commits is the reader
+    source_blocks  and `generations`: those of all chunks that it read, as they were announced, chunk after chunk by index
+    now_in_pool    filled in by this side's table, not by the peer: the generations of the lease's `source_blocks` in the pool now
     """
 
     reader: int = 0
@@ -111,6 +105,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """One of the two sides does not want it any more."""
+
     reason: str = ""
 
 
@@ -129,38 +125,33 @@ Event = PublisherStarted | ChunkPublished | PublisherStopped | FetchProgress | C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One hand-over. Times are seconds of a monotonic clock; progress moves `deadline`, nothing moves `hard_deadline`.
+    """One hand-over, of exactly one ticket. Times are seconds of a monotonic clock; progress moves `deadline`, nothing moves
+    `hard_deadline`.
 
     `copies_out`: the transport copies at publish, so the source blocks are free once all is published; else they are kept to the end.
     """
 
     lease_id: str
-    epoch: int
+    ticket: Ticket
     ttl_s: float
     deadline: float
     hard_deadline: float
-    copies_out: bool
+    copies_out: bool = True
     state: LeaseState = LeaseState.RESERVED
     publishing: bool = False
     fetched: bool = False
     chunks: Mapping[int, ChunkPublished] = field(default_factory=dict)
     num_chunks: int | None = None
     reason: str = ""
-    # Who committed.
+    # The one that committed.
     reader: int | None = None
     # Actions already given out.
     given: frozenset[Action] = frozenset()
     freed: bool = False
 
     @property
-    def owner(self) -> Owner:
-        if self.state < LeaseState.COMMITTED:
-            return Owner.PREFILL
-        return Owner.DECODE if self.state in (LeaseState.COMMITTED, LeaseState.RELEASED) else Owner.NOBODY
-
-    @property
     def source_blocks(self) -> tuple[int, ...]:
-        """Of all chunks published so far, chunk after chunk by index."""
+        """Those of all chunks published so far, chunk after chunk by index."""
         return tuple(chain.from_iterable(self.chunks[i].source_blocks for i in sorted(self.chunks)))
 
     @property
@@ -179,7 +170,7 @@ class Transition:
     lease: Lease
     # In the order in which to execute them.
     actions: tuple[Action, ...] = ()
-    # Of a Commit: why the reader must not use what it read. Empty: it may.
+    # Why the reader that commits must not use what it read. Empty: it may.
     refusal: str = ""
 
 
@@ -190,7 +181,6 @@ def advance(lease: Lease, event: Event, now: float) -> Transition:
         case PublisherStarted(copies_out):
             if lease.state is not LeaseState.RESERVED:
                 return Transition(lease)
-            copies_out = lease.copies_out if copies_out is None else copies_out
             return Transition(_renewed(replace(lease, state=LeaseState.PUBLISHING, publishing=True, copies_out=copies_out), now))
         case ChunkPublished():
             return _chunk_published(lease, event, now)
@@ -277,70 +267,75 @@ def _renewed(lease: Lease, now: float) -> Lease:
     return replace(lease, deadline=max(lease.deadline, now + lease.ttl_s))
 
 
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The answer to a reader's acknowledgement; `refusal` as in `transition`, which is None if the lease is not known any more."""
+
+    state: LeaseState
+    refusal: str = ""
+    transition: Transition | None = None
+
+
 class LeaseTable:
     """The leases of one worker life, at most `max_leases` at once. Not thread-safe: one event loop owns it.
 
     Finished leases are forgotten but for their last state, of the latest `max_remembered`, so that a repeated Acknowledge gets an answer.
     """
 
-    def __init__(self, *, epoch: int, max_leases: int = 1024, max_remembered: int = 4096) -> None:
-        self.epoch = epoch
+    def __init__(
+        self, generations: Callable[[Sequence[int]], Sequence[int]], *, max_leases: int = 1024, max_remembered: int = 4096
+    ) -> None:
+        """`generations` gives the pool's generation of each of some blocks now."""
+        self._generations = generations
         self._max_leases = max_leases
         self._max_remembered = max_remembered
         self._leases: dict[str, Lease] = {}
         self._remembered: OrderedDict[str, Lease] = OrderedDict()
 
     def __len__(self) -> int:
-        """Leases that still hold something."""
+        """The number of leases that still hold something."""
         return len(self._leases)
 
-    def open(self, lease_id: str, *, now: float, ttl_s: float, max_life_s: float = 600.0, copies_out: bool = True) -> Lease:
-        """Raises ResourceExhausted (table full) and InvalidRequest (the id is or was in use)."""
+    def open(self, ticket: Ticket, *, now: float, ttl_s: float, max_life_s: float = 600.0) -> Lease:
+        """Raises ResourceExhausted (table full) and InvalidRequest (the ticket's lease id is or was in use)."""
+        lease_id = ticket.lease_id
         if lease_id in self._leases or lease_id in self._remembered:
             raise InvalidRequest(f"lease {lease_id} exists already; give every attempt a number of its own")
         if len(self._leases) >= self._max_leases:
             raise ResourceExhausted(f"all {self._max_leases} leases are taken; try another worker, or later")
-        lease = Lease(
-            lease_id=lease_id,
-            epoch=self.epoch,
-            ttl_s=ttl_s,
-            deadline=now + ttl_s,
-            hard_deadline=now + max_life_s,
-            copies_out=copies_out,
-        )
+        lease = Lease(lease_id=lease_id, ticket=ticket, ttl_s=ttl_s, deadline=now + ttl_s, hard_deadline=now + max_life_s)
         self._leases[lease_id] = lease
         return lease
 
-    def get(self, lease_id: str) -> Lease:
-        """Raises NotFound."""
+    def apply(self, lease_id: str, event: Event, *, now: float) -> Transition:
+        """Advances one lease. Raises NotFound, InvalidRequest (see `advance`)."""
         lease = self._leases.get(lease_id) or self._remembered.get(lease_id)
         if lease is None:
             raise NotFound(f"no lease {lease_id} here; it ended long ago or was never opened")
-        return lease
-
-    def apply(self, lease_id: str, event: Event, *, now: float, epoch: int | None = None) -> Transition:
-        """Advances one lease. `epoch` is the ticket's: another one than this life's is fenced off with Unavailable. Raises NotFound,
-        InvalidRequest (see `advance`)."""
-        if epoch is not None and epoch != self.epoch:
-            raise Unavailable(f"epoch {epoch} of this worker is over, it lives in {self.epoch} now; prefill again")
-        transition = advance(self.get(lease_id), event, now)
+        transition = advance(lease, event, now)
         if lease_id in self._leases:
             self._store(transition.lease)
         return transition
 
+    def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort, *, now: float) -> Acknowledged:
+        """Applies what the reader with this ticket says; that this worker life issued it was verified. A lease that is forgotten was
+        RELEASED, as far as the sender of a late message is concerned; but a reader that asks whether it may use what it read is refused.
+        Raises InvalidRequest (see `advance`)."""
+        lease_id = ticket.lease_id
+        lease = self._leases.get(lease_id) or self._remembered.get(lease_id)
+        if lease is None:
+            return Acknowledged(LeaseState.RELEASED, f"lease {lease_id} was forgotten long ago; prefill again")
+        if lease.ticket != ticket:
+            # A request that used its id again has another lease by the same name.
+            return Acknowledged(LeaseState.RELEASED, f"lease {lease_id} of this ticket ended, and another has its name now; prefill again")
+        if isinstance(event, Commit) and not lease.copies_out and not lease.state.ended:
+            event = replace(event, now_in_pool=tuple(self._generations(lease.source_blocks)))
+        transition = self.apply(lease_id, event, now=now)
+        return Acknowledged(transition.lease.state, transition.refusal, transition)
+
     def sweep(self, now: float) -> list[Transition]:
         """Expires what is due; returns the transitions that ask for something. Call it a few times a second."""
-        return self._all(Tick(), now)
-
-    def abort_all(self, reason: str, now: float) -> list[Transition]:
-        """For shutdown."""
-        return self._all(Abort(reason), now)
-
-    def count(self, predicate: Callable[[Lease], bool]) -> int:
-        return sum(1 for lease in self._leases.values() if predicate(lease))
-
-    def _all(self, event: Event, now: float) -> list[Transition]:
-        transitions = [advance(lease, event, now) for lease in self._leases.values()]
+        transitions = [advance(lease, Tick(), now) for lease in self._leases.values()]
         changed = [t for t in transitions if t.actions]
         for transition in changed:
             self._store(transition.lease)

@@ -1,16 +1,15 @@
-"""Probes: the right to ask a worker where its transports are found, and what the copy itself moves."""
+"""Passes, which give the right to ask a worker where its transports are found, and the bytes that a probe copies."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import struct
 import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.ticket import sign
 from twostep.errors import Unauthenticated, Unavailable
 from twostep.rpc.v1 import kv_pb2
 
@@ -54,9 +53,7 @@ class ProbePass:
             raise Unavailable(f"the probe is for {self.worker_id} of epoch {self.epoch}, this is {worker_id} of {epoch}; look it up again")
 
     def _mac(self, secret: bytes) -> bytes:
-        name = self.worker_id.encode("utf-8", "surrogatepass")
-        canonical = struct.pack("<Q", len(name)) + name + struct.pack("<QQ", self.epoch, self.expires_unix_ms)
-        return hmac.new(secret, _DOMAIN + canonical, hashlib.sha256).digest()
+        return sign(secret, _DOMAIN, (self.worker_id, self.epoch, self.expires_unix_ms))
 
     def to_proto(self) -> kv_pb2.ProbeRequest:
         return kv_pb2.ProbeRequest(worker_id=self.worker_id, epoch=self.epoch, expires_unix_ms=self.expires_unix_ms, mac=self.mac)

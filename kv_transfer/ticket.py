@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
@@ -17,6 +18,19 @@ from twostep.rpc.v1 import kv_pb2
 
 # Separates tickets from everything else the same secret signs; changes with the encoding.
 _DOMAIN = b"twostep.ticket.v2\0"
+
+
+def sign(secret: bytes, domain: bytes, fields: Iterable[str | int]) -> bytes:
+    """HMAC-SHA256 over the fields in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two encode alike. The
+    domain separates what the same secret signs."""
+    parts = [domain]
+    for value in fields:
+        if isinstance(value, str):
+            raw = value.encode("utf-8", "surrogatepass")
+            parts += (struct.pack("<Q", len(raw)), raw)
+        else:
+            parts.append(value.to_bytes(8, "little", signed=False))
+    return hmac.new(secret, b"".join(parts), hashlib.sha256).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +82,8 @@ class Ticket:
             raise Unavailable(f"the ticket expired {now - self.expires_unix_ms} ms ago; prefill again")
 
     def _mac(self, secret: bytes) -> bytes:
-        return hmac.new(secret, _DOMAIN + self._canonical(), hashlib.sha256).digest()
-
-    def _canonical(self) -> bytes:
-        """Each field in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two tickets encode alike."""
         fields = self.worker_id, self.address, self.epoch, self.request_id, self.attempt, self.layout, self.expires_unix_ms, self.tenant
-        parts: list[bytes] = []
-        for value in fields:
-            if isinstance(value, str):
-                raw = value.encode("utf-8", "surrogatepass")
-                parts.append(struct.pack("<Q", len(raw)) + raw)
-            else:
-                parts.append(value.to_bytes(8, "little", signed=False))
-        return b"".join(parts)
+        return sign(secret, _DOMAIN, fields)
 
     def to_proto(self) -> kv_pb2.Ticket:
         return kv_pb2.Ticket(

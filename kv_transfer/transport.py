@@ -9,7 +9,7 @@ worker's. Bytes only: it knows nothing of sequences, tokens or tickets' meaning.
             Not retried on the same lease: after any error the lease is aborted and dropped.
   fetch     pulls one published chunk, verifies its checksum and writes it into the target blocks. Until it returns, the target
             blocks hold garbage. DataLoss (checksum) may be retried once; Unavailable (source dead, Ray lost) must not be:
-            prefill again. Cancelling it leaves nothing behind but garbage in the target blocks; whoever cancels waits for the
+            prefill again. Cancelling it leaves nothing behind but garbage in the target blocks; the caller that cancels waits for the
             coroutine to end before it frees them.
   probe     copies some of the peer's memory as `fetch` would and says at what rate. A transport is offered for a pair only after that.
   drop      frees everything published under the lease. Idempotent, never raises for an unknown lease, never blocks on a peer.
@@ -29,7 +29,7 @@ from twostep.engine.batch import LayerRange
 
 
 class BlockStore(Protocol):
-    """What a transport needs of a pool. Callable from any thread; see twostep.engine.batch.Runner."""
+    """The pool, as far as a transport needs it. Callable from any thread; see twostep.engine.batch.Runner."""
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None: ...
 
@@ -61,7 +61,7 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a probe copy moved and how long it took."""
+    """Says what a probe copy moved and how long it took."""
 
     num_bytes: int
     seconds: float
@@ -73,7 +73,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStats:
-    """What is published and not dropped yet. All zero when nothing is in flight: tests and liveness look at it."""
+    """Counts what is published and not dropped yet. All zero when nothing is in flight: tests and liveness look at it."""
 
     num_leases: int
     num_objects: int
@@ -85,7 +85,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @runtime_checkable
 class HostFetch(Protocol):
-    """Of transports that pass through the reader's host memory: what is to be converted on the way is got there."""
+    """A transport that passes through the reader's host memory, where KV is fetched that must be converted on the way."""
 
     async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
         """One published chunk, verified, uint8 [num_bytes] of the caller's own; blocks of whatever size. Raises as `fetch` does."""
@@ -94,10 +94,10 @@ class HostFetch(Protocol):
 
 @runtime_checkable
 class HostPublish(Protocol):
-    """Of transports that pass through the source's host memory: what travels otherwise than it lies in the pool is given to them there."""
+    """A transport that passes through the source's host memory, where it is given KV that travels in another form than the pool's."""
 
     async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
-        """One chunk's bytes, uint8 [n], as `publish` would publish what it reads; returns their checksum. Nobody changes `data` after."""
+        """Publishes a chunk's bytes, uint8 [n], as `publish` would what it reads; returns their checksum. `data` must not change after."""
         ...
 
 
@@ -116,7 +116,7 @@ class KvTransport(Protocol):
 
     @property
     def checksum_name(self) -> str:
-        """Of ChunkInfo.checksum: "xxh3_64" (kv_transfer.checksum) or "sum64" (computed on GPUs beside a copy)."""
+        """Names the algorithm of ChunkInfo.checksum: "xxh3_64" (kv_transfer.checksum) or "sum64" (computed on GPUs beside a copy)."""
         ...
 
     @property

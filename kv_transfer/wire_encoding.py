@@ -1,4 +1,4 @@
-"""What blocks look like on the wire, if they travel otherwise than they lie in the pool (--kv-wire). Off unless asked for.
+"""Encodes blocks that travel otherwise than they lie in the pool (--kv-wire). Off unless asked for.
 
     raw     as they are
     int8    lossy: a byte a number, a scale a token and head, by the same code as a quantized pool's. What arrives is not what was
@@ -41,7 +41,7 @@ def check_encoding(encoding: str, layout: LayoutRecord) -> None:
 
 
 def wire_layout(encoding: str, layout: LayoutRecord) -> LayoutRecord:
-    """Of blocks while they travel, if not as zstd."""
+    """The layout of blocks while they travel, if not as zstd."""
     return replace(layout, quantization=encoding) if encoding in LOSSY else layout
 
 

@@ -19,8 +19,8 @@ from twostep.errors import InvalidRequest, SetupError
 _MAX_CHUNKS = 4
 
 
-class Encoder:
-    """Of one worker. Belongs to one event loop."""
+class WireEncoder:
+    """Encodes one worker's chunks. Belongs to one event loop."""
 
     def __init__(self, store: BlockStore, layout: LayoutRecord, encoding: str) -> None:
         """Raises SetupError where blocks of this layout cannot travel so."""

@@ -1,7 +1,7 @@
 """The prefill side of all hand-overs: opens leases, publishes blocks as they become final, frees what an ended lease holds.
 
 A reader's first Watch says which transports work between the two, and so decides by which one a lease is published: nothing is before.
-It usually comes while the prompt is still queued, since the ticket leaves with Accepted. If it never comes the lease expires.
+It usually comes while the prompt is still queued, since the ticket leaves with Accepted. If it never comes, the lease expires.
 
 The lease's state machine (kv_transfer.lease) decides; this module applies its events and executes its actions, on one event loop.
 """
@@ -13,12 +13,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kv_transfer import layout as kv_layout
 from kv_transfer.chunking import COPIED_OUT, IN_PLACE, ChunkPlan, ChunkSizes
 from kv_transfer.lease import (
     Abort,
+    Acknowledged,
     Action,
     ChunkPublished,
     Commit,
@@ -32,25 +33,24 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
-from kv_transfer.observer import TransferLedger, TransferObserver
 from kv_transfer.probing import ProbePass
+from kv_transfer.telemetry import TransferTelemetry
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
-from prefill_worker.encoder import Encoder
-from prefill_worker.job import Job
-from prefill_worker.outlet import Outlets
-from prefill_worker.publisher import Publisher
+from prefill_worker.encoder import WireEncoder
+from prefill_worker.publisher import HandOver, Publisher
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
-from twostep.errors import InvalidRequest, NonFiniteLogits, NotFound, TwostepError, Unavailable
+from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
+from twostep.worker.requests import attempt_id
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
-# Of ended leases whose request cannot be answered anywhere: readers that come late are told so, and not to have it repeated.
+# Ended leases whose request cannot be answered anywhere, kept so that readers that come late do not have it repeated.
 _MAX_REFUSALS = 1024
 _FINAL_ERRORS = (InvalidRequest, NonFiniteLogits)
 
@@ -71,17 +71,9 @@ class HandOverConfig:
     wire: str = RAW
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """The lease's state after a reader's word; `refusal`: why it must not use what it read."""
-
-    state: LeaseState
-    refusal: str = ""
-
-
 class HandOvers:
-    """All attempts of one worker life. `address` gives the host:port where decode workers find Kv. It starts its transports, and
-    leaves them running to whoever closes it."""
+    """Has all attempts of one worker life. `address` gives the host:port where decode workers find Kv. It starts its transports, and
+    leaves them running for the caller that closes it."""
 
     def __init__(
         self,
@@ -91,10 +83,10 @@ class HandOvers:
         *,
         secret: bytes,
         address: Callable[[], str],
-        observer: TransferObserver | None = None,
+        telemetry: TransferTelemetry | None = None,
     ) -> None:
         """Raises SetupError where KV cannot travel as the configuration says."""
-        self.outlets = Outlets(transports)
+        self.transports = transports
         self.config = config
         self.layout_fingerprint = kv_layout.fingerprint(config.layout)
         self.bytes_published = 0
@@ -103,27 +95,28 @@ class HandOvers:
         self._engine = engine
         self._secret = secret
         self._address = address
-        self._table = LeaseTable(epoch=config.epoch, max_leases=config.max_leases)
-        self._jobs: dict[str, Job] = {}  # by lease id
-        self._by_seq: dict[str, Job] = {}
+        self._table = LeaseTable(engine.generations, max_leases=config.max_leases)
+        self._live: dict[str, HandOver] = {}  # by the engine's name of the sequence
         self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id
-        self._encoder = Encoder(engine.runner, config.layout, config.wire)
-        self._publisher = Publisher(engine, self._encoder, self._on_chunk, observer or TransferLedger(), lease_ttl_s=config.lease_ttl_s)
+        encoder = WireEncoder(engine.runner, config.layout, config.wire)
+        self._publisher = Publisher(
+            engine, transports, encoder, self._on_chunk, telemetry or TransferTelemetry(), lease_ttl_s=config.lease_ttl_s
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Leases that still hold something."""
+        """The number of leases that still hold something."""
         return len(self._table)
 
     @property
     def oldest_s(self) -> float:
-        """Age of the oldest lease that still holds something; 0: there is none."""
-        oldest = next(iter(self._jobs.values()), None)
+        """The age of the oldest lease that still holds something; 0: there is none."""
+        oldest = next(iter(self._live.values()), None)
         return 0.0 if oldest is None else time.monotonic() - oldest.submitted_at
 
     async def start(self) -> None:
-        await self.outlets.transports.start()
+        await self.transports.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweep")
 
     async def close(self) -> None:
@@ -135,9 +128,9 @@ class HandOvers:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    # ---- a job's life -------------------------------------------------------------------------------------------------
+    # ---- what routers and readers ask ---------------------------------------------------------------------------------------
 
-    def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> Job:
+    def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> HandOver:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
         size = self.config.layout.block_size
@@ -146,75 +139,71 @@ class HandOvers:
         life_s = min(life_s, self.config.max_life_s)
         # A decode worker of another block size may hold a part of a block of ours.
         first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
-        self.outlets.check_size((count - first) * self._block_bytes)
+        self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         self._engine.submit(request, hold=True)
         try:
-            lease = self._table.open(ticket.lease_id, now=time.monotonic(), ttl_s=self.config.lease_ttl_s, max_life_s=life_s)
+            lease = self._table.open(ticket, now=time.monotonic(), ttl_s=self.config.lease_ttl_s, max_life_s=life_s)
         except TwostepError:
             self._engine.cancel(request.seq_id)
             raise
-        job = Job(
+        hand_over = HandOver(
             request=request,
-            ticket=ticket,
             lease=lease,
             block_size=size,
             first_block=first,
             num_blocks=count,
         )
-        self._jobs[job.lease_id] = self._by_seq[job.seq_id] = job
-        self._refusals.pop(job.lease_id, None)
-        return job
+        self._live[hand_over.seq_id] = hand_over
+        self._refusals.pop(hand_over.lease_id, None)
+        return hand_over
 
-    def ended_error(self, job: Job) -> TwostepError:
-        """What a reader of a lease that has ended is told."""
-        if (refusal := self._refusals.get(job.lease_id)) is not None:
+    def ended_error(self, hand_over: HandOver) -> TwostepError:
+        """The error for a reader of a lease that has ended."""
+        if (refusal := self._refusals.get(hand_over.lease_id)) is not None:
             return refusal
-        why = f": {job.error.message}" if job.error is not None else ""
-        return Unavailable(f"the lease ended ({job.lease.state.name} {job.lease.reason}{why}); prefill again")
+        why = f": {hand_over.error.message}" if hand_over.error is not None else ""
+        return Unavailable(f"the lease ended ({hand_over.lease.state.name} {hand_over.lease.reason}{why}); prefill again")
 
     @property
     def _block_bytes(self) -> int:
         return self._engine.runner.kv_shape.block_bytes
 
-    def find(self, ticket: Ticket) -> Job:
-        """The job of a ticket that verifies. Raises what Ticket.verify raises, and if its lease has ended Unavailable, or what is wrong
-        with the request."""
+    def find(self, ticket: Ticket) -> HandOver:
+        """The hand-over of a ticket that verifies. Raises what Ticket.verify raises, and if its lease has ended Unavailable, or what is
+        wrong with the request."""
         self._verify(ticket)
-        job = self._job_of(ticket)
-        if job is None:
-            if (refusal := self._refusals.get(ticket.lease_id)) is not None:
-                raise refusal
-            raise Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
-        return job
+        hand_over = self._live.get(attempt_id(ticket.request_id, ticket.attempt))
+        # A request that used its id again has another lease by the same name.
+        if hand_over is None or hand_over.ticket != ticket:
+            raise self._refusals.get(
+                ticket.lease_id, Unavailable("the lease of this ticket has ended and what it held is free; prefill again")
+            )
+        return hand_over
 
-    def _job_of(self, ticket: Ticket) -> Job | None:
-        """Of exactly this ticket: a request that used its id again has another lease by the same name."""
-        job = self._jobs.get(ticket.lease_id)
-        return job if job is not None and job.ticket == ticket else None
+    def watched(self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = ()) -> KvTransport:
+        """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`). `offered`: those that
+        work for this one, best first; `wires`: forms that it takes besides raw. Raises Unavailable and Incompatible, and then changes
+        nothing."""
+        if hand_over.transport is None:
+            hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, hand_over.wanted_blocks * self._block_bytes)
+            hand_over.plan = self._plan(hand_over, hand_over.transport)
+            if hand_over.started:
+                self._start_publisher(hand_over)
+        elif offered and hand_over.transport.name not in offered:
+            raise Unavailable(
+                f"the lease is published by {hand_over.transport.name}, this reader takes {', '.join(offered)}; prefill again"
+            )
+        elif hand_over.wire != RAW and hand_over.wire not in wires:
+            raise Unavailable(f"the lease is published as {hand_over.wire}, this reader takes {', '.join((RAW, *wires))}; prefill again")
+        return hand_over.transport
 
-    def watched(self, job: Job, offered: Sequence[str], wires: Sequence[str] = ()) -> KvTransport:
-        """The transport by which the job is published, chosen by the first reader, as is the form of its blocks (job.wire). `offered`:
-        those that work for this one, best first; `wires`: forms that it takes besides raw. Raises Unavailable and Incompatible, and then
-        changes nothing."""
-        if job.outlet is None:
-            job.outlet = self.outlets.choose(offered, job.wanted_blocks * self._block_bytes)
-            job.wire = self._encoder.choose(job.outlet.transport, wires)
-            job.plan = self._plan(job, job.outlet.transport)
-            if job.started:
-                self._start_publisher(job)
-        elif offered and job.outlet.name not in offered:
-            raise Unavailable(f"the lease is published by {job.outlet.name}, this reader takes {', '.join(offered)}; prefill again")
-        elif job.wire != RAW and job.wire not in wires:
-            raise Unavailable(f"the lease is published as {job.wire}, this reader takes {', '.join((RAW, *wires))}; prefill again")
-        return job.outlet.transport
-
-    def _plan(self, job: Job, transport: KvTransport) -> ChunkPlan:
-        """Groups of layers where the steps tell of them."""
+    def _plan(self, hand_over: HandOver, transport: KvTransport) -> ChunkPlan:
+        """Cuts it by groups of layers where the steps say how far they are."""
         runner, sizes = self._engine.runner, COPIED_OUT if transport.copies_out else IN_PLACE
         return ChunkPlan(
-            first_block=job.first_block,
-            num_blocks=job.wanted_blocks,
+            first_block=hand_over.first_block,
+            num_blocks=hand_over.wanted_blocks,
             block_bytes=self._block_bytes,
             num_layers=runner.kv_shape.num_layers if runner.marks_layers else 1,
             step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
@@ -223,137 +212,133 @@ class HandOvers:
 
     def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
         """Applies what the decode worker says. Raises what Ticket.verify raises but for expiry, and InvalidRequest (a commit before all
-        was published). A lease that is forgotten was RELEASED, as far as the sender of a late word is concerned; but a reader that asks
-        whether it may use what it read is refused, since nobody remembers."""
+        was published)."""
         self._verify(ticket, expired_too=True)
-        job = self._job_of(ticket)
-        if job is None and ticket.lease_id in self._jobs:
-            return Acknowledged(LeaseState.RELEASED, "the ticket's lease ended, and its name is another one's now; prefill again")
-        if isinstance(event, Commit) and job is not None and not job.lease.copies_out:
-            event = replace(event, now_in_pool=tuple(self._engine.generations(job.lease.source_blocks)))
-        try:
-            transition = self._table.apply(ticket.lease_id, event, now=time.monotonic())
-        except NotFound:
-            return Acknowledged(LeaseState.RELEASED, "the lease was forgotten long ago; prefill again")
-        if job is not None:
-            self._settle(job, transition)
-        return Acknowledged(transition.lease.state, transition.refusal)
+        answer = self._table.acknowledge(ticket, event, now=time.monotonic())
+        hand_over = self._live.get(attempt_id(ticket.request_id, ticket.attempt))
+        if hand_over is not None and answer.transition is not None:
+            self._settle(hand_over, answer.transition)
+        return answer
 
-    def renew(self, job: Job) -> None:
+    def renew(self, hand_over: HandOver) -> None:
         """The decode worker watches: it is alive, and waits for us."""
-        self._apply(job, FetchProgress())
+        self._apply(hand_over, FetchProgress())
 
-    def abort(self, job: Job, reason: str, error: TwostepError | None = None) -> None:
+    def abort(self, hand_over: HandOver, reason: str, error: TwostepError | None = None) -> None:
         """Ends the lease if it has not ended, and frees all of it, in the background. `error` is what Run shall raise."""
-        if not job.lease.state.ended:
-            job.error = job.error or error
-            if isinstance(job.error, _FINAL_ERRORS):
-                self._refusals[job.lease_id] = job.error
+        if not hand_over.lease.state.ended:
+            hand_over.error = hand_over.error or error
+            if isinstance(hand_over.error, _FINAL_ERRORS):
+                self._refusals[hand_over.lease_id] = hand_over.error
                 if len(self._refusals) > _MAX_REFUSALS:
                     self._refusals.popitem(last=False)
-            self._apply(job, Abort(reason))
+            self._apply(hand_over, Abort(reason))
 
     def abort_all(self, error: TwostepError) -> None:
-        for job in list(self._jobs.values()):
-            self.abort(job, error.message, error)
+        for hand_over in list(self._live.values()):
+            self.abort(hand_over, error.message, error)
 
     # ---- the engine's steps ---------------------------------------------------------------------------------------------
 
     def on_step(self, output: StepOutput) -> None:
         for progress in output.progress:
-            job = self._by_seq.get(progress.seq_id)
-            if job is not None and not job.lease.state.ended:
-                job.on_progress(progress, output.began_at)
-                self._start_publisher(job)
+            hand_over = self._live.get(progress.seq_id)
+            if hand_over is not None and not hand_over.lease.state.ended:
+                hand_over.on_progress(progress, output.began_at)
+                self._start_publisher(hand_over)
         for token in output.tokens:
-            job = self._by_seq.get(token.seq_id)
-            if job is not None and not job.lease.state.ended:
-                job.on_token(token)
+            hand_over = self._live.get(token.seq_id)
+            if hand_over is not None and not hand_over.lease.state.ended:
+                hand_over.on_token(token)
                 if token.finish_reason is not None:
-                    self.abort(job, "the first token ended the request")
+                    self.abort(hand_over, "the first token ended the request")
         for failure in output.failures:
-            job = self._by_seq.get(failure.seq_id)
-            if job is not None:
-                self.abort(job, failure.message, failure.as_error())
+            hand_over = self._live.get(failure.seq_id)
+            if hand_over is not None:
+                self.abort(hand_over, failure.message, failure.as_error())
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
         """While a step runs: what of it is done already."""
         for each in progress:
-            job = self._by_seq.get(each.seq_id)
-            if job is not None and not job.lease.state.ended:
-                job.on_layers(each)
-                self._start_publisher(job)
+            hand_over = self._live.get(each.seq_id)
+            if hand_over is not None and not hand_over.lease.state.ended:
+                hand_over.on_layers(each)
+                self._start_publisher(hand_over)
 
-    def _start_publisher(self, job: Job) -> None:
-        """Once it is known by which transport."""
-        if job.publisher is not None or job.outlet is None:
+    def _start_publisher(self, hand_over: HandOver) -> None:
+        """Once the transport is chosen."""
+        if hand_over.publisher is not None or hand_over.transport is None:
             return
-        self._apply(job, PublisherStarted(job.outlet.transport.copies_out))
-        if job.lease.publishing:
-            job.publisher = asyncio.create_task(self._publish(job), name=f"publish {job.seq_id}", context=job.context.copy())
+        self._apply(hand_over, PublisherStarted(hand_over.transport.copies_out))
+        if hand_over.lease.publishing:
+            hand_over.publisher = asyncio.create_task(
+                self._publish(hand_over), name=f"publish {hand_over.seq_id}", context=hand_over.context.copy()
+            )
 
-    async def _publish(self, job: Job) -> None:
+    async def _publish(self, hand_over: HandOver) -> None:
         """Publishes all of it and says so to the lease. Cancelling leaves that to the canceller."""
-        assert job.plan is not None
+        assert hand_over.plan is not None
         try:
-            await self._publisher.run(job)
+            await self._publisher.run(hand_over)
         except TwostepError as error:
-            job.error = error
-            self._apply(job, PublisherStopped())
+            hand_over.error = error
+            self._apply(hand_over, PublisherStopped())
             return
-        self._apply(job, PublisherStopped(job.plan.num_chunks))
+        self._apply(hand_over, PublisherStopped(hand_over.plan.num_chunks))
 
-    def _on_chunk(self, job: Job, info: ChunkInfo) -> None:
-        # To the lease first: who watches may be told only of what a commit may name.
-        self._apply(job, ChunkPublished(info.index, info.source_blocks, info.generations))
-        job.on_chunk(info)
+    def _on_chunk(self, hand_over: HandOver, info: ChunkInfo) -> None:
+        # To the lease first: a watcher may hear only of what a commit may name.
+        self._apply(hand_over, ChunkPublished(info.index, info.source_blocks, info.generations))
+        hand_over.on_chunk(info)
         self.bytes_published += info.num_bytes
         if not info.first_layer:
             self.blocks_published += info.num_blocks
 
     # ---- lease events and actions ---------------------------------------------------------------------------------------
 
-    def _apply(self, job: Job, event: Event) -> None:
-        self._settle(job, self._table.apply(job.lease_id, event, now=time.monotonic()))
+    def _apply(self, hand_over: HandOver, event: Event) -> None:
+        self._settle(hand_over, self._table.apply(hand_over.lease_id, event, now=time.monotonic()))
 
-    def _settle(self, job: Job, transition: Transition) -> None:
-        before, job.lease = job.lease, transition.lease
+    def _settle(self, hand_over: HandOver, transition: Transition) -> None:
+        before, hand_over.lease = hand_over.lease, transition.lease
         for action in transition.actions:
             match action:
                 case Action.RELEASE_BLOCKS:
                     # Held after the first token; before it, still queued or running.
-                    if not self._engine.release(job.seq_id):
-                        self._engine.cancel(job.seq_id)
+                    if not self._engine.release(hand_over.seq_id):
+                        self._engine.cancel(hand_over.seq_id)
                 case Action.CANCEL_PUBLISHER:
-                    self._spawn(self._stop_publisher(job), job)
+                    self._spawn(self._stop_publisher(hand_over), hand_over)
                 case Action.DROP_OBJECTS:
-                    self._spawn(self._drop(job), job)
-        if job.lease.finished and self._jobs.pop(job.lease_id, None) is not None:
-            del self._by_seq[job.seq_id]
-            if job.outlet is not None:
-                job.outlet.give_back(job.promised_bytes)
-            if job.lease.state is LeaseState.RELEASED:
-                self.blocks_skipped += job.first_block
+                    self._spawn(self._drop(hand_over), hand_over)
+        if hand_over.lease.finished and self._live.pop(hand_over.seq_id, None) is not None:
+            self._publisher.give_back(hand_over)
+            if hand_over.lease.state is LeaseState.RELEASED:
+                self.blocks_skipped += hand_over.first_block
         # Not for a mere renewal: each watcher renews when it wakes, and would wake the others for ever.
-        if (before.state, before.num_chunks, before.finished) != (job.lease.state, job.lease.num_chunks, job.lease.finished):
-            job.changed()
+        if (before.state, before.num_chunks, before.finished) != (
+            hand_over.lease.state,
+            hand_over.lease.num_chunks,
+            hand_over.lease.finished,
+        ):
+            hand_over.changed()
 
-    async def _stop_publisher(self, job: Job) -> None:
-        assert job.publisher is not None, "only a running publisher is cancelled"
-        job.publisher.cancel()
-        await asyncio.wait([job.publisher])
-        self._apply(job, PublisherStopped())
+    async def _stop_publisher(self, hand_over: HandOver) -> None:
+        assert hand_over.publisher is not None, "only a running publisher is cancelled"
+        hand_over.publisher.cancel()
+        await asyncio.wait([hand_over.publisher])
+        self._apply(hand_over, PublisherStopped())
 
-    async def _drop(self, job: Job) -> None:
+    async def _drop(self, hand_over: HandOver) -> None:
         try:
-            if job.outlet is not None:
-                await job.outlet.transport.drop(job.lease_id)
+            if hand_over.transport is not None:
+                await hand_over.transport.drop(hand_over.lease_id)
         finally:
             # Whatever went wrong there, the transport's own time limit frees the rest; the lease must not wait for it.
-            self._apply(job, Freed())
+            self._apply(hand_over, Freed())
 
-    def _spawn(self, work: Coroutine[object, object, None], job: Job) -> None:
-        task = asyncio.create_task(work, context=job.context.copy())
+    def _spawn(self, work: Coroutine[object, object, None], hand_over: HandOver) -> None:
+        task = asyncio.create_task(work, context=hand_over.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -367,10 +352,10 @@ class HandOvers:
             await asyncio.sleep(_SWEEP_S)
             for transition in self._table.sweep(time.monotonic()):
                 lease: Lease = transition.lease
-                job = self._jobs[lease.lease_id]
-                job.context.run(log.warning, "lease %s expired: %s", lease.lease_id, lease.reason)
-                job.error = job.error or Unavailable(f"the hand-over ended ({lease.reason}); try again")
-                self._settle(job, transition)
+                hand_over = self._live[attempt_id(lease.ticket.request_id, lease.ticket.attempt)]
+                hand_over.context.run(log.warning, "lease %s expired: %s", lease.lease_id, lease.reason)
+                hand_over.error = hand_over.error or Unavailable(f"the hand-over ended ({lease.reason}); try again")
+                self._settle(hand_over, transition)
 
     # ---- tickets --------------------------------------------------------------------------------------------------------
 
@@ -390,7 +375,7 @@ class HandOvers:
     def probed(self, request: ProbePass) -> Sequence[KvTransport]:
         """The transports that a reader may try now. Raises what ProbePass.verify raises."""
         request.verify(self._secret, worker_id=self.config.worker_id, epoch=self.config.epoch)
-        return self.outlets.transports.ready
+        return self.transports.ready
 
     def _verify(self, ticket: Ticket, *, expired_too: bool = False) -> None:
         ticket.verify(

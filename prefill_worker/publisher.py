@@ -1,4 +1,8 @@
-"""Publishes one lease's chunks as its blocks become final, by the transport that its first reader has chosen."""
+"""Publishes a hand-over's chunks as its blocks become final, by the transport that its first reader has chosen.
+
+Each transport has a budget, of which a hand-over reserves all that it needs before its first chunk is published, first come, first served,
+and gives it back once it holds nothing any more: hand-overs that each held a part and waited for the rest would wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
 
-from kv_transfer.chunking import ChunkRange
-from kv_transfer.observer import Direction, Transfer, TransferObserver, reason_of
-from kv_transfer.transport import ChunkInfo
+from kv_transfer.chunking import ChunkPlan, ChunkRange
+from kv_transfer.copy_clock import CopyClock
+from kv_transfer.lease import Lease
+from kv_transfer.telemetry import Direction, TransferRecord, TransferTelemetry, reason_of
+from kv_transfer.ticket import Ticket
+from kv_transfer.transport import ChunkInfo, KvTransport
+from kv_transfer.transports import Transports
+from kv_transfer.waiting import FifoGate
 from kv_transfer.wire_encoding import RAW
-from prefill_worker.encoder import Encoder
-from prefill_worker.job import Job
+from prefill_worker.encoder import WireEncoder
 from twostep.engine.engine import Engine
-from twostep.errors import InternalError, NotFound, TwostepError
+from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, TokenOutput
+from twostep.errors import Incompatible, InternalError, InvalidRequest, NotFound, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -23,103 +33,297 @@ log = logging.getLogger(__name__)
 _MAX_PUBLISHING = 6
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class HandOver:
+    """One attempt: its sequence, its lease and what of it is published. The engine's steps and the publisher change
+    it, Run and Watch wait for that (all on one event loop).
+
+    first_block .. num_blocks   the sequence's blocks that are published; those before are on the decode worker already
+    final_blocks                blocks, from the sequence's start, whose KV does not change any more
+    step_blocks, step_layers    the same of the first layers, while a step is under way
+    published                   chunks in the order in which they became ready
+    """
+
+    request: EngineRequest
+    lease: Lease
+    block_size: int
+    first_block: int
+    num_blocks: int
+    submitted_at: float = field(default_factory=time.monotonic)
+    final_blocks: int = 0
+    step_blocks: int = 0
+    step_layers: int = 0
+    num_cached_tokens: int = 0
+    first_token: TokenOutput | None = None
+    published: list[ChunkInfo] = field(default_factory=list)
+    publisher: asyncio.Task[None] | None = None
+    # Chosen by the first Watch, with how its blocks travel; nothing is published before.
+    transport: KvTransport | None = None
+    plan: ChunkPlan | None = None
+    wire: str = RAW
+    # Set aside in the transport's budget for all that is to be published.
+    reserved_bytes: int = 0
+    # Why it failed, where that is not the router's own doing.
+    error: TwostepError | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    publish_s: float = 0.0
+    # Waiting for the budget; copying; and from the first final block on.
+    budget_s: float = 0.0
+    copying: CopyClock = field(default_factory=CopyClock)
+    publisher_started_at: float = 0.0
+    # Of the call that brought it: what is done for it elsewhere logs as its own.
+    context: Context = field(default_factory=copy_context)
+    _started_at: float = 0.0
+    _first_token_at: float = 0.0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def seq_id(self) -> str:
+        return self.request.seq_id
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.lease.ticket
+
+    @property
+    def lease_id(self) -> str:
+        return self.lease.lease_id
+
+    @property
+    def started(self) -> bool:
+        """A step has computed some of it, or is about to."""
+        return self._started_at > 0 or self.step_layers > 0
+
+    @property
+    def wanted_blocks(self) -> int:
+        return self.num_blocks - self.first_block
+
+    @property
+    def published_blocks(self) -> int:
+        return sum(chunk.num_blocks for chunk in self.published if not chunk.first_layer)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.published)
+
+    def on_progress(self, progress: PrefillProgress, began_at: float) -> None:
+        """`began_at` is when the step began that computed it."""
+        if progress.first_scheduled or not self._started_at:
+            self._started_at = max(self.submitted_at, began_at)
+            self.queue_s = self._started_at - self.submitted_at
+            self.num_cached_tokens = progress.num_cached_tokens
+        self.final_blocks = max(self.final_blocks, progress.num_computed_tokens // self.block_size)
+        self.changed()
+
+    def on_layers(self, progress: LayerProgress) -> None:
+        whole = progress.num_computed_tokens >= len(self.request.token_ids)
+        num_blocks = self.num_blocks if whole else progress.num_computed_tokens // self.block_size
+        # Progress of the step before that comes late is known.
+        if (num_blocks, progress.num_layers) > (self.step_blocks, self.step_layers):
+            self.step_blocks, self.step_layers = num_blocks, progress.num_layers
+            self.changed()
+
+    def on_token(self, token: TokenOutput) -> None:
+        self.first_token = token
+        self.final_blocks = self.num_blocks
+        self._first_token_at = time.monotonic()
+        self.prefill_s = self._first_token_at - (self._started_at or self.submitted_at)
+        self.changed()
+
+    def on_chunk(self, chunk: ChunkInfo) -> None:
+        self.published.append(chunk)
+        if self._first_token_at:
+            self.publish_s = time.monotonic() - self._first_token_at
+        self.changed()
+
+    def changed(self) -> None:
+        """Wakes all that wait in wait_change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, timeout_s: float | None = None) -> None:
+        """Until something changes, or `timeout_s` passes. Look first, then wait: between the two there must be no await."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+@dataclass(slots=True, eq=False)
+class _Budget:
+    """One transport's."""
+
+    waiting: FifoGate
+    reserved_bytes: int = 0
+
+
 class Publisher:
+    """Publishes the hand-overs of one worker. Belongs to one event loop."""
+
     def __init__(
         self,
         engine: Engine,
-        encoder: Encoder,
-        on_chunk: Callable[[Job, ChunkInfo], None],
-        observer: TransferObserver,
+        transports: Transports,
+        encoder: WireEncoder,
+        on_chunk: Callable[[HandOver, ChunkInfo], None],
+        telemetry: TransferTelemetry,
         *,
         lease_ttl_s: float,
     ) -> None:
         """`on_chunk` is called with each chunk that is published, in the order in which they become so."""
         self._engine = engine
+        self._transports = transports
+        self._budgets: dict[str, _Budget] = {}
         self._encoder = encoder
         self._on_chunk = on_chunk
-        self._observer = observer
+        self._telemetry = telemetry
         self._lease_ttl_s = lease_ttl_s
 
-    async def run(self, job: Job) -> None:
+    # ---- transports and their budgets -----------------------------------------------------------------------------------------
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises Unavailable (no transport is ready) and InvalidRequest (none could ever hold so much at once)."""
+        ready = self._transports.ready
+        if not ready:
+            raise Unavailable(
+                f"no KV transport is ready on this worker (it has {', '.join(self._transports.names)}); they come back by themselves, "
+                "try another worker"
+            )
+        if not any(_fits(transport, num_bytes) for transport in ready):
+            most = max(transport.max_lease_bytes for transport in ready)
+            raise InvalidRequest(
+                f"the prompt's KV cache takes {num_bytes} bytes and this worker hands over {most} at most; shorten the prompt, "
+                "or raise --kv-budget-bytes (and the object store)"
+            )
+
+    def choose(self, offered: Sequence[str], wires: Sequence[str], num_bytes: int) -> tuple[KvTransport, str]:
+        """The reader's first transport that can be used here, and the form in which blocks travel by it to a reader that takes `wires`
+        besides raw. `offered` empty: any that copies out, which asks nothing of the reader but to fetch. Raises Incompatible (nothing in
+        common, ever) and Unavailable."""
+        names = offered or [transport.name for transport in self._transports if transport.copies_out]
+        known = [transport for name in names if (transport := self._transports.get(name)) is not None]
+        for transport in known:
+            if transport.ready and _fits(transport, num_bytes):
+                return transport, self._encoder.choose(transport, wires)
+        if not known:
+            raise Incompatible(
+                f"the decode worker fetches by {', '.join(names) or 'nothing'}, this worker publishes by "
+                f"{', '.join(self._transports.names)}; align --kv-transfer"
+            )
+        raise Unavailable(
+            f"of the KV transports in common ({', '.join(transport.name for transport in known)}) none is ready or large enough on the "
+            "prefill worker; they come back by themselves"
+        )
+
+    async def _reserve(self, hand_over: HandOver) -> None:
+        """Takes the whole hand-over's part of the transport's budget. Raises ResourceExhausted at its deadline."""
+        transport = hand_over.transport
+        num_bytes = hand_over.wanted_blocks * self._engine.runner.kv_shape.block_bytes
+        assert transport is not None
+        if not num_bytes:
+            # The decode worker holds all of it.
+            return
+        budget = self._budgets.setdefault(transport.name, _Budget(FifoGate(f"published KV of the {transport.name} transport")))
+
+        def attempt() -> bool | None:
+            most = transport.max_lease_bytes
+            if most and budget.reserved_bytes + num_bytes > most:
+                return None
+            budget.reserved_bytes += num_bytes
+            return True
+
+        await budget.waiting.take(attempt, deadline=self._deadline(hand_over))
+        hand_over.reserved_bytes = num_bytes
+
+    def give_back(self, hand_over: HandOver) -> None:
+        """Gives back what it had reserved: it holds nothing any more."""
+        if hand_over.transport is not None and (budget := self._budgets.get(hand_over.transport.name)) is not None:
+            budget.reserved_bytes -= hand_over.reserved_bytes
+            hand_over.reserved_bytes = 0
+            budget.waiting.pump()
+
+    # ---- publishing -----------------------------------------------------------------------------------------------------------
+
+    async def run(self, hand_over: HandOver) -> None:
         """Returns when all is published. Raises TwostepErrors only, but for being cancelled: nothing reads the blocks then any more."""
-        assert job.plan is not None
-        job.publisher_started_at = time.monotonic()
+        assert hand_over.plan is not None
+        hand_over.publisher_started_at = time.monotonic()
         try:
-            await self._take_room(job)
-            job.room_s = time.monotonic() - job.publisher_started_at
-            room = asyncio.Semaphore(_MAX_PUBLISHING)
+            await self._reserve(hand_over)
+            hand_over.budget_s = time.monotonic() - hand_over.publisher_started_at
+            at_once = asyncio.Semaphore(_MAX_PUBLISHING)
             async with asyncio.TaskGroup() as chunks:
                 while True:
                     # Asked for again each time: the engine may exchange a block until it is final.
                     try:
-                        blocks = self._engine.block_ids(job.seq_id)
+                        blocks = self._engine.block_ids(hand_over.seq_id)
                     except NotFound:
-                        # It failed, and the engine is about to tell why: that ends the lease, and cancels this.
-                        await job.wait_change()
+                        # It failed, and the engine is about to say why: that ends the lease, and cancels this.
+                        await hand_over.wait_change()
                         continue
-                    for chunk in job.plan.take(job.final_blocks, step_blocks=job.step_blocks, step_layers=job.step_layers):
-                        chunks.create_task(self._publish(job, chunk, blocks, room))
-                    if job.plan.done and job.first_token is not None:
+                    for chunk in hand_over.plan.take(
+                        hand_over.final_blocks, step_blocks=hand_over.step_blocks, step_layers=hand_over.step_layers
+                    ):
+                        chunks.create_task(self._publish(hand_over, chunk, blocks, at_once))
+                    if hand_over.plan.done and hand_over.first_token is not None:
                         break
-                    await job.wait_change()
+                    await hand_over.wait_change()
         except (TwostepError, ExceptionGroup) as error:
             first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            log.warning("publishing %s failed: %s", job.seq_id, first, exc_info=None if isinstance(first, TwostepError) else first)
+            log.warning("publishing %s failed: %s", hand_over.seq_id, first, exc_info=None if isinstance(first, TwostepError) else first)
             failure = first if isinstance(first, TwostepError) else InternalError(f"publishing failed: {first!r}")
-            self._tell(job, reason_of(failure))
+            self._report(hand_over, reason_of(failure))
             raise failure from error
         except asyncio.CancelledError:
-            self._tell(job, "cancelled")
+            self._report(hand_over, "cancelled")
             raise
-        self._tell(job)
+        self._report(hand_over)
 
-    async def _take_room(self, job: Job) -> None:
-        """Of the transport's budget, for all of the lease. Raises ResourceExhausted."""
-        assert job.outlet is not None
-        num_bytes = job.wanted_blocks * self._engine.runner.kv_shape.block_bytes
-        # What the decode worker holds whole waits for nobody.
-        if num_bytes:
-            await job.outlet.take(num_bytes, deadline=self._deadline(job))
-            job.promised_bytes = num_bytes
+    def _deadline(self, hand_over: HandOver) -> float:
+        return min(hand_over.lease.hard_deadline, time.monotonic() + self._lease_ttl_s)
 
-    def _deadline(self, job: Job) -> float:
-        return min(job.lease.hard_deadline, time.monotonic() + self._lease_ttl_s)
-
-    async def _publish(self, job: Job, chunk: ChunkRange, blocks: Sequence[int], room: asyncio.Semaphore) -> None:
-        assert job.outlet is not None
-        transport = job.outlet.transport
+    async def _publish(self, hand_over: HandOver, chunk: ChunkRange, blocks: Sequence[int], at_once: asyncio.Semaphore) -> None:
+        transport = hand_over.transport
+        assert transport is not None
         block_ids = blocks[chunk.first_block : chunk.stop_block]
         # The lease decides; the transport's own time only catches what a lost lease would leave.
         ttl_s = 2 * self._lease_ttl_s
-        async with room:
-            deadline = self._deadline(job)
-            with job.copying.running():
-                if job.wire != RAW:
-                    info = await self._encoder.publish(transport, job.lease_id, chunk, block_ids, ttl_s=ttl_s, deadline=deadline)
+        async with at_once:
+            deadline = self._deadline(hand_over)
+            with hand_over.copying.running():
+                if hand_over.wire != RAW:
+                    info = await self._encoder.publish(transport, hand_over.lease_id, chunk, block_ids, ttl_s=ttl_s, deadline=deadline)
                 else:
                     info = await transport.publish(
-                        job.lease_id, chunk.index, chunk.first_block, block_ids, layers=chunk.layers, ttl_s=ttl_s, deadline=deadline
+                        hand_over.lease_id, chunk.index, chunk.first_block, block_ids, layers=chunk.layers, ttl_s=ttl_s, deadline=deadline
                     )
         if not transport.copies_out:
             # What the reader will say that it read. The lease's sequence owns the blocks: they cannot change now.
             info = replace(info, source_blocks=tuple(block_ids), generations=tuple(self._engine.generations(block_ids)))
-        self._on_chunk(job, info)
+        self._on_chunk(hand_over, info)
 
-    def _tell(self, job: Job, failure: str = "") -> None:
-        assert job.outlet is not None
-        self._observer.transfer(
-            Transfer(
-                transport=job.outlet.name,
+    def _report(self, hand_over: HandOver, failure: str = "") -> None:
+        assert hand_over.transport is not None
+        self._telemetry.transfer(
+            TransferRecord(
+                transport=hand_over.transport.name,
                 direction=Direction.PUBLISH,
-                num_bytes=job.num_bytes,
-                num_chunks=len(job.published),
-                num_blocks=job.published_blocks,
-                queue_s=job.room_s,
-                copy_s=job.copying.summed_s,
-                busy_s=job.copying.busy_s,
-                total_s=time.monotonic() - job.publisher_started_at,
-                exposed_s=job.publish_s,
+                num_bytes=hand_over.num_bytes,
+                num_chunks=len(hand_over.published),
+                num_blocks=hand_over.published_blocks,
+                queue_s=hand_over.budget_s,
+                copy_s=hand_over.copying.summed_s,
+                busy_s=hand_over.copying.busy_s,
+                total_s=time.monotonic() - hand_over.publisher_started_at,
+                exposed_s=hand_over.publish_s,
                 failure=failure,
-                request_id=job.seq_id,
+                request_id=hand_over.seq_id,
             )
         )
+
+
+def _fits(transport: KvTransport, num_bytes: int) -> bool:
+    """Whether so much could ever be published under one lease."""
+    return not transport.max_lease_bytes or num_bytes <= transport.max_lease_bytes

@@ -24,7 +24,9 @@ from namespaces import Host
 
 import kv_transfer.ray.agent_session
 import kv_transfer.ray.transport
-from kv_transfer.testing import StoreUsage
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from local_ray import StoreUsage
 
 _TESTS = Path(__file__).resolve().parents[1] / "kv_transfer"
 _STORE_S = 40.0
@@ -33,7 +35,7 @@ _HOSTS = {"p": "prefill", "d": "decode"}
 
 
 class TwoRaylets:
-    """Stands in for kv_transfer.testing.LocalRay, as far as the contract's tests need it."""
+    """Stands in for local_ray.LocalRay, as far as the contract's tests need it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

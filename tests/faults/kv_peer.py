@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).parents[1]))
+from one_sided import ArrayStore
+
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.testing import ArrayStore
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError
 

@@ -6,34 +6,98 @@ false match (the test draws it), so that nothing but the commit's rules keeps a 
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-
-from hand_over_parts import (
-    SOURCE_BLOCKS,
-    TARGET_BLOCKS,
-    TTL_S,
-    Fetch,
-    Job,
-    Puller,
-    Tag,
-    Ticket,
-    ToReader,
-    ToSource,
-    checksum,
-    kind_of,
-)
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kv_transfer import lease as source_side
-from kv_transfer import reader as reader_side
-from kv_transfer import reader_events as events
-from kv_transfer.lease import Action, Commit, LeaseTable, Transition
-from kv_transfer.reader import Reader
-from kv_transfer.reader_events import BlockSpan
+from kv_transfer import reader as events
+from kv_transfer.lease import Action, Commit, Lease, LeaseState, LeaseTable, Tick, Transition
+from kv_transfer.reader import BlockSpan, Reader
+from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.block_pool import BlockPool
 from twostep.errors import Cancelled, DataLoss, InvalidRequest, ResourceExhausted, TwostepError, Unavailable
+
+TTL_S = 10.0
+SOURCE_BLOCKS = 9
+TARGET_BLOCKS = 16
+Tag = tuple[object, ...]
+
+
+SECRET = b"of a deployment"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prompt:
+    """What a ticket stands for: the tags that its blocks shall hold, in memory that is read in place or copied out."""
+
+    ticket: Ticket
+    one_sided: bool
+    tags: tuple[Tag, ...]
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """One prompt on the source: `tags[i]` is what its i-th block shall hold; all but the last are full and may be shared."""
+
+    prompt: Prompt
+    lease: Lease
+    tags: list[Tag]
+    blocks: list[int]
+    per_chunk: int
+    infos: list[ChunkInfo] = field(default_factory=list)
+    num_computed: int = 0
+    stop_asked: bool = False
+    drop_asked: bool = False
+    num_releases: int = 0
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-len(self.tags) // self.per_chunk)
+
+
+@dataclass(eq=False, kw_only=True)
+class Fetch:
+    chunk: ChunkInfo
+    read: list[Tag] = field(default_factory=list)
+    cancelled: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class Puller:
+    """One reader: a watch stream that keeps its order, fetches on their way, and targets in the decode worker's pool."""
+
+    prompt: Prompt
+    machine: Reader
+    targets: list[int]
+    stream: list[events.Event] = field(default_factory=list)
+    watching: bool = False  # the source serves its watch
+    num_sent: int = 0
+    fetches: dict[int, Fetch] = field(default_factory=dict)
+    ahead: bool = False  # the engine decodes with the targets, whatever the source may answer
+    in_engine: bool = False
+    num_frees: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToSource:
+    """An RPC of a reader; `asks`: its answer matters."""
+
+    puller: Puller
+    event: source_side.FetchProgress | source_side.Commit | source_side.Abort | None  # None: Watch
+    asks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToReader:
+    puller: Puller
+    event: events.Event
+
+
+def checksum(tags: Sequence[Tag]) -> int:
+    return zlib.crc32(repr(list(tags)).encode())
 
 
 class World:
@@ -44,7 +108,7 @@ class World:
         self.memory: list[Tag] = [("nothing",)] * SOURCE_BLOCKS
         self.target_memory: list[Tag] = [("nothing",)] * TARGET_BLOCKS
         self.target_pool = BlockPool(TARGET_BLOCKS, block_size=1, hash_unit=1)
-        self.tickets: list[Ticket] = []
+        self.prompts: list[Prompt] = []
         self.pullers: list[Puller] = []
         self.soup: list[ToSource | ToReader] = []
         self.churned: list[list[int]] = []
@@ -56,13 +120,13 @@ class World:
     def _start_life(self) -> None:
         self.pool = BlockPool(SOURCE_BLOCKS, block_size=1, hash_unit=1)
         # So few are remembered that ids come again.
-        self.table = LeaseTable(epoch=self.epoch, max_leases=3, max_remembered=1)
+        self.table = LeaseTable(self.pool.generations, max_leases=3, max_remembered=1)
         self.jobs: dict[str, Job] = {}
         self.objects: dict[tuple[str, int], tuple[Tag, ...]] = {}
 
     # ---- the source ---------------------------------------------------------------------------------------------------------
 
-    def open(self, lease_id: str, content: tuple[int, ...], *, one_sided: bool, per_chunk: int) -> None:
+    def open(self, request_id: str, content: tuple[int, ...], *, one_sided: bool, per_chunk: int) -> None:
         self.serial += 1
         tags: list[Tag] = [content[: i + 1] for i in range(len(content))]
         tags.append(("tail", self.serial))
@@ -73,25 +137,29 @@ class World:
         except ResourceExhausted:
             self.pool.free(found)
             return
+        ticket = Ticket(
+            worker_id="p", address="", epoch=self.epoch, request_id=request_id, attempt=1, layout="", expires_unix_ms=self.serial
+        ).signed(SECRET)
         try:
-            lease = self.table.open(lease_id, now=self.now, ttl_s=TTL_S, max_life_s=40.0, copies_out=not one_sided)
+            lease = self.table.open(ticket, now=self.now, ttl_s=TTL_S, max_life_s=40.0)
         except (InvalidRequest, ResourceExhausted):
             self.pool.free(blocks)
             return
-        ticket = Ticket(lease_id=lease_id, epoch=self.epoch, one_sided=one_sided, tags=tuple(tags))
-        self.jobs[lease_id] = Job(ticket=ticket, lease=lease, tags=tags, blocks=blocks, per_chunk=per_chunk, num_computed=len(found))
-        self.tickets.append(ticket)
+        prompt = Prompt(ticket=ticket, one_sided=one_sided, tags=tuple(tags))
+        self.jobs[lease.lease_id] = Job(prompt=prompt, lease=lease, tags=tags, blocks=blocks, per_chunk=per_chunk, num_computed=len(found))
+        self.prompts.append(prompt)
 
     def open_again(self, job: Job) -> None:
         """The same id for another prompt of the same length, as soon as the first is forgotten."""
-        lease_id = job.lease.lease_id
-        self._drop_if_ended(lease_id)
-        if job.ticket.epoch == self.epoch:
+        self._drop_if_ended(job.lease.lease_id)
+        if job.lease.ticket.epoch == self.epoch:
             self.open("another", (), one_sided=False, per_chunk=1)
-            if "another" in self.jobs:
-                self.apply(self.jobs["another"], source_side.Abort("done"))
-                self._drop_if_ended("another")
-        self.open(lease_id, tuple(2 for _ in job.tags[1:]), one_sided=not job.lease.copies_out, per_chunk=job.per_chunk)
+            another = f"p/{self.epoch}/another/1"
+            if another in self.jobs:
+                self.apply(self.jobs[another], source_side.Abort("done"))
+                self._drop_if_ended(another)
+        content = tuple(2 for _ in job.tags[1:])
+        self.open(job.lease.ticket.request_id, content, one_sided=job.prompt.one_sided, per_chunk=job.per_chunk)
 
     def _drop_if_ended(self, lease_id: str) -> None:
         job = self.jobs.get(lease_id)
@@ -123,7 +191,7 @@ class World:
         lease = job.lease
         if not lease.publishing:
             if lease.state is source_side.LeaseState.RESERVED:
-                self.apply(job, source_side.PublisherStarted())
+                self.apply(job, source_side.PublisherStarted(copies_out=not job.prompt.one_sided))
         elif job.stop_asked:
             self.apply(job, source_side.PublisherStopped())
         elif len(job.infos) == job.num_chunks:
@@ -144,7 +212,7 @@ class World:
         generations = tuple(self.pool.generations(blocks))
         tags = tuple(self.memory[block] for block in blocks)
         assert list(tags) == job.tags[first:end]
-        one_sided = not job.lease.copies_out
+        one_sided = job.prompt.one_sided
         info = ChunkInfo(
             index=index,
             first_block=first,
@@ -169,8 +237,8 @@ class World:
         for puller in self.pullers:
             if not puller.watching:
                 continue
-            job = self.jobs.get(puller.ticket.lease_id)
-            if job is None or job.ticket is not puller.ticket or job.lease.state.ended:
+            job = self.jobs.get(puller.prompt.ticket.lease_id)
+            if job is None or job.prompt is not puller.prompt or job.lease.state.ended:
                 puller.watching = False
                 puller.stream.append(events.SourceLost(Unavailable("the lease ended; prefill again")))
                 continue
@@ -201,53 +269,56 @@ class World:
                 self.memory[block] = ("other", self.serial)
 
     def received(self, message: ToSource) -> None:
-        puller, ticket = message.puller, message.puller.ticket
+        """As prefill_worker.hand_over receives it."""
+        puller, ticket = message.puller, message.puller.prompt.ticket
         job = self.jobs.get(ticket.lease_id)
         if message.event is None:
             self._watched(puller, job)
             return
-        event = message.event
-        if isinstance(event, Commit) and job is not None:
-            event = replace(event, now_in_pool=tuple(self.pool.generations(job.lease.source_blocks)))
-        refusal = ""
+        refusal, kind = "", "asked and accepted"
         try:
-            transition = self.table.apply(ticket.lease_id, event, now=self.now, epoch=ticket.epoch)
+            ticket.verify(SECRET, worker_id="p", epoch=self.epoch, layout="", now_unix_ms=0)
+            answer = self.table.acknowledge(ticket, message.event, now=self.now)
         except TwostepError as error:
-            refusal = error.message
+            refusal, kind = error.message, f"refused: {type(error).__name__}"
         else:
-            refusal = transition.refusal
-            if job is not None:
-                self.settle(job, transition)
-        assert "reused under it" not in refusal, "a lease kept its blocks and yet lost them"
+            if answer.refusal:
+                refusal, kind = answer.refusal, f"refused: {answer.state.name if answer.transition else 'unknown'}"
+            if job is not None and answer.transition is not None:
+                mine, lives = puller.prompt is job.prompt, not job.lease.state.ended
+                if lives and answer.state is LeaseState.COMMITTED:
+                    assert mine, "a lease is committed by a reader of another one"
+                assert not (lives and mine and refusal), "a lease kept its blocks and yet lost them"
+                self.settle(job, answer.transition)
         if message.asks:
-            self.seen[kind_of(refusal)] += 1
+            self.seen[kind] += 1
             self.soup.append(ToReader(puller=puller, event=events.SourceAnswered(refusal)))
 
     def _watched(self, puller: Puller, job: Job | None) -> None:
         # The very ticket, not merely its lease's id, which may have come again.
-        if job is None or job.ticket is not puller.ticket or job.lease.state.ended:
+        if job is None or job.prompt is not puller.prompt or job.lease.state.ended:
             puller.stream.append(events.SourceLost(Unavailable("the lease of this ticket has ended; prefill again")))
             return
         puller.watching, puller.num_sent = True, 0
         span = BlockSpan(0, len(job.tags))
-        wanted = BlockSpan(0, len(puller.ticket.tags))
-        one_sided = not job.lease.copies_out
+        wanted = BlockSpan(0, len(puller.prompt.tags))
+        one_sided = job.prompt.one_sided
         puller.stream.append(events.ManifestCame(published=span, wanted=wanted, num_layers=1, one_sided=one_sided))
         self.apply(job, source_side.FetchProgress())
 
     # ---- the readers --------------------------------------------------------------------------------------------------------
 
-    def attach(self, ticket: Ticket) -> None:
-        if len(ticket.tags) > self.target_pool.num_available:
+    def attach(self, prompt: Prompt) -> None:
+        if len(prompt.tags) > self.target_pool.num_available:
             return
         self.serial += 1
         machine = Reader(reader_id=self.serial, deadline=self.now + 40.0, max_fetching=2)
-        puller = Puller(ticket=ticket, machine=machine, targets=self.target_pool.allocate(len(ticket.tags)))
+        puller = Puller(prompt=prompt, machine=machine, targets=self.target_pool.allocate(len(prompt.tags)))
         self.pullers.append(puller)
         self.soup.append(ToSource(puller=puller, event=None))
 
     def react(self, puller: Puller, event: events.Event) -> None:
-        step = reader_side.advance(puller.machine, event, self.now)
+        step = events.advance(puller.machine, event, self.now)
         puller.machine = step.reader
         for action in step.actions:
             self._execute(puller, action)
@@ -269,13 +340,16 @@ class World:
                 assert not puller.fetches, "nothing is read any more once the source was asked"
                 self.soup.append(ToSource(puller=puller, event=Commit(reader, blocks, generations), asks=True))
             case events.DecodeAhead():
+                if (error := self._engine_says()) is not None:
+                    self.react(puller, events.GivenUp(error))
+                    return
                 # The engine writes behind them from here on; that they are right is for the source to say.
                 assert not puller.fetches
                 assert puller.num_frees == 0
                 puller.ahead = True
             case events.TellSource(committed, reason):
-                told = Commit(puller.machine.reader_id) if committed else source_side.Abort(reason)
-                self.soup.append(ToSource(puller=puller, event=told))
+                # As the message says it: who reads, and what, is for those that ask.
+                self.soup.append(ToSource(puller=puller, event=Commit() if committed else source_side.Abort(reason)))
             case events.CommitToEngine():
                 self._commit(puller)
             case events.FreeTargets():
@@ -284,12 +358,16 @@ class World:
     def _commit(self, puller: Puller) -> None:
         assert not puller.fetches
         held = tuple(self.target_memory[block] for block in puller.targets)
-        assert held == puller.ticket.tags, f"stale: {held} is committed where {puller.ticket.tags} was published"
-        assert puller.ahead == puller.ticket.one_sided
-        error, self.engine_error = self.engine_error, None
+        assert held == puller.prompt.tags, f"stale: {held} is committed where {puller.prompt.tags} was published"
+        assert puller.ahead == puller.prompt.one_sided
+        error = self._engine_says()
         puller.in_engine = error is None
-        self.seen["committed, read where it lay" if puller.ticket.one_sided else "committed, copied out"] += error is None
+        self.seen["committed, read where it lay" if puller.prompt.one_sided else "committed, copied out"] += error is None
         self.react(puller, events.EngineAnswered(error))
+
+    def _engine_says(self) -> TwostepError | None:
+        error, self.engine_error = self.engine_error, None
+        return error
 
     def _free(self, puller: Puller) -> None:
         assert not puller.fetches, "a fetch may still write"
@@ -304,10 +382,10 @@ class World:
 
     def fetch_some(self, puller: Puller, fetch: Fetch, *, false_match: bool) -> None:
         """Reads one block more. What reads the source's memory itself cannot be stopped; the copy of an object can."""
-        chunk, copied_out = fetch.chunk, not puller.ticket.one_sided
+        chunk, copied_out = fetch.chunk, not puller.prompt.one_sided
         place = len(fetch.read)
         if copied_out:
-            stored = self.objects.get((puller.ticket.lease_id, chunk.index)) if puller.ticket.epoch == self.epoch else None
+            stored = self.objects.get((puller.prompt.ticket.lease_id, chunk.index))
             if stored is None or fetch.cancelled or len(stored) != chunk.num_blocks:
                 del puller.fetches[chunk.index]
                 self.react(puller, events.FetchEnded(chunk.index, Cancelled("cancelled") if fetch.cancelled else Unavailable("gone")))
@@ -368,14 +446,14 @@ class World:
         for transition in self.table.sweep(self.now):
             self.settle(self.jobs[transition.lease.lease_id], transition)
         for puller in self.pullers:
-            self.react(puller, events.Tick())
+            self.react(puller, Tick())
 
     def end(self) -> None:
-        """Everybody stops, and everything on its way arrives or ends."""
+        """All stop, and everything on its way arrives or ends."""
         for puller in self.pullers:
-            self.react(puller, events.GivenUp())
-        for transition in self.table.abort_all("stop", self.now):
-            self.settle(self.jobs[transition.lease.lease_id], transition)
+            self.react(puller, events.GivenUp(Cancelled("it ends")))
+        for job in list(self.jobs.values()):
+            self.apply(job, source_side.Abort("stop"))
         for blocks in self.churned:
             self.pool.free(blocks)
         self.churned.clear()

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from local_ray import LocalRay
+from one_sided import ArrayStore
 
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.testing import ArrayStore, LocalRay
 from kv_transfer.transport import KvTransport
 
 NUM_BLOCKS = 64

@@ -7,7 +7,7 @@ come late, twice, and give up; messages overtake each other, come twice or never
     no reader commits anything but what its ticket's prompt computed, though checksums may find false matches where memory is read in place
     when all is over nothing is held, on either side, whatever still arrives
 
-The run below makes at least 20,000 random operations. TWOSTEP_PROPERTY_STEPS asks for about so many instead, e.g.
+The run below makes at least 10,000 random operations. TWOSTEP_PROPERTY_STEPS asks for about so many instead, e.g.
 
     TWOSTEP_PROPERTY_STEPS=1000000 python -m pytest tests/kv_transfer/test_hand_over_model.py
 """
@@ -19,22 +19,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
-from hand_over_parts import SOURCE_BLOCKS
-from hand_over_world import World
+from hand_over_world import SOURCE_BLOCKS, World
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kv_transfer import lease, reader
-from kv_transfer.lease import Abort, Commit, Lease, LeaseState, LeaseTable, PublisherStopped, Transition
-from kv_transfer.reader import Reader, ReaderState, Step
-from kv_transfer.reader_events import FreeTargets, GivenUp, SourceLost
-from twostep.errors import InvalidRequest, Unavailable
+from kv_transfer.lease import Abort, Acknowledged, Commit, Lease, LeaseState, LeaseTable, PublisherStopped, Transition
+from kv_transfer.reader import EngineAnswered, FreeTargets, GivenUp, Reader, ReaderState, ReaderStep, SourceLost
+from kv_transfer.ticket import Ticket
+from twostep.errors import Cancelled, InvalidRequest, Unavailable
 
-OPERATIONS = 20_000
+OPERATIONS = 10_000
 STEPS = 80
 ENDS = ["aborts", "fails", "expires", "restarts"]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -82,8 +81,8 @@ class HandOvers(RuleBasedStateMachine):
         one_sided, per_chunk, readers = random.choice((True, True, False)), random.randint(1, 2), random.choice((0, 1, 1, 2, 2, 3))
         note(f"{lease_id} of {content}, one-sided {one_sided}, {per_chunk} blocks a chunk, {readers} readers")
         self.world.open(lease_id, content, one_sided=one_sided, per_chunk=per_chunk)
-        for _ in range(readers if self.world.tickets else 0):
-            self.world.attach(self.world.tickets[-1])
+        for _ in range(readers if self.world.prompts else 0):
+            self.world.attach(self.world.prompts[-1])
         self.go_on(random, random.choice((0, 10, 20, 30)), "all")
 
     @rule(seed=SEEDS)
@@ -159,11 +158,11 @@ class HandOvers(RuleBasedStateMachine):
             case "turned":
                 puller.stream.reverse()
             case "given up":
-                self.world.react(puller, GivenUp())
+                self.world.react(puller, GivenUp(Cancelled("it is not wanted")))
             case "refused":
                 self.world.engine_error = InvalidRequest("nothing is left to decode")
             case "again":
-                self.world.attach(puller.ticket)
+                self.world.attach(puller.prompt)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.5]))
     def time_passes(self, seconds: float) -> None:
@@ -197,8 +196,8 @@ def test_no_interleaving_leaks_or_commits_what_is_stale() -> None:
     assert machine.num_operations >= operations
     if operations >= OPERATIONS:
         for what in ("committed, copied out", "committed, read where it lay", "torn or stale bytes", "asked and accepted"):
-            assert machine.seen[what] >= 20, f"{what} hardly ever happens: {machine.seen}"
-        for why in ("has ended", "another reader", "not what lease", "epoch", "no lease"):
+            assert machine.seen[what] >= 10, f"{what} hardly ever happens: {machine.seen}"
+        for why in (LeaseState.ABORTED.name, LeaseState.COMMITTED.name, Unavailable.__name__, "unknown"):
             assert machine.seen[f"refused: {why}"], f"nothing is ever refused for {why!r}: {machine.seen}"
 
 
@@ -212,13 +211,6 @@ def accept_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_commit", wrong)
 
 
-def accept_any_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = lease._commit
-    monkeypatch.setattr(
-        lease, "_commit", lambda one, commit: right(one, replace(commit, source_blocks=one.source_blocks, generations=one.generations))
-    )
-
-
 def accept_any_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lease._commit
     monkeypatch.setattr(
@@ -226,9 +218,14 @@ def accept_any_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def accept_any_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LeaseTable.apply
-    monkeypatch.setattr(LeaseTable, "apply", lambda table, lease_id, event, *, now, epoch=None: right(table, lease_id, event, now=now))
+def accept_any_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LeaseTable.acknowledge
+
+    def wrong(table: LeaseTable, ticket: Ticket, event: Any, *, now: float) -> Acknowledged:
+        known = [one.ticket for one in (*table._leases.values(), *table._remembered.values()) if one.lease_id == ticket.lease_id]
+        return right(table, known[0] if known else ticket, event, now=now)
+
+    monkeypatch.setattr(LeaseTable, "acknowledge", wrong)
 
 
 def free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +235,7 @@ def free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reader._maybe_complete
 
-    def wrong(one: Reader) -> Step:
+    def wrong(one: Reader) -> ReaderStep:
         done = right(one).reader.state is ReaderState.COMMITTING
         return reader._to_engine(replace(one, state=ReaderState.COMPLETE)) if done else right(one)
 
@@ -249,25 +246,29 @@ def free_targets_under_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         reader,
         "_free_if_quiet",
-        lambda one: Step(one) if one.targets_freed else Step(replace(one, targets_freed=True), (FreeTargets(),)),
+        lambda one: ReaderStep(one) if one.targets_freed else ReaderStep(replace(one, targets_freed=True), (FreeTargets(),)),
     )
+
+
+def commit_what_the_engine_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reader._engine_answered
+    monkeypatch.setattr(reader, "_engine_answered", lambda one, event: right(one, EngineAnswered()))
 
 
 @pytest.mark.parametrize(
     "break_a_rule",
     [
         accept_after_the_end,
-        pytest.param(accept_any_generation, marks=pytest.mark.system),
         accept_any_reader,
-        pytest.param(accept_any_epoch, marks=pytest.mark.system),
+        accept_any_ticket,
         free_twice,
         ask_nobody,
         free_targets_under_a_fetch,
+        commit_what_the_engine_refused,
     ],
 )
 def test_the_model_finds_a_broken_rule(break_a_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is broken are parts of the two machines, which have names of their own only inside.
     break_a_rule(monkeypatch)
-    # Epochs matter after a restart alone; hypothesis draws other cases when other modules are loaded, and often hardly any with one.
-    ends = ["restarts"] if break_a_rule is accept_any_epoch else ENDS
     with pytest.raises(AssertionError):
-        run(5 * OPERATIONS, find_only=True, ends=ends)
+        run(10 * OPERATIONS, find_only=True)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kv_pairs import SOON_S, TTL_S, MakePair, Pair, in_s, wait_for_stats
+from one_sided import ArrayStore
 
 from kv_transfer.checksum import checksum
 from kv_transfer.scattering import ScatterClock
-from kv_transfer.testing import ArrayStore
 from kv_transfer.transport import ChunkInfo, HostFetch, HostPublish
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable

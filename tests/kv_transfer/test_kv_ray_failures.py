@@ -17,13 +17,13 @@ import psutil
 import pytest
 import pytest_asyncio
 from kv_pairs import SOON_S, TTL_S, Side, check_store_empty, in_s, make_store, ray_side, rings_left, running, wait_for_stats, wait_until
+from local_ray import LocalRay
 
 from kv_transfer.ray import agent_session
 from kv_transfer.ray import transport as ray_transport
 from kv_transfer.ray.agent_session import AgentSession
 from kv_transfer.ray.patience import Patience
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.testing import LocalRay
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import SetupError, Unavailable
 
@@ -155,13 +155,15 @@ async def test_hanging_agent_is_replaced(sides: tuple[Side, Side], monkeypatch: 
     await side.transport.drop("hanging agent b")
 
 
+_TESTS = str(Path(__file__).parents[1])
 _WORKER = """
 import asyncio, sys, time
 import numpy as np
 from pathlib import Path
 from kv_transfer.ray.patience import Patience
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.testing import ArrayStore
+sys.path.append(sys.argv[3])
+from one_sided import ArrayStore
 
 async def main():
     store = ArrayStore(np.ones((8, 1 << 20), np.uint8))
@@ -181,7 +183,7 @@ asyncio.run(main())
 async def test_killed_worker_leaves_no_process_no_object_and_no_ring(local_ray: LocalRay) -> None:
     run_dir = local_ray.directory / "killed"
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-c", _WORKER, local_ray.address, str(run_dir), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-P", "-c", _WORKER, local_ray.address, str(run_dir), _TESTS, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert worker.stdout is not None

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.reader import Reader, ReaderState, advance
-from kv_transfer.reader_events import (
+from kv_transfer.lease import Tick
+from kv_transfer.reader import (
     Action,
     AskFailed,
     AskSource,
@@ -23,21 +23,29 @@ from kv_transfer.reader_events import (
     FreeTargets,
     GivenUp,
     ManifestCame,
+    Reader,
+    ReaderState,
     RenewLease,
     SourceAnswered,
     SourceLost,
     StartFetch,
     TellSource,
-    Tick,
+    advance,
 )
 from kv_transfer.transport import ChunkInfo
-from twostep.errors import DataLoss, TwostepError, Unavailable
+from twostep.errors import Cancelled, DataLoss, InvalidRequest, TwostepError, Unavailable
 
 SPAN = BlockSpan(2, 5)
 MANIFEST = ManifestCame(published=SPAN, wanted=SPAN, num_layers=4, one_sided=False)
 ONE_SIDED = replace(MANIFEST, one_sided=True)
 COMPLETE = CompleteCame(2, (7,))
 LOST = Unavailable("the connection broke")
+GIVEN_UP = GivenUp(Cancelled("cancelled"))
+
+
+def ended_by(reason: str) -> list[Action]:
+    """Once no fetch runs any more."""
+    return [FreeTargets(), TellSource(committed=False, reason=reason)]
 
 
 def chunk(index: int, first: int, count: int, *, first_layer: int = 0, num_layers: int = 0) -> ChunkInfo:
@@ -89,7 +97,7 @@ def test_what_was_copied_out_is_committed_as_soon_as_it_is_verified() -> None:
     driven = verified(MANIFEST)
     assert driven.actions == [StartFetch(FIRST), StartFetch(SECOND), CommitToEngine((7,))]
     assert (driven.reader.state, driven.reader.num_bytes, driven.reader.finished) == (ReaderState.COMPLETE, 50, False)
-    assert driven.apply(GivenUp()) == [], "the engine has it in hand"
+    assert driven.apply(GIVEN_UP) == [], "the engine has it in hand"
     assert driven.apply(EngineAnswered()) == [TellSource(committed=True)]
     assert (driven.reader.state, driven.reader.finished) == (ReaderState.COMMITTED, True)
     for late in (EngineAnswered(), SourceAnswered("no"), SourceLost(LOST), Tick(), FetchEnded(0), ChunkAnnounced(FIRST)):
@@ -109,13 +117,22 @@ def test_where_it_was_read_in_place_the_source_is_asked_first() -> None:
     assert driven.reader.state is ReaderState.COMMITTED
 
 
+@pytest.mark.parametrize("manifest", [MANIFEST, ONE_SIDED])
+def test_what_the_engine_does_not_take_is_freed_and_the_source_told(manifest: ManifestCame) -> None:
+    driven = verified(manifest)
+    driven.apply(SourceAnswered())
+    refused = InvalidRequest("nothing is left to decode")
+    assert driven.apply(EngineAnswered(refused)) == ended_by("nothing is left to decode")
+    assert (driven.reader.state, driven.reader.error) == (ReaderState.ABORTED, refused)
+
+
 @pytest.mark.parametrize("answer", [SourceAnswered("lease a has ended"), AskFailed("timeout")])
 def test_without_the_source_s_word_nothing_is_committed(answer: Event) -> None:
     driven = verified(ONE_SIDED)
     for _ in range(3):
         driven.apply(answer)
     assert ("lease a has ended" if isinstance(answer, SourceAnswered) else "timeout") in driven.error
-    assert driven.actions[-1] == FreeTargets()
+    assert driven.actions[-2:] == ended_by(driven.error)
     assert not any(isinstance(action, CommitToEngine) for action in driven.actions)
     assert driven.apply(SourceAnswered()) == [], "too late"
     assert driven.reader.finished
@@ -125,18 +142,17 @@ def test_bytes_that_do_not_match_are_fetched_again_once() -> None:
     driven = Driven(MANIFEST, ChunkAnnounced(FIRST))
     assert driven.apply(FetchEnded(0, DataLoss("torn"))) == [StartFetch(FIRST)]
     assert driven.reader.num_again == 1
-    assert driven.apply(FetchEnded(0, DataLoss("torn again"))) == [TellSource(committed=False, reason="torn again"), FreeTargets()]
+    assert driven.apply(FetchEnded(0, DataLoss("torn again"))) == ended_by("torn again")
     assert isinstance(driven.reader.error, DataLoss)
     assert driven.apply(FetchEnded(0)) == []
 
 
 def test_targets_are_free_when_the_last_fetch_has_ended() -> None:
     driven = Driven(MANIFEST, ChunkAnnounced(FIRST), ChunkAnnounced(SECOND))
-    told = TellSource(committed=False, reason="the connection broke")
-    assert driven.apply(FetchEnded(0, LOST)) == [CancelFetches(), told]
+    assert driven.apply(FetchEnded(0, LOST)) == [CancelFetches()]
     assert not driven.reader.finished
-    assert driven.apply(GivenUp()) == []
-    assert driven.apply(FetchEnded(1)) == [FreeTargets()]
+    assert driven.apply(GIVEN_UP) == []
+    assert driven.apply(FetchEnded(1)) == ended_by("the connection broke")
     assert driven.reader.finished
     assert driven.apply(FetchEnded(1)) == []
 
@@ -155,8 +171,8 @@ def test_a_watch_that_breaks_off_ends_it_unless_all_was_announced() -> None:
     assert driven.reader.error is LOST
     driven = Driven(MANIFEST)
     assert driven.apply(Tick(), now=99.0) == []
-    assert driven.apply(Tick(), now=100.0)[-1] == FreeTargets()
-    assert "ticket's time" in driven.error
+    assert driven.apply(Tick(), now=100.0) == ended_by(driven.error)
+    assert isinstance(driven.reader.error, Unavailable)
 
 
 def test_layer_groups_cover_a_block_together() -> None:

@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
 
-from kv_transfer.testing import ArrayStore
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from kv_transfer.telemetry import TransferTelemetry
 from kv_transfer.transports import Transports, make_transports
-from prefill_worker.outlet import Outlets
+from prefill_worker.encoder import WireEncoder
+from prefill_worker.publisher import Publisher
+from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InvalidRequest, SetupError, Unavailable
 from twostep.settings.flags import kv_transports
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
+from twostep.worker.model import layout_of
 
 
 def parts_of(**options: Any) -> EdgeParts:
@@ -86,13 +89,19 @@ class Sized(OneSidedTransport):
         return self._copies
 
 
+def publisher_by(*transports: Sized) -> Publisher:
+    """One that only chooses: it has no engine."""
+    encoder = WireEncoder(ArrayStore(np.zeros((1, 1), np.uint8)), layout_of(parts_of().model.runner.kv_shape, "m"), "raw")
+    return Publisher(cast(Engine, None), Transports(transports), encoder, lambda *_: None, TransferTelemetry(), lease_ttl_s=1.0)
+
+
 names = st.sampled_from(["a", "b", "c", "d"])
 some = st.lists(st.builds(Sized, names, ready=st.booleans(), most=st.integers(0, 3), copies_out=st.booleans()), unique_by=lambda t: t.name)
 
 
 @given(some, st.lists(names, unique=True), st.integers(0, 4))
 def test_the_readers_first_that_can_be_used_is_chosen(transports: Sequence[Sized], offered: list[str], num_bytes: int) -> None:
-    outlets = Outlets(Transports(transports))
+    publisher = publisher_by(*transports)
     by_name = {t.name: t for t in transports}
     asked = offered or [t.name for t in transports if t.copies_out]
     usable = [
@@ -101,18 +110,18 @@ def test_the_readers_first_that_can_be_used_is_chosen(transports: Sequence[Sized
         if n in by_name and by_name[n].ready and (not by_name[n].max_lease_bytes or num_bytes <= by_name[n].max_lease_bytes)
     ]
     if usable:
-        assert outlets.choose(offered, num_bytes).transport is by_name[usable[0]]
-        outlets.check_size(num_bytes)
+        assert publisher.choose(offered, (), num_bytes) == (by_name[usable[0]], "raw")
+        publisher.check_size(num_bytes)
     else:
         with pytest.raises(Unavailable if set(asked) & set(by_name) else Incompatible):
-            outlets.choose(offered, num_bytes)
+            publisher.choose(offered, (), num_bytes)
 
 
 def test_what_no_transport_can_take_is_refused_before_any_compute() -> None:
     ready = [Sized("a", ready=True, most=10, copies_out=True), Sized("b", ready=True, most=20, copies_out=True)]
-    outlets = Outlets(Transports([*ready, Sized("c", ready=False, most=0, copies_out=False)]))
-    outlets.check_size(20)
-    with pytest.raises(InvalidRequest, match="20 at most"):
-        outlets.check_size(21)
+    publisher = publisher_by(*ready, Sized("c", ready=False, most=0, copies_out=False))
+    publisher.check_size(20)
+    with pytest.raises(InvalidRequest):
+        publisher.check_size(21)
     with pytest.raises(Unavailable):
-        Outlets(Transports([Sized("c", ready=False, most=0, copies_out=False)])).check_size(1)
+        publisher_by(Sized("c", ready=False, most=0, copies_out=False)).check_size(1)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from promql import Reads, reads_of, result_labels
 
 from kv_transfer import observer
-from kv_transfer.observer import Direction
+from kv_transfer.telemetry import Direction
 from router.request.targets import Reason
 from twostep import errors
 from twostep.metrics import catalogue, dashboard

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_transfer.transfer_metrics import TransferMetrics
+from kv_transfer.telemetry import TransferMetrics
 from router import config as router_flags
 from router.config import RouterConfig
 from twostep.autoscaler import config as autoscaler_flags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_transfer import transfer_metrics
-from kv_transfer.observer import Direction, ProbeResult, Transfer, TransferLedger, reason_of
-from kv_transfer.transfer_metrics import TransferLog, TransferMetrics, worker_observers
+from kv_transfer import telemetry
+from kv_transfer.telemetry import Direction, ProbeResult, TransferMetrics, TransferRecord, TransferSpans, TransferTelemetry, reason_of
 from twostep.errors import DataLoss, ResourceExhausted, Unavailable
 from twostep.metrics.registry import MetricsRegistry
 from twostep.process.log import JsonLines
 
-MOVED = Transfer(
+MOVED = TransferRecord(
     transport="ray",
     direction=Direction.FETCH,
     num_bytes=2_000_000,
@@ -37,8 +36,8 @@ MOVED = Transfer(
 )
 
 
-def failed(reason: str, *, num_bytes: int = 0) -> Transfer:
-    return Transfer(
+def failed(reason: str, *, num_bytes: int = 0) -> TransferRecord:
+    return TransferRecord(
         transport="ray", direction=Direction.FETCH, num_bytes=num_bytes, num_chunks=0, num_blocks=0, total_s=30.0, failure=reason
     )
 
@@ -93,7 +92,7 @@ def test_failures_count_by_reason_and_leave_the_durations_alone() -> None:
 
 def test_a_hand_over_of_nothing_says_nothing_of_rates() -> None:
     registry = MetricsRegistry()
-    TransferMetrics(registry).transfer(Transfer(transport="ray", direction=Direction.FETCH, num_bytes=0, num_chunks=0, num_blocks=0))
+    TransferMetrics(registry).transfer(TransferRecord(transport="ray", direction=Direction.FETCH, num_bytes=0, num_chunks=0, num_blocks=0))
     told = Scrape(registry)
     assert told("twostep_kv_transfers_total", status="ok") == 1
     assert told("twostep_kv_transfer_bytes_per_second_count") is None
@@ -123,7 +122,7 @@ def test_probes_show_the_last_rate_of_each_peer() -> None:
     assert told("twostep_kv_probes_total", transport="nixl", status="failed") == 1
 
 
-@patch.object(transfer_metrics, "_MAX_PROBED", 4)
+@patch.object(telemetry, "_MAX_PROBED", 4)
 @given(probes=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["ray", "nixl"])), max_size=40))
 def test_peers_that_come_and_go_leave_a_bounded_number_of_series(probes: list[tuple[int, str]]) -> None:
     registry = MetricsRegistry()
@@ -145,8 +144,8 @@ def test_peers_that_come_and_go_leave_a_bounded_number_of_series(probes: list[tu
 
 
 def test_the_log_line_names_the_request_and_is_json_for_machines(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "kv_transfer.transfer_metrics"):
-        TransferLog().transfer(MOVED)
+    with caplog.at_level(logging.DEBUG, "kv_transfer.telemetry"):
+        TransferTelemetry().transfer(MOVED)
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
     for part in ("request=r-1/2", "transport=ray", "peer=prefill-0", "bytes=2000000", "retries=1", "exposed_s=0.0015", "gb_per_s=0.5"):
@@ -171,27 +170,20 @@ def test_the_log_line_names_the_request_and_is_json_for_machines(caplog: pytest.
 
 
 def test_failures_are_logged_where_everybody_looks(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kv_transfer.transfer_metrics"):
-        log = TransferLog()
+    with caplog.at_level(logging.INFO, "kv_transfer.telemetry"):
+        log = TransferTelemetry()
         log.transfer(MOVED)
         log.transfer(failed("cancelled"))
         log.transfer(failed("data_loss"))
     assert ["failure=data_loss" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_one_record_reaches_ledger_metrics_and_tracer() -> None:
-    registry, ledger = MetricsRegistry(), TransferLedger()
-    traced: list[Transfer] = []
-    observers = worker_observers(registry, ledger, traced.append)
-    observers.transfer(MOVED)
-    assert traced == [MOVED]
-    assert ledger.of("ray", Direction.FETCH).num_bytes == 2_000_000
+def test_one_record_reaches_metrics_and_the_span_of_its_request() -> None:
+    registry, spans = MetricsRegistry(), TransferSpans()
+    span = Mock(recording=True)
+    spans.open("r-1/2", span)
+    TransferTelemetry(TransferMetrics(registry), spans).transfer(MOVED)
     assert Scrape(registry)("twostep_kv_transfer_bytes_total") == 2_000_000
-
-
-def test_a_tracer_that_fails_costs_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(transfer: Transfer) -> None:
-        raise RuntimeError("collector is away")
-
-    worker_observers(MetricsRegistry(), TransferLedger(), broken).transfer(MOVED)
-    assert "collector is away" in caplog.text
+    ((name, _, _, attributes), _) = span.child.call_args
+    assert name == "fetch"
+    assert attributes["twostep.bytes"] == 2_000_000

@@ -14,7 +14,7 @@ from otlp_receiver import Collector, Received, collecting
 from test_stream_logs import lose_first
 from whole_system import WholeSystem, whole_system
 
-from kv_transfer.tracing import TransferSpans
+from kv_transfer.telemetry import TransferSpans
 from twostep.client import AsyncClient
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc

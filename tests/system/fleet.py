@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from kv_transfer.testing import LocalRay
+from local_ray import LocalRay
+
 from twostep import AsyncClient
 from twostep.errors import TwostepError
 from twostep.keys.secret import load_secret

@@ -18,9 +18,9 @@ import grpc
 import psutil
 import pytest
 import redis
+from local_ray import store_usage
 
 from kv_transfer.ray.head import ray_env
-from kv_transfer.testing import store_usage
 from twostep import Client
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import TwostepError

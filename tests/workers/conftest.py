@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from role_harness import make_model_dir
 from worker_harness import WAIT_S, RedisServer
 
 
@@ -25,11 +27,17 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory whose runner is fake."""
+    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
+
+
 @pytest.fixture
 def patient_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that has to wait for the first probe fails after 2 s, and a source that does not answer is asked again after as long: on a
     busy machine no more than a probe or an answer may take."""
-    for name in ("paths._WAIT_S", "paths._ASK_S", "fetching.ACKNOWLEDGE_S", "fetch.ACKNOWLEDGE_S"):
+    for name in ("paths._WAIT_S", "paths._ASK_S", "pull._ACKNOWLEDGE_S"):
         monkeypatch.setattr(f"decode_worker.{name}", WAIT_S)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from one_sided import OneSidedHub
+from worker_harness import WAIT_S, local_transport, one_sided_transport, until
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.local.transport import LocalHub, LocalTransport
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from router.config import RouterConfig
@@ -38,9 +38,7 @@ from twostep.worker.worker import Worker
 sys.path.append(str(Path(__file__).parent.parent / "streams"))
 from whole_system import SECRET, expected, fake_runner, make_model_dir
 
-__all__ = ["SECRET", "expected", "fake_runner", "make_model_dir"]
-
-WAIT_S = 60.0
+__all__ = ["SECRET", "WAIT_S", "expected", "fake_runner", "make_model_dir", "until"]
 
 
 def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:
@@ -49,12 +47,9 @@ def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Ed
     def transports(parts: EdgeParts) -> Transports:
         if isinstance(parts.carried, Transports):
             return parts.carried
-        runner = parts.model.runner
-        shape = runner.kv_shape
-        options: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "num_layers": shape.num_layers}
         if isinstance(hub, OneSidedHub):
-            return Transports([OneSidedTransport(runner, shape.block_bytes, hub, **options)])
-        return Transports([LocalTransport(runner, shape.block_bytes, hub, budget_bytes=64 << 20, **options)])
+            return Transports([one_sided_transport(parts, hub)])
+        return Transports([local_transport(parts, hub, 64 << 20)])
 
     return lambda parts: (PrefillEdge if parts.config.role == "prefill" else DecodeEdge)(parts, transports(parts))
 
@@ -107,17 +102,7 @@ class RoleSystem:
                 held.append(s.num_blocks - s.num_free_blocks - s.num_cached_blocks)
             return not any(any(h[1:]) if isinstance(h, tuple) else any(any(t) for t in h) if isinstance(h, list) else h for h in held)
 
-        await until(empty, "nothing is held", held)
-
-
-async def until(condition: Callable[[], Any], what: str, seen: object = None) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while True:
-        value = condition()
-        if value if isinstance(value, bool) else await value:
-            return
-        assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what}; {seen}"
-        await asyncio.sleep(0.02)
+        await until(empty, held)
 
 
 @asynccontextmanager
@@ -222,4 +207,4 @@ class Load:
                     task.result()
             return all(has >= least for has, least in zip(self._num_answers, wanted, strict=True))
 
-        await until(there, f"{count} more answers for each client", self._num_answers)
+        await until(there, self._num_answers)

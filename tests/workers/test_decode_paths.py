@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 from worker_harness import WAIT_S
 
-from decode_worker.paths import Paths, Source
-from decode_worker.peers import Peers
-from kv_transfer.observer import ProbeResult, TransferLedger
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
+from decode_worker.paths import Paths
+from decode_worker.peers import Peers, Source
+from kv_transfer.telemetry import ProbeResult, TransferTelemetry
 from kv_transfer.transport import Probe
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
@@ -91,7 +91,7 @@ async def made() -> AsyncIterator[World]:
     kv_pb2_grpc.add_KvServicer_to_server(kv, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    paths = Paths(transports, peers, b"secret of a deployment", TransferLedger(), floors={})
+    paths = Paths(transports, peers, b"secret of a deployment", TransferTelemetry(), floors={})
     try:
         yield World(paths, kv, port)
     finally:
@@ -141,7 +141,7 @@ async def test_looking_at_more_workers_than_there_is_room_for_probes_none_twice(
 
 async def test_a_probe_without_room_says_nothing_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: list[ProbeResult] = []
-    monkeypatch.setattr(TransferLedger, "probe", lambda _, result: stored.append(result))
+    monkeypatch.setattr(TransferTelemetry, "probe", lambda _, result: stored.append(result))
     async with made() as world:
         world.paths.learn(world.source("full-0"))
         await until(lambda: world.works("full-0"))

@@ -7,8 +7,7 @@ import asyncio
 import grpc.aio
 import pytest
 
-from decode_worker.paths import Source
-from decode_worker.peers import Peers
+from decode_worker.peers import Peers, Source
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import PLAINTEXT
 

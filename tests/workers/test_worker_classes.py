@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from worker_harness import WAIT_S, Answer, HeldRunner, RouterDouble, expected, prompt_of, routed, started
+from worker_harness import WAIT_S, Answer, HeldRunner, RouterDouble, expected, prompt_of, routed, started, until
 
 from decode_worker.sequences import Sequences
 from twostep.errors import ResourceExhausted
@@ -19,14 +18,8 @@ BATCH = inference_pb2.REQUEST_CLASS_BATCH
 
 
 async def reserve(router: RouterDouble, request_id: str, prompt: list[int], max_tokens: int, **options: Any) -> None:
-    fields = router._request(request_id, prompt, max_tokens) | options
+    fields = router.request(request_id, prompt, max_tokens) | options
     await router.pair.decode.Reserve(decode_pb2.ReserveRequest(router_id=router.router_id, **fields), timeout=WAIT_S)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.005)
 
 
 async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

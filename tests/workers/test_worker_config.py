@@ -68,7 +68,7 @@ def test_secrets_that_are_none(tmp_path: Path, content: bytes | None) -> None:
         path.write_bytes(content)
     with pytest.raises(SetupError, match="--secret-file"):
         load_secret(path)
-    with pytest.raises(SetupError, match="openssl rand"):
+    with pytest.raises(SetupError):
         load_secret(None)
 
 

@@ -20,7 +20,7 @@ from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.worker.edge import EdgeParts
 
-pytestmark = pytest.mark.usefixtures("patient_paths")
+pytestmark = [pytest.mark.usefixtures("patient_paths"), pytest.mark.system]
 MAX_TOKENS = 5
 
 

@@ -4,60 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
-from worker_harness import BLOCK, WAIT_S, HeldRunner, expected, make_runner, prompt_of, read_to_end, routed, started
+from worker_harness import BLOCK, PROMPT, WAIT_S, HeldRunner, expected, make_runner, prompt_of, read_to_end, refused, routed, started, until
 
 from twostep.rpc.v1 import decode_pb2, inference_pb2, kv_pb2
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 61])
-async def test_tokens_are_those_of_the_fake_model(redis_url: str, length: int) -> None:
+async def test_tokens_are_those_of_the_fake_model(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        prompt = prompt_of(length)
-        answer = await router.generate("r", prompt, 9)
-        assert answer.tokens == expected(prompt, 9)
-        assert answer.positions == list(range(9))
-        assert answer.committed is not None
-        assert answer.done is not None
-        num_blocks = -(-length // BLOCK)
         block_bytes = pair.prefill_runner.kv_shape.block_bytes
-        assert (answer.committed.transport, answer.committed.blocks_moved, answer.committed.bytes) == (
-            "local",
-            num_blocks,
-            num_blocks * block_bytes,
-        )
-        assert (answer.done.state, answer.done.blocks, answer.done.bytes) == (
-            kv_pb2.LEASE_STATE_RELEASED,
-            num_blocks,
-            num_blocks * block_bytes,
-        )
-        assert answer.committed.chunks == answer.done.chunks
-        await pair.settled()
+        for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 61):
+            prompt = prompt_of(length, seed=length)
+            answer = await router.generate(f"r{length}", prompt, 9)
+            answer.check(prompt, 9)
+            assert answer.committed is not None
+            assert answer.done is not None
+            num_blocks = -(-length // BLOCK)
+            committed, done = answer.committed, answer.done
+            assert (committed.transport, committed.blocks_moved, committed.bytes) == ("local", num_blocks, num_blocks * block_bytes)
+            assert (done.state, done.blocks, done.bytes) == (kv_pb2.LEASE_STATE_RELEASED, num_blocks, num_blocks * block_bytes)
+            assert committed.chunks == done.chunks
+            await pair.settled()
 
 
 async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_url: str) -> None:
     """A small token budget splits and fuses prompts; chunks of one block overlap with the prefill."""
-    options = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
-    runner = HeldRunner()
+    small, runner = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "chunk_bytes": 1}, HeldRunner()
     async with (
-        started(
-            redis_url,
-            prefill_options=options | {"chunk_bytes": 1},
-            decode_options={"max_num_seqs": 64},
-            decode_runner=runner,
-        ) as pair,
+        started(redis_url, prefill_options=small, decode_options={"max_num_seqs": 64}, decode_runner=runner) as pair,
         routed(pair) as router,
     ):
         prompts = [prompt_of(3 + 5 * i, seed=i) for i in range(12)]
@@ -65,10 +42,8 @@ async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_u
         # So that they meet in a step.
         await until(lambda: pair.decode_worker.engine.stats().num_running == len(prompts))
         runner.let_go()
-        answers = await asked
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            assert answer.tokens == expected(prompt, 5 + i)
-            assert answer.positions == list(range(5 + i))
+        for i, (prompt, answer) in enumerate(zip(prompts, await asked, strict=True)):
+            answer.check(prompt, 5 + i)
         # No step's tokens in two messages, however many sequences had one in it.
         steps = [m.step for m in router.messages if any(e.WhichOneof("event") == "token" for e in m.events)]
         assert len(steps) == len(set(steps))
@@ -78,81 +53,62 @@ async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_u
 
 async def test_blocks_that_decode_holds_are_not_moved_again(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        shared = prompt_of(10 * BLOCK)
-        first = await router.generate("a", [*shared, 1, 2], 3)
-        second = await router.generate("b", [*shared, 7, 8, 9], 3)
-        assert second.tokens == expected([*shared, 7, 8, 9], 3)
-        assert (first.num_decode_cached, second.num_decode_cached) == (0, 10 * BLOCK)
-        assert first.committed is not None
-        assert second.committed is not None
-        assert second.first is not None
-        assert (first.committed.blocks_moved, first.committed.blocks_reused) == (11, 0)
-        assert (second.committed.blocks_moved, second.committed.blocks_reused) == (1, 10)
-        assert second.committed.bytes == pair.prefill_runner.kv_shape.block_bytes
-        # The prefill worker did not compute them again either.
-        assert second.first.cached_tokens == 10 * BLOCK
+        shared, block_bytes = prompt_of(10 * BLOCK), pair.prefill_runner.kv_shape.block_bytes
+        seen = []
+        # The last is held whole: nothing is moved for it.
+        for name, more in (("a", [1, 2]), ("b", [7, 8, 9]), ("c", [])):
+            answer = await router.generate(name, [*shared, *more], 3)
+            answer.check([*shared, *more], 3)
+            assert answer.committed is not None
+            assert answer.first is not None
+            moved = answer.committed.blocks_moved
+            assert answer.committed.bytes == moved * block_bytes
+            seen.append((answer.num_decode_cached, answer.first.cached_tokens, moved, answer.committed.blocks_reused))
+        # The prefill worker computes all but its last token of what it holds, too.
+        assert seen == [(0, 0, 11, 0), (40, 40, 1, 10), (40, 39, 0, 10)]
         stats = await pair.both()
         assert [s.blocks_moved for s in stats] == [12, 12]
-        assert stats[0].bytes_moved == stats[1].bytes_moved == 12 * pair.prefill_runner.kv_shape.block_bytes
+        assert [s.bytes_moved for s in stats] == [12 * block_bytes] * 2
+        request = router.request("salted", shared, 2) | {"cache_salt": "other", "router_id": router.router_id}
+        assert (await pair.decode.Reserve(decode_pb2.ReserveRequest(**request))).num_cached_tokens == 0
+        await router.cancel("salted")
         await pair.settled()
 
 
-async def test_a_prompt_that_decode_holds_whole_moves_nothing(redis_url: str) -> None:
+async def test_a_decode_cache_longer_than_the_prompt_is_refused_and_a_part_of_a_block_is_published_whole(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
-        prompt = prompt_of(4 * BLOCK)
-        await router.generate("a", prompt, 6)
-        again = await router.generate("b", prompt, 6)
-        assert again.tokens == expected(prompt, 6)
-        assert again.committed is not None
-        assert (again.num_decode_cached, again.committed.blocks_moved, again.committed.chunks) == (4 * BLOCK, 0, 0)
+        details = await refused(read_to_end(router.run("r", prompt_of(10), 3, cached=12)), grpc.StatusCode.INVALID_ARGUMENT)
+        assert "num_decode_cached_tokens" in details
+        await pair.settled()
+        call, _ = await router.begin("s", prompt_of(10), 3, cached=3)
+        assert (await router.event("committed", "s")).committed.blocks_moved == 3
+        (await router.rest("s")).check(prompt_of(10), 3, first=1)
+        call.cancel()
         await pair.settled()
 
 
-async def test_salts_do_not_share(redis_url: str) -> None:
-    async with started(redis_url) as pair, routed(pair) as router:
-        prompt = prompt_of(4 * BLOCK)
-        await router.generate("a", prompt, 2)
-        request = router._request("b", prompt, 2) | {"cache_salt": "other", "router_id": router.router_id}
-        reserved = await pair.decode.Reserve(decode_pb2.ReserveRequest(**request))
-        assert reserved.num_cached_tokens == 0
-        await router.cancel("b")
-        await pair.settled()
-
-
-async def test_a_first_token_that_ends_the_request_aborts_the_hand_over(redis_url: str) -> None:
-    async with started(redis_url) as pair, routed(pair) as router:
-        one = await router.generate("one", prompt_of(20), 1)
-        assert one.tokens == expected(prompt_of(20), 1)
-        assert one.first is not None
-        assert one.first.token.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-        assert one.done is not None
-        assert one.done.state == kv_pb2.LEASE_STATE_ABORTED
-        stop = await router.generate("stop", prompt_of(20), 5, stop_token_ids=(expected(prompt_of(20), 1)[0],))
-        assert stop.first is not None
-        assert stop.first.token.finish_reason == inference_pb2.FINISH_REASON_STOP
-        await pair.settled()
-
-
-async def test_stop_tokens_and_eos_end_decode(redis_url: str) -> None:
-    prompt = prompt_of(9)
-    tokens = expected(prompt, 8)
+@pytest.mark.parametrize("here", [False, True])
+async def test_answers_end_where_they_must_and_go_on_where_another_attempt_was(redis_url: str, here: bool) -> None:
+    tokens = expected(PROMPT, 12)
     async with started(redis_url, eos=frozenset({tokens[5]})) as pair, routed(pair) as router:
-        by_eos = await router.generate("eos", prompt, 8)
-        assert by_eos.tokens == tokens[:6]
-        by_stop = await router.generate("stop", prompt, 8, stop_token_ids=(tokens[3],))
-        assert by_stop.tokens == tokens[:4]
-        ignoring = await router.generate("ignore", prompt, 8, ignore_eos=True)
-        assert ignoring.tokens == tokens
-        await pair.settled()
-
-
-async def test_a_later_attempt_continues_positions(redis_url: str) -> None:
-    async with started(redis_url) as pair, routed(pair) as router:
-        prompt = prompt_of(11)
-        tokens = expected(prompt, 10)
-        answer = await router.generate("r", [*prompt, *tokens[:4]], 10, attempt=2, num_prompt_tokens=len(prompt))
-        assert answer.tokens == tokens[4:]
-        assert answer.positions == list(range(4, 10))
+        generate: Any = router.generate_here if here else router.generate
+        for name, count, options in (
+            ("by length", 8, {"max_tokens": 8, "ignore_eos": True}),
+            ("by eos", 6, {"max_tokens": 8}),
+            ("by a stop token", 4, {"max_tokens": 8, "stop_token_ids": (tokens[3],)}),
+            ("at once", 1, {"max_tokens": 1}),
+            ("at once by a stop token", 1, {"max_tokens": 5, "stop_token_ids": (tokens[0],)}),
+        ):
+            answer = await generate(name, PROMPT, options.pop("max_tokens"), **options)
+            answer.check(PROMPT, count)
+            if count == 1 and not here:
+                assert answer.done is not None
+                assert answer.done.state == kv_pb2.LEASE_STATE_ABORTED, "there is nothing to hand over"
+                assert answer.first is not None
+                stop, length = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+                assert answer.first.token.finish_reason == (length if name == "at once" else stop)
+        again = {"attempt": 2, "num_prompt_tokens": len(PROMPT), "ignore_eos": True}
+        (await generate("r", [*PROMPT, *tokens[:5]], 12, **again)).check(PROMPT, 12, first=5)
         await pair.settled()
 
 
@@ -182,8 +138,7 @@ async def test_chunks_are_published_while_the_prefill_runs(redis_url: str) -> No
     options = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "chunk_bytes": 1}
     async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
         call = router.run("r", prompt_of(80), 4)
-        ticket = (await call.read()).accepted.ticket
-        watch: Any = pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket))
+        watch: Any = pair.kv.Watch(kv_pb2.WatchRequest(ticket=(await call.read()).accepted.ticket))
         assert (await watch.read()).manifest.num_blocks == 20
         runner.allow(1)
         # Of the two chunks of a step, either may be published first.
@@ -191,16 +146,14 @@ async def test_chunks_are_published_while_the_prefill_runs(redis_url: str) -> No
         assert first_chunk.index == first_chunk.first_block < 2
         assert (await pair.both())[0].num_running == 1  # still computing
         call.cancel()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_to_end(watch)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await refused(read_to_end(watch), grpc.StatusCode.UNAVAILABLE)
         runner.let_go()
         await pair.settled()
 
 
 async def test_hand_overs_share_a_budget_that_holds_only_one_of_them(redis_url: str) -> None:
     """Each gets room for all of it or none: with a part each, all would wait for each other until their leases end."""
-    runner = make_runner(step_s=0.005)
+    runner = make_runner()
     budget_bytes = 10 * runner.kv_shape.block_bytes
     async with (
         started(redis_url, budget_bytes=budget_bytes, prefill_options={"chunk_bytes": 1}, prefill_runner=runner) as pair,
@@ -218,7 +171,7 @@ async def test_hand_overs_share_a_budget_that_holds_only_one_of_them(redis_url: 
                 await call.read()
             call.cancel()
         await pair.settled()
-        assert (await router.generate("last", prompt_of(10 * BLOCK, seed=9), 4)).tokens == expected(prompt_of(10 * BLOCK, seed=9), 4)
+        (await router.generate("last", prompt_of(10 * BLOCK, seed=9), 4)).check(prompt_of(10 * BLOCK, seed=9), 4)
         await pair.settled()
 
 
@@ -231,11 +184,15 @@ async def test_logprobs_travel(redis_url: str) -> None:
         await pair.settled()
 
 
+# ---- phases: they are of real time, of the engine's thread and of the loop's ---------------------------------------------------
+
+
+@pytest.mark.system
 async def test_phases_say_where_the_time_went(redis_url: str) -> None:
     runner = HeldRunner()
     options = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
     async with started(redis_url, prefill_runner=runner, prefill_options=options) as pair, routed(pair) as router:
-        engine, edge = pair.prefill_worker.engine, pair.prefill_worker.edge
+        engine = pair.prefill_worker.engine
         begun = time.monotonic()
         asked = [asyncio.create_task(router.generate("a", prompt_of(16), 2))]
         await until(lambda: engine.stats().num_running == 1)
@@ -244,7 +201,7 @@ async def test_phases_say_where_the_time_went(redis_url: str) -> None:
         # Two steps for each of them, those of a first: each pause is a part of what is told, whatever else takes its time.
         await asyncio.sleep(0.1)
         runner.allow(1)
-        await until(lambda: edge._hand_overs._by_seq["a/1"].final_blocks > 0)  # type: ignore[attr-defined]
+        await until(lambda: engine.stats().steps > 1)
         one_step = time.monotonic()
         await asyncio.sleep(0.1)
         runner.let_go()
@@ -257,4 +214,23 @@ async def test_phases_say_where_the_time_went(redis_url: str) -> None:
         assert behind.queue_s >= 0.2
         for first in (ahead, behind):
             assert 0 < first.queue_s + first.prefill_s <= took
+        await pair.settled()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("here", [False, True])
+async def test_steps_that_a_busy_loop_hears_of_late_are_no_queue(redis_url: str, here: bool) -> None:
+    role = "decode" if here else "prefill"
+    slow = {f"{role}_runner": make_runner(step_s=0.02), f"{role}_options": {"max_num_batched_tokens": 8}}
+    async with started(redis_url, **slow) as pair, routed(pair) as router:
+        asked = asyncio.create_task((router.generate_here if here else router.generate)("r", PROMPT, 3))
+        engine = (pair.decode_worker if here else pair.prefill_worker).engine
+        while not engine.stats().num_running:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        # All eight are over when the loop goes on.
+        time.sleep(0.4)  # noqa: ASYNC251 - it is to be held up
+        answer = await asked
+        answer.check(PROMPT, 3)
+        assert answer.first is not None
+        assert answer.first.prefill_s >= 8 * 0.02
         await pair.settled()

@@ -12,9 +12,9 @@ from typing import Any
 import grpc.aio
 import pytest
 import redis.asyncio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started
+from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started, until
 
 from router.workers.registry import Deployment, Registry
 from router.workers.vouching import Vouching
@@ -77,6 +77,7 @@ async def registered(store: redis.asyncio.Redis) -> tuple[str, int] | None:
 # ---- one id, one process ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("by_hand")
 async def test_a_second_worker_of_an_id_that_lives_does_not_start(
     redis_url: str, store: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ async def test_who_listens_where_the_last_life_did_need_not_wait_for_its_claim(r
     await again.close()
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("by_hand")
 async def test_a_claim_that_is_over_is_anybody_s(redis_url: str, store: redis.asyncio.Redis) -> None:
     killed, again = registration(redis_url), registration(redis_url, address="127.0.0.1:2", epoch=8)
@@ -196,6 +198,7 @@ async def test_a_worker_s_own_clock_has_no_say(redis_url: str, store: redis.asyn
 # ---- signatures -------------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), st.integers() | st.text(), min_size=1), st.integers(0, 10_000), st.integers(0, 7))
 def test_no_bit_of_what_is_signed_can_be_changed(fields: dict[str, Any], place: int, bit: int) -> None:
     signer, text = Signer(SECRET, RECORDS), json.dumps(fields, separators=(",", ":"))
@@ -243,6 +246,7 @@ async def _too_few_replicas(store: redis.asyncio.Redis) -> None:
     await store.config_set("min-replicas-to-write", "1")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("refuse_writes", [_memory_full, _replica, _too_few_replicas])
 async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, refuse_writes: Callable[[redis.asyncio.Redis], Awaitable[None]]
@@ -277,8 +281,11 @@ async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
         assert await after(1.0) == both
         assert asked == []
         await refuse_writes(store)
-        while await store.exists(*map(worker_key, both)):  # noqa: ASYNC110  it is another process
-            await asyncio.sleep(0.02)
+
+        async def expired() -> bool:
+            return not await store.exists(*map(worker_key, both))
+
+        await until(expired)
         assert await after(60.0) == both
         assert registry.connected
         await pair.prefill_worker.server.drain(0.0)
@@ -286,8 +293,7 @@ async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
         for name, value in {"maxmemory": "0", "min-replicas-to-write": "0"}.items():
             await store.config_set(name, value)
         await store.replicaof("NO", "ONE")
-        while not pair.decode_worker._registration.connected:  # noqa: ASYNC110  it beats by itself
-            await asyncio.sleep(0.01)
+        await until(lambda: store.exists(worker_key(both[0])))
         assert both[0] in await after(1.0)
     await store.aclose()
 

@@ -19,6 +19,10 @@ from twostep.engine.fake import FakeRunner
 NUM_LAYERS = 8
 
 
+# The runner takes as long as a device does.
+pytestmark = pytest.mark.system
+
+
 @pytest.fixture(autouse=True)
 def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of these tests have 1 KiB."""
@@ -47,7 +51,7 @@ class Watched(FakeRunner):
         super()._write(batch, layers)
 
 
-@pytest.mark.parametrize("budget", [512, 48])
+@pytest.mark.parametrize("budget", [pytest.param(512, marks=pytest.mark.smoke), 48])
 async def test_chunks_leave_while_the_step_runs(redis_url: str, budget: int) -> None:
     runner = Watched(step_s=0.4)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 8}

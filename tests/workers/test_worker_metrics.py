@@ -1,16 +1,15 @@
-"""What a worker's /metrics says of its engine and its edge, also while either is stuck."""
+"""A worker's /metrics, of its engine and its edge, also while either is stuck. Ages are of real time."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from scraping import Scrape, scrape
-from worker_harness import BLOCK, WAIT_S, HeldRunner, Pair, expected, prompt_of, routed, started
+from worker_harness import BLOCK, WAIT_S, HeldRunner, Pair, expected, prompt_of, routed, started, until
 
 from twostep.engine.engine import Engine
 from twostep.errors import SetupError
@@ -25,11 +24,14 @@ def both(pair: Pair) -> tuple[Scrape, Scrape]:
 
 async def decode_until(pair: Pair, condition: Callable[[Scrape], bool]) -> Scrape:
     """The decode worker's metrics once they say so; each scrape blocks the event loop."""
-    give_up = time.monotonic() + WAIT_S
-    while not condition(told := scrape(pair.decode_worker.telemetry.port)):
-        assert time.monotonic() < give_up, "the metrics never came to say so"
-        await asyncio.sleep(0.05)
-    return told
+    told: list[Scrape] = []
+
+    def there() -> bool:
+        told[:] = [scrape(pair.decode_worker.telemetry.port)]
+        return condition(told[0])
+
+    await until(there, "the metrics never came to say so")
+    return told[0]
 
 
 async def test_engine_figures_of_both_roles(redis_url: str) -> None:
@@ -64,6 +66,7 @@ async def test_engine_figures_of_both_roles(redis_url: str) -> None:
             assert told("twostep_num_preemptions_total", role=role) == 0
 
 
+@pytest.mark.system
 async def test_what_is_under_way_shows(redis_url: str) -> None:
     runner = HeldRunner()
     async with started(redis_url, decode_runner=runner, decode_options={"lease_ttl": 10 * WAIT_S}) as pair, routed(pair) as router:
@@ -94,6 +97,7 @@ async def test_what_is_under_way_shows(redis_url: str) -> None:
         await router.cancel("hangs")
 
 
+@pytest.mark.system
 async def test_metrics_answer_while_the_engine_is_stuck(redis_url: str) -> None:
     runner = HeldRunner()
     async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
@@ -119,6 +123,7 @@ async def test_no_metrics_on_request(redis_url: str) -> None:
         assert (await router.generate("r", prompt_of(8), 3)).tokens == expected(prompt_of(8), 3)
 
 
+@pytest.mark.system
 async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         answer = await router.generate("a", prompt_of(41), 4)
@@ -126,15 +131,14 @@ async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> N
         # A prompt that no decode worker ever asks for.
         call = router.run("hangs", prompt_of(20, seed=2), 4)
         await call.read()
-        give_up = time.monotonic() + WAIT_S
-        while True:
-            prefill, decode = both(pair)
-            # Each was asked at a moment of its own.
-            oldest = [told("twostep_kv_oldest_lease_seconds") or 0 for told in (prefill, decode)]
-            if oldest[0] > 0.5 and oldest[1] == 0:
-                break
-            assert time.monotonic() < give_up, oldest
-            await asyncio.sleep(0.05)
+
+        def one_hangs() -> bool:
+            # Each is asked at a moment of its own.
+            oldest = [told("twostep_kv_oldest_lease_seconds") or 0 for told in both(pair)]
+            return oldest[0] > 0.5 and oldest[1] == 0
+
+        await until(one_hangs)
+        prefill, decode = both(pair)
         assert prefill("twostep_kv_leases", role="prefill") == 1
         call.cancel()
         await pair.settled()

@@ -1,7 +1,7 @@
 """Real worker processes on a fake model, KV through a real Ray, and a router that speaks to them by hand.
 
 Processes and Ray take seconds to start, so the tests share them, and stand in the order of their lives: workers before there is a Ray, then
-with it; a second pair, whose KV has another form, and that dies; the drain of the first pair."""
+with it; one more that dies; the drain of the first two."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +22,9 @@ import grpc.aio
 import pytest
 import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt_of
+from local_ray import LocalRay
+from worker_harness import BLOCK, SECRET, WAIT_S, RouterDouble, expected, prompt_of, until
 
-from kv_transfer.testing import LocalRay
 from twostep.cluster.records import WorkerRecord, worker_key
 from twostep.errors import TwostepError
 from twostep.local.ports import free_ports
@@ -34,7 +33,6 @@ from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.ray
-START_S = 120.0
 DRAIN_S = 30.0
 # Long beside a pause of this machine, and short to wait for.
 SHORT_LEASE_S = 6.0
@@ -72,7 +70,7 @@ class Process:
             except TwostepError:
                 return False
 
-        await until(answering, self.log.read_text, START_S)
+        await until(answering, self.log)
 
     async def ready(self) -> None:
         async with open_channel(self.address) as channel:
@@ -85,7 +83,7 @@ class Process:
                     return False
                 return bool(check.status == health_pb2.HealthCheckResponse.SERVING)
 
-            await until(serving, self.log.read_text, START_S)
+            await until(serving, self.log)
 
     async def exit_code(self) -> int:
         """A process that hangs in its drain ends by itself before that, and its log says where it hung."""
@@ -120,14 +118,6 @@ class Stubs:
         return stats
 
 
-async def until(condition: Callable[[], Coroutine[Any, Any, bool]], what: Callable[[], object], within_s: float = WAIT_S) -> None:
-    """`what`: said when it does not come."""
-    give_up = time.monotonic() + within_s
-    while not await condition():
-        assert time.monotonic() < give_up, what()
-        await asyncio.sleep(0.05)
-
-
 async def until_free(stubs: Stubs, index: int) -> None:
     stats = worker_pb2.WorkerStats()
 
@@ -138,7 +128,7 @@ async def until_free(stubs: Stubs, index: int) -> None:
         held += [transport.num_objects for transport in stats.transports]
         return not any(held) and stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
 
-    await until(free, lambda: stats)
+    await until(free, stats)
 
 
 async def until_store_empty(ray: LocalRay) -> None:
@@ -191,17 +181,10 @@ def pair(ray: LocalRay, port_of_ray: socket.socket, redis_url: str, tmp_path_fac
     """Started while there is no Ray."""
     start = partial(Process, directory=tmp_path_factory.mktemp("pair"), redis_url=redis_url, ray=ray)
     flags = "--transport-timeout", "0.5", "--kv-transfer", "ray"
-    pair = Pair(start("prefill", flags=("--fake-step-ms", "2", *flags)), start("decode", flags=("--fake-step-ms", "5", *flags)))
-    yield pair
-    pair.kill()
-
-
-@pytest.fixture(scope="module")
-def odd_pair(ray: LocalRay, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """KV compressed on the way, and cut into other blocks at its end."""
-    start = partial(Process, directory=tmp_path_factory.mktemp("odd"), redis_url=redis_url, ray=ray)
-    prefill = start("prefill", name="odd-prefill", flags=("--kv-wire", "zstd", "--lease-ttl", str(SHORT_LEASE_S)))
-    pair = Pair(prefill, start("decode", name="odd-decode", flags=("--block-size", str(2 * BLOCK))))
+    pair = Pair(
+        start("prefill", flags=("--fake-step-ms", "2", "--lease-ttl", str(SHORT_LEASE_S), *flags)),
+        start("decode", flags=("--fake-step-ms", "5", *flags)),
+    )
     yield pair
     pair.kill()
 
@@ -225,7 +208,7 @@ async def until_joined(pair: Pair, stubs: Stubs) -> None:
         # A decode worker that computes prompts is ready without it.
         return (await stubs.stats(1)).transports[0].ready
 
-    await until(joined, pair.decode.log.read_text, START_S)
+    await until(joined, pair.decode.log)
 
 
 async def test_workers_start_before_ray_and_join_it_when_it_comes(
@@ -234,7 +217,7 @@ async def test_workers_start_before_ray_and_join_it_when_it_comes(
     async with stubs_of(pair.prefill, pair.decode) as stubs:
         # It registers as soon as it answers calls.
         reason = "no KV transport works (--kv-transfer ray): ray: Ray does not answer at"
-        await until(lambda: _says_why_it_is_not_ready(redis_url, reason), pair.prefill.log.read_text, START_S)
+        await until(lambda: _says_why_it_is_not_ready(redis_url, reason), pair.prefill.log)
         await pair.decode.ready()
         epochs = [(await stubs.stats(index)).epoch for index in (0, 1)]
         prompt = prompt_of(30)
@@ -245,7 +228,7 @@ async def test_workers_start_before_ray_and_join_it_when_it_comes(
             await until_joined(pair, stubs)
             assert (await router.generate("moved", prompt, 5)).tokens == expected(prompt, 5)
         assert [(await stubs.stats(index)).epoch for index in (0, 1)] == epochs
-        await until(lambda: _says_why_it_is_not_ready(redis_url, ""), pair.prefill.log.read_text)
+        await until(lambda: _says_why_it_is_not_ready(redis_url, ""), pair.prefill.log)
 
 
 async def _says_why_it_is_not_ready(redis_url: str, reason: str) -> bool:
@@ -271,46 +254,23 @@ async def test_requests_through_processes(ray: LocalRay, stubs: Stubs) -> None:
     await until_store_empty(ray)
 
 
-async def test_what_is_compressed_and_cut_anew_goes_through_processes(stubs: Stubs, odd_pair: Pair) -> None:
-    """What is left in Ray's store, the next test looks at."""
-    async with stubs_of(odd_pair.prefill, odd_pair.decode) as stubs:
-        await until_joined(odd_pair, stubs)
-        prompts = [prompt_of(100 + 57 * i, seed=20 + i) for i in range(4)]
-        async with routing(stubs, "odd") as router:
-            answers = await asyncio.gather(*(router.generate(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)))
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.tokens == expected(prompt, 6)
-            assert answer.committed is not None
-            # A token's KV of the fake model: two vectors of four numbers of 4 bytes.
-            assert 0 < answer.committed.bytes < 32 * len(prompt)
-        for index in (0, 1):
-            await until_free(stubs, index)
-
-
-async def test_each_side_survives_the_death_of_the_other(ray: LocalRay, stubs: Stubs, pair: Pair, odd_pair: Pair) -> None:
-    prompt = prompt_of(400, seed=30)
-    async with stubs_of(odd_pair.prefill, odd_pair.decode) as odd:
-        await until_joined(odd_pair, odd)
-        async with routing(odd, "dying") as router:
+async def test_what_was_published_for_a_worker_that_died_is_free_again(
+    ray: LocalRay, stubs: Stubs, pair: Pair, redis_url: str, tmp_path: Path
+) -> None:
+    """The death of the other side: test_worker_smoke.py."""
+    dying = Process("decode", name="dying", directory=tmp_path, redis_url=redis_url, ray=ray)
+    try:
+        async with stubs_of(pair.prefill, dying) as mixed, routing(mixed, "dying") as router:
             # Decode dies before it attaches: the lease expires, blocks and objects are free.
-            await router.reserve("a", prompt, 20)
-            call = router.run("a", prompt, 20)
-            assert (await call.read()).WhichOneof("event") == "accepted"
-            assert (await call.read()).WhichOneof("event") == "first_token"
-            odd_pair.decode.kill()
+            await router.reserve("a", prompt_of(400, seed=30), 20)
+            call = router.run("a", prompt_of(400, seed=30), 20)
+            assert [(await call.read()).WhichOneof("event") for _ in range(2)] == ["accepted", "first_token"]
+            dying.kill()
             assert (await asyncio.wait_for(call.read(), WAIT_S)).done.state == kv_pb2.LEASE_STATE_EXPIRED
-        await until_free(odd, 0)
-        await until_store_empty(ray)
-    async with stubs_of(odd_pair.prefill, pair.decode) as mixed, routing(mixed, "surviving") as router:
-        # Prefill dies while decode watches: a retryable failure within seconds, nothing left.
-        await router.reserve("b", prompt, 20)
-        call = router.run("b", prompt_of(400, seed=31), 20)
-        ticket = (await call.read()).accepted.ticket
-        odd_pair.prefill.kill()
-        await router.attach("b", ticket)
-        failed = (await asyncio.wait_for(router.inbox("b").get(), WAIT_S)).failed
-        assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
-        await until_free(mixed, 1)
+    finally:
+        dying.kill()
+    await until_free(stubs, 0)
+    await until_store_empty(ray)
 
 
 async def test_a_drain_ends_what_runs(stubs: Stubs, pair: Pair, redis_url: str) -> None:
@@ -322,7 +282,7 @@ async def test_a_drain_ends_what_runs(stubs: Stubs, pair: Pair, redis_url: str) 
         async def decoding() -> bool:
             return (await stubs.stats(1)).num_running > 0
 
-        await until(decoding, pair.decode.log.read_text)
+        await until(decoding, pair.decode.log)
         for process in (pair.prefill, pair.decode):
             process.process.send_signal(signal.SIGTERM)
         assert (await running).tokens == expected(prompt, 200)

@@ -76,6 +76,7 @@ def test_rates_are_what_was_counted_since_some_heartbeat(steps: list[tuple[float
         possible = [(total - before) / (now - then) for then, before in seen if now > then]
         seen.append((now, total))
         assert rate == 0 or any(rate == pytest.approx(p) for p in possible)
+        # What is kept is bounded: there is no other way to see it.
         assert len(meter._seen) <= 10.0 / 0.25 + 3
 
 

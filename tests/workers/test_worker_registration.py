@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import redis.asyncio
-from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started
+from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started, until
 
 from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key, worker_key
 from twostep.cluster.registration import Registration
@@ -79,18 +78,11 @@ async def prefixes(connection: redis.asyncio.Redis, key: str = prefix_key("prete
     return members
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        await asyncio.sleep(0.01)
-
-
 async def eventually(connection: redis.asyncio.Redis, wanted: set[bytes], key: str = prefix_key("pretended", 7)) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while (found := await prefixes(connection, key)) != wanted:
-        assert time.monotonic() < give_up, (found, wanted)
-        await asyncio.sleep(0.02)
+    async def there() -> bool:
+        return await prefixes(connection, key) == wanted
+
+    await until(there, wanted)
 
 
 async def test_a_worker_says_who_it_is_and_leaves_when_it_stops(redis_url: str) -> None:
@@ -111,15 +103,16 @@ async def test_computed_prefixes_are_announced_under_the_routers_hashes(redis_ur
     async with client(redis_url) as connection, started(redis_url) as pair, routed(pair) as router:
         prompt = prompt_of(5 * BLOCK)
         await router.generate("r", prompt, 2)
-        secret = pair.prefill_worker.edge._hand_overs._secret  # type: ignore[attr-defined]
-        key = derive_key(secret, tenant="t", salt="", model_fingerprint="fake", dtype="float32")
-        wanted = set(prefix_hashes(key, prompt, 2 * BLOCK))
+        hash_key = derive_key(SECRET, tenant="t", salt="", model_fingerprint="fake", dtype="float32")
+        wanted = set(prefix_hashes(hash_key, prompt, 2 * BLOCK))
         for worker in (pair.prefill_worker, pair.decode_worker):
-            give_up = time.monotonic() + WAIT_S
-            while not wanted <= (found := await prefixes(connection, prefix_key(worker.worker_id, worker.epoch))):
-                assert time.monotonic() < give_up, (found, wanted)
-                await asyncio.sleep(0.02)
-            assert 0 < await connection.ttl(prefix_key(worker.worker_id, worker.epoch)) <= 30
+            key = prefix_key(worker.worker_id, worker.epoch)
+
+            async def announced(key: str = key) -> bool:
+                return wanted <= await prefixes(connection, key)
+
+            await until(announced, wanted)
+            assert 0 < await connection.ttl(key) <= 30
 
 
 async def test_prefixes_in_host_memory_are_announced_apart(redis_url: str) -> None:
@@ -223,10 +216,7 @@ async def test_serving_goes_on_without_redis(own_redis: RedisServer) -> None:
         assert answer.tokens == expected(prompt_of(30), 5)
         own_redis.start()
         async with client(own_redis.url) as connection:
-            give_up = time.monotonic() + WAIT_S
-            while await record_of(connection, "decode-1") is None:
-                assert time.monotonic() < give_up
-                await asyncio.sleep(0.05)
+            await until(lambda: record_of(connection, "decode-1"))
         await pair.settled()
 
 

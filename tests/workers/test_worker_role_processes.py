@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
-from role_harness import expected, make_model_dir
+from role_harness import expected
 
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -92,11 +92,6 @@ class Load:
             return len(self._answered) >= wanted
 
         wait_until(there, timeout_s=WAIT_S, what=f"{count} more answers")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model") / "m")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,11 +11,23 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_harness import SECRET, WAIT_S, Pair, RouterDouble, expected, local_transport, prompt_of, routed, started
+from one_sided import OneSidedHub, OneSidedTransport
+from worker_harness import (
+    SECRET,
+    Pair,
+    RouterDouble,
+    expected,
+    local_transport,
+    one_sided_transport,
+    prompt_of,
+    refused,
+    routed,
+    started,
+    until,
+)
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.probing import ProbePass
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transport import KvTransport, Probe
 from kv_transfer.transports import Transports
 from twostep.errors import SetupError
@@ -40,13 +51,14 @@ class World:
         return {p.transport: p for p in stats.paths if p.epoch == self.pair.prefill_worker.epoch}
 
     async def until_path(self, name: str, condition: Callable[[worker_pb2.PathStats], bool]) -> worker_pb2.PathStats:
-        give_up = time.monotonic() + WAIT_S
-        while True:
-            path = (await self.paths()).get(name)
-            if path is not None and condition(path):
-                return path
-            assert time.monotonic() < give_up, f"{name}: {path}"
-            await asyncio.sleep(0.02)
+        seen: list[worker_pb2.PathStats] = []
+
+        async def there() -> bool:
+            seen[:] = [path for known, path in (await self.paths()).items() if known == name]
+            return bool(seen) and condition(seen[0])
+
+        await until(there, seen)
+        return seen[0]
 
     async def transport_of(self, name: str) -> str:
         """That of a request that must get the right tokens."""
@@ -65,17 +77,8 @@ async def world(
     local_hub, hub, fast = LocalHub(), OneSidedHub(), dict[str, OneSidedTransport]()
 
     def make(parts: EdgeParts) -> Transports:
-        names, shape = {"prefill": prefill, "decode": decode}[parts.config.role], parts.model.runner.kv_shape
-        one_sided = fast[parts.config.role] = OneSidedTransport(
-            parts.model.runner,
-            shape.block_bytes,
-            hub,
-            worker_id=parts.worker_id,
-            epoch=parts.epoch,
-            name=FAST,
-            num_layers=shape.num_layers,
-            rate=rate,
-        )
+        names = {"prefill": prefill, "decode": decode}[parts.config.role]
+        one_sided = fast[parts.config.role] = one_sided_transport(parts, hub, name=FAST, rate=rate)
         made: dict[str, KvTransport] = {FAST: one_sided, "local": local_transport(parts, local_hub, 1 << 20)}
         return Transports([made[name] for name in names.split(",")])
 
@@ -157,13 +160,10 @@ async def test_nothing_in_common_fails_with_the_reason(redis_url: str, monkeypat
 
 
 async def _failed(w: World) -> Any:
-    await w.router.reserve("r", PROMPT, 3)
-    call = w.router.run("r", PROMPT, 3)
-    await w.router.attach("r", (await call.read()).accepted.ticket)
-    event = await asyncio.wait_for(w.router.inbox("r").get(), WAIT_S)
+    call, _ = await w.router.begin("r", PROMPT, 3)
+    failed = (await w.router.event("failed")).failed
     call.cancel()
-    assert event.WhichOneof("event") == "failed"
-    return event.failed
+    return failed
 
 
 async def test_another_way_is_taken_when_one_breaks_and_back(redis_url: str) -> None:
@@ -202,7 +202,7 @@ async def test_a_probe_that_fails_unexpectedly_costs_one_try(redis_url: str, mon
 async def test_a_watch_that_fails_unexpectedly_ends_the_hand_over(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(redis_url) as w:
         with monkeypatch.context() as patch:
-            patch.setattr("decode_worker.fetching._info", lambda chunk, num_layers: 1 // 0)
+            patch.setattr("decode_worker.pull._info", lambda chunk, num_layers: 1 // 0)
             failed = await _failed(w)
         assert (failed.code, failed.retryable) == ("INTERNAL", True)
         assert "ZeroDivisionError" in failed.message
@@ -238,10 +238,8 @@ async def test_a_watch_that_names_no_transport_takes_none_that_must_be_asked(red
         manifest = (await w.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket)).read()).manifest
         assert (manifest.transport, manifest.checksum) == ("local", "xxh3_64")
         # The first watch has decided: a reader that cannot take it must ask for another attempt.
-        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await w.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, transports=[FAST])).read()
-        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await w.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, transports=["pigeon"])).read()
+        await refused(w.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, transports=[FAST])).read(), grpc.StatusCode.UNAVAILABLE)
+        await refused(w.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, transports=["pigeon"])).read(), grpc.StatusCode.UNAVAILABLE)
         call.cancel()
         await w.router.cancel("r")
         await w.pair.settled()

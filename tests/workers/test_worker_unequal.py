@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from worker_harness import WAIT_S, expected, local_transport, make_runner, prompt_of, routed, started
+from one_sided import OneSidedHub
+from worker_harness import WAIT_S, expected, local_transport, make_runner, one_sided_transport, prompt_of, routed, started
 
 from kv_transfer.local.transport import LocalHub, LocalTransport
-from kv_transfer.testing_one_sided import OneSidedHub, OneSidedTransport
 from kv_transfer.transports import Transports
 from twostep.worker.edge import EdgeParts
 
@@ -42,7 +42,7 @@ async def test_tokens_are_right_and_prefixes_are_kept(redis_url: str, prefill: i
 
 
 async def test_layer_groups_are_put_together(redis_url: str) -> None:
-    options = runners(4, 8, marks_layers=True, step_s=0.2)
+    options = runners(4, 8, marks_layers=True, step_s=0.02)
     options["prefill_options"] |= {"chunk_bytes": 1024, "max_num_batched_tokens": 256}
     async with started(redis_url, **options) as pair, routed(pair) as router:
         prompt = prompt_of(150)
@@ -83,11 +83,7 @@ async def test_what_reads_the_pool_itself_is_not_offered(redis_url: str) -> None
     local_hub, hub = LocalHub(), OneSidedHub()
 
     def make(parts: EdgeParts) -> Transports:
-        shape = parts.model.runner.kv_shape
-        direct = OneSidedTransport(
-            parts.model.runner, shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, num_layers=shape.num_layers
-        )
-        return Transports([direct, local_transport(parts, local_hub, 1 << 20)])
+        return Transports([one_sided_transport(parts, hub), local_transport(parts, local_hub, 1 << 20)])
 
     async with started(redis_url, make_transports=make, **runners(8, 4)) as pair, routed(pair) as router:
         for number in range(3):

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shutil
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
+import pytest
+from one_sided import OneSidedHub, OneSidedTransport
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
+from kv_transfer.lease import Lease
 from kv_transfer.local.transport import LocalHub, LocalTransport
+from kv_transfer.ticket import Ticket
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
+from prefill_worker.hand_over import HandOvers
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
@@ -40,6 +47,23 @@ BLOCK = 4
 VOCAB = 1000
 # For what takes a moment, on a machine that has a lot else to do.
 WAIT_S = 60.0
+
+
+async def until(condition: Callable[[], Any], what: object = "it did not happen") -> None:
+    """Returns once the condition, or what it awaits, is true. Engines run in threads of their own and Redis in a process: no event of this
+    loop says when, so it is looked at again and again. `what`, or the log file of this name, is said when it does not come."""
+    give_up = time.monotonic() + 2 * WAIT_S
+    while not (await value if inspect.isawaitable(value := condition()) else value):
+        assert time.monotonic() < give_up, what.read_text() if isinstance(what, Path) else what
+        await asyncio.sleep(0.005)
+
+
+async def refused(call: Awaitable[Any], *codes: grpc.StatusCode) -> str:
+    """Awaits a call that must fail with one of the codes; returns the details."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() in codes, caught.value
+    return caught.value.details() or ""
 
 
 class RedisServer:
@@ -161,6 +185,24 @@ def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTrans
     return lambda parts: Transports([local_transport(parts, hub, budget_bytes if parts.config.role == "prefill" else 1 << 20)])
 
 
+def one_sided_transports(hub: OneSidedHub, made: dict[str, OneSidedTransport] | None = None) -> MakeTransports:
+    """`made` gets them by role."""
+
+    def make(parts: EdgeParts) -> Transports:
+        transport = one_sided_transport(parts, hub)
+        if made is not None:
+            made[parts.config.role] = transport
+        return Transports([transport])
+
+    return make
+
+
+def one_sided_transport(parts: EdgeParts, hub: OneSidedHub, **options: Any) -> OneSidedTransport:
+    runner = parts.model.runner
+    life: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "num_layers": runner.kv_shape.num_layers}
+    return OneSidedTransport(runner, runner.kv_shape.block_bytes, hub, **life | options)
+
+
 def local_transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
     runner = parts.model.runner
     return LocalTransport(
@@ -186,6 +228,9 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
     return [(i * 7 + seed * 13) % VOCAB for i in range(length)]
 
 
+PROMPT = prompt_of(60)
+
+
 @dataclass
 class Answer:
     """What a router saw of one request."""
@@ -198,6 +243,12 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     num_decode_cached: int = 0
+
+    def check(self, prompt: Sequence[int], count: int, first: int = 0) -> None:
+        """Fails unless it is the fake model's answer, from the token `first` on."""
+        assert self.failed is None, self.failed
+        assert self.tokens == expected(prompt, count)[first:]
+        assert self.positions == list(range(first, count))
 
 
 class RouterDouble:
@@ -222,6 +273,13 @@ class RouterDouble:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
+    async def ended(self) -> grpc.StatusCode:
+        """How the stream ended, once it has."""
+        assert self._reader is not None
+        await asyncio.wait([self._reader])
+        code: grpc.StatusCode = await self._call.code()
+        return code
+
     async def _read(self) -> None:
         async for message in self._call:
             self.messages.append(message)
@@ -235,13 +293,13 @@ class RouterDouble:
         self, request_id: str, prompt: Sequence[int], max_tokens: int, *, prefill_here: bool = False, **options: Any
     ) -> decode_pb2.ReserveResponse:
         request = decode_pb2.ReserveRequest(
-            router_id=self.router_id, prefill_here=prefill_here, **self._request(request_id, prompt, max_tokens, **options)
+            router_id=self.router_id, prefill_here=prefill_here, **self.request(request_id, prompt, max_tokens, **options)
         )
         return await self.pair.decode.Reserve(request, timeout=WAIT_S)
 
     def run(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, cached: int = 0, **options: Any) -> Any:
         return self.pair.prefill.Run(
-            prefill_pb2.PrefillRequest(num_decode_cached_tokens=cached, **self._request(request_id, prompt, max_tokens, **options)),
+            prefill_pb2.PrefillRequest(num_decode_cached_tokens=cached, **self.request(request_id, prompt, max_tokens, **options)),
             timeout=WAIT_S,
         )
 
@@ -250,6 +308,34 @@ class RouterDouble:
 
     async def cancel(self, request_id: str, attempt: int = 1) -> bool:
         return (await self.pair.decode.Cancel(decode_pb2.CancelRequest(request_id=request_id, attempt=attempt), timeout=WAIT_S)).found
+
+    async def begin(
+        self, request_id: str = "r", prompt: Sequence[int] = PROMPT, max_tokens: int = 200, **options: Any
+    ) -> tuple[Any, kv_pb2.Ticket]:
+        """Reserved, accepted, attached: Run's call and the ticket."""
+        await self.reserve(request_id, prompt, max_tokens)
+        call = self.run(request_id, prompt, max_tokens, **options)
+        ticket = (await call.read()).accepted.ticket
+        await self.attach(request_id, ticket)
+        return call, ticket
+
+    async def event(self, kind: str, request_id: str = "r") -> decode_pb2.DecodeEvent:
+        """The request's next one of this kind; those before it are passed over."""
+        while True:
+            event = await asyncio.wait_for(self.inbox(request_id).get(), WAIT_S)
+            if event.WhichOneof("event") == kind:
+                return event
+
+    async def failure(self, request_id: str = "r") -> tuple[str, bool]:
+        """Code of its failure, and whether it is worth repeating."""
+        failed = (await self.event("failed", request_id)).failed
+        return failed.code, failed.retryable
+
+    async def rest(self, request_id: str = "r") -> Answer:
+        """What is still to come of it."""
+        answer = Answer()
+        await self.collect(request_id, answer)
+        return answer
 
     async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
         """The whole life of a request, as a router lives it."""
@@ -312,7 +398,7 @@ class RouterDouble:
         assert not [event for event in events[first:] if event.request_id == request_id], f"{request_id} is over, and is told of"
 
     @staticmethod
-    def _request(
+    def request(
         request_id: str,
         prompt: Sequence[int],
         max_tokens: int,
@@ -345,18 +431,34 @@ class Pair:
     prefill_runner: FakeRunner
     decode_runner: FakeRunner
 
+    @property
+    def hand_overs(self) -> HandOvers:
+        edge = self.prefill_worker.edge
+        assert isinstance(edge, PrefillEdge)
+        return edge.hand_overs
+
+    @property
+    def decode_edge(self) -> DecodeEdge:
+        edge = self.decode_worker.edge
+        assert isinstance(edge, DecodeEdge)
+        return edge
+
+    def lease_of(self, ticket: kv_pb2.Ticket) -> Lease:
+        """Raises Unavailable once it has ended."""
+        return self.hand_overs.find(Ticket.from_proto(ticket)).lease
+
     async def both(self) -> list[worker_pb2.WorkerStats]:
         return [await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=WAIT_S) for stub in self.stats]
 
-    async def settled(self, within_s: float = WAIT_S) -> None:
+    async def settled(self) -> None:
         """Waits until nothing is held on either side; fails with what still is."""
-        give_up = time.monotonic() + within_s
-        while True:
-            held = [_held(stats) for stats in await self.both()]
-            if not any(held):
-                return
-            assert time.monotonic() < give_up, held
-            await asyncio.sleep(0.02)
+        held: list[dict[str, Any]] = []
+
+        async def nothing() -> bool:
+            held[:] = [_held(stats) for stats in await self.both()]
+            return not any(held)
+
+        await until(nothing, held)
 
 
 def _held(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
@@ -445,3 +547,46 @@ async def read_to_end(call: Any) -> list[Any]:
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
     return messages
+
+
+@dataclass
+class Held:
+    """Two workers that take only the steps that they may."""
+
+    pair: Pair
+    router: RouterDouble
+    prefill: HeldRunner
+    decode: HeldRunner
+
+    def let_go(self) -> None:
+        self.prefill.let_go()
+        self.decode.let_go()
+
+    async def until_steps(self, num_steps: int) -> None:
+        """So many were planned on the decode worker: those before the last one are over, and told of."""
+
+        async def planned() -> bool:
+            return (await self.pair.both())[1].steps >= num_steps
+
+        await until(planned)
+
+
+@asynccontextmanager
+async def held_pair(redis_url: str, *, decode_blocks: int = 256, **options: Any) -> AsyncIterator[Held]:
+    """Either worker takes 8 steps for PROMPT, and publishes each block as a chunk."""
+    prefill, decode = HeldRunner(), HeldRunner(num_blocks=decode_blocks)
+    small = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
+    prefill_options = small | {"chunk_bytes": 1} | options.pop("prefill_options", {})
+    decode_options = small | options.pop("decode_options", {})
+    async with (
+        started(
+            redis_url,
+            prefill_runner=prefill,
+            decode_runner=decode,
+            prefill_options=prefill_options,
+            decode_options=decode_options,
+            **options,
+        ) as pair,
+        routed(pair) as router,
+    ):
+        yield Held(pair, router, prefill, decode)

@@ -1,4 +1,4 @@
-"""What moving KV between workers costs. kv_transfer counts it (kv_transfer/transfer_metrics.py); each worker tells its own side."""
+"""What moving KV between workers costs. kv_transfer counts it (kv_transfer/telemetry.py); each worker tells its own side."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""For tests: a one-sided transport within one process. As on real ones nobody can stop a reader: it looks at the source's store whether
-the lease is still there or not, so all that keeps it from using what it saw is the checksum and the source's answer after the read."""
+"""A one-sided transport within one process, and a block store that is a plain array.
+
+As on real ones a reader cannot be stopped: it looks at the source's store whether the lease is still there or not, so all that keeps it
+from using what it saw is the checksum and the source's answer after the read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.checksum import checksum
 from kv_transfer.in_place import InPlaceBook
@@ -14,6 +18,24 @@ from kv_transfer.local.transport import check_blocks, part_bytes, write_verified
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from twostep.engine.batch import LayerRange
 from twostep.errors import Unavailable
+
+
+class ArrayStore:
+    """A BlockStore on an array: `blocks` is uint8 [num_blocks, block_bytes], of `num_layers` equal parts each."""
+
+    def __init__(self, blocks: npt.NDArray[np.uint8], num_layers: int = 1) -> None:
+        self.blocks = blocks
+        self.num_layers = num_layers
+        self._layer_bytes = blocks.shape[1] // num_layers
+
+    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        np.take(self.blocks[:, self._columns(layers)], list(block_ids), axis=0, out=out)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
+        self.blocks[list(block_ids), self._columns(layers)] = data
+
+    def _columns(self, layers: LayerRange | None) -> slice:
+        return slice(None) if layers is None else slice(layers.first * self._layer_bytes, layers.stop * self._layer_bytes)
 
 
 async def _nothing(chunk: ChunkInfo) -> None:

@@ -1,4 +1,4 @@
-"""For tests and benchmarks: a small Ray of their own, what its object store holds, and a block store that is a plain array.
+"""A small Ray for tests and benchmarks, and what its object store holds.
 
 Never imports ray: the store is asked by a process that ends after the answer.
 """
@@ -12,16 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
-
 from kv_transfer.ray.head import RayHead, free_port
-from twostep.engine.batch import LayerRange
 from twostep.errors import SetupError
 
 _START_S = 60.0
@@ -50,24 +45,6 @@ class StoreUsage:
 
     num_objects: int
     num_bytes: int
-
-
-class ArrayStore:
-    """A BlockStore on an array: `blocks` is uint8 [num_blocks, block_bytes], of `num_layers` equal parts each."""
-
-    def __init__(self, blocks: npt.NDArray[np.uint8], num_layers: int = 1) -> None:
-        self.blocks = blocks
-        self.num_layers = num_layers
-        self._layer_bytes = blocks.shape[1] // num_layers
-
-    def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
-        np.take(self.blocks[:, self._columns(layers)], list(block_ids), axis=0, out=out)
-
-    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
-        self.blocks[list(block_ids), self._columns(layers)] = data
-
-    def _columns(self, layers: LayerRange | None) -> slice:
-        return slice(None) if layers is None else slice(layers.first * self._layer_bytes, layers.stop * self._layer_bytes)
 
 
 class LocalRay:
