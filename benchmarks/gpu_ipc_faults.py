@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from gpu_transfer import BLOCK_BYTES, NUM_BLOCKS, POOL_BLOCKS, Reader, Source, fill
 
-from kv_transfer.cuda_ipc.memory import close_handle, open_handle
+from kv_transfer.cuda_ipc.peers import close_handle, open_handle
 from twostep.model.kernels.triton_pull import PullShape, pull_blocks
 
 SHAPE = PullShape()

@@ -40,10 +40,9 @@ from nixl_rig import (
     wait_for,
 )
 
-from kv_transfer.nixl import device as nixl_device
-from kv_transfer.nixl.agent import NixlAgent
+from kv_transfer.nixl import gpu_memory
+from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out
-from kv_transfer.nixl.read import Peer, Read
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import TwostepError
 from twostep.model.kernels.triton_pull import PullShape, pull_blocks
@@ -96,19 +95,19 @@ def kernels(pool: torch.Tensor) -> None:
     targets = np.random.default_rng(5).permutation(POOL_BLOCKS)[:NUM_BLOCKS].tolist()
 
     def land() -> None:
-        landing = memory.landing(0, targets, None)
+        landing = memory.landing(0, targets, slice(0, BLOCK_BYTES))
         landing.prepare()
         landing.begin()
         while not landing.done():
             pass
 
-    default = nixl_device.SHAPE
+    default = gpu_memory.SHAPE
     for num_programs, tile_words, num_warps in ((128, 4096, 16), (132, 2048, 8), (264, 2048, 8), (264, 4096, 8), (528, 2048, 8)):
-        nixl_device.SHAPE = PullShape(num_programs=num_programs, tile_words=tile_words, num_warps=num_warps)
+        gpu_memory.SHAPE = PullShape(num_programs=num_programs, tile_words=tile_words, num_warps=num_warps)
         name = f"{num_programs} programs of {num_warps} warps, {tile_words} words"
         show(f"arena -> pool with sums, {name}", median_ms(land))
-        show(f"sums of blocks alone, {name}", median_ms(lambda: memory.block_sums(targets, None)))
-    nixl_device.SHAPE = default
+        show(f"sums of blocks alone, {name}", median_ms(lambda: memory.block_sums(targets, slice(0, BLOCK_BYTES))))
+    gpu_memory.SHAPE = default
     ids = torch.tensor([list(range(NUM_BLOCKS)), targets], dtype=torch.int32, device=NEAR)
 
     def copy_only() -> None:
@@ -140,7 +139,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
         backend_params=params,
     )
     agent.start()
-    peer = Peer(endpoint.agent, endpoint.metadata)
+    peer = NixlPeer(endpoint.agent, endpoint.metadata)
     print(f"endpoint {len(source.endpoint)} characters, metadata {len(endpoint.metadata)} bytes")
     rng = np.random.default_rng(6)
     far_ids, near_ids = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS], rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS]
@@ -153,7 +152,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
 
     def read(near: np.ndarray, far: np.ndarray, at_once: int = 1) -> None:
         parts = zip(np.array_split(near, at_once), np.array_split(far, at_once), strict=True)
-        reads = [Read(peer, n, MEMORY, f, MEMORY, None) for n, f in parts]
+        reads = [NixlRead(peer, n, MEMORY, f, MEMORY, None) for n, f in parts]
         for one in reads:
             agent.start_read(one)
         for one in reads:

@@ -92,7 +92,7 @@ def _runtime_env() -> dict[str, Any]:
     try:
         importlib.metadata.version("twostep")
     except importlib.metadata.PackageNotFoundError:
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         return {"env_vars": {"PYTHONPATH": os.pathsep.join([root, *(path for path in sys.path if path)])}}
     return {}
 

@@ -38,7 +38,7 @@ MAX_CONCURRENCY = 256
 
 # A copy of a chunk is bound by one processor: what several hand-overs, or one in a hurry, want at once.
 _NUM_THREADS = 16
-# Of other agents by their names, at once.
+# Looks other agents up by their names, so many at once.
 _NUM_LOOKUPS = 4
 _SWEEP_S = 0.2
 # Less is kept by Ray in the process itself, and never gets to the object store.
@@ -63,7 +63,7 @@ class KvAgentActor:
         self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
-        # Of its own: the others may all be waiting for sources.
+        # Apart from the others, which may all be waiting for sources.
         self._store_trial = ThreadPoolExecutor(1, thread_name_prefix="kv-agent-store")
         self._peers: OrderedDict[str, Any] = OrderedDict()
         # Probes take memory that no budget counts: one at a time.
@@ -72,7 +72,7 @@ class KvAgentActor:
     async def serve(self) -> int:
         """Opens the unix socket (0600) and returns this process's id."""
         server = grpc.aio.server(interceptors=[Guard(_MAX_RPCS)])
-        kv_pb2_grpc.add_KvAgentServicer_to_server(_Service(self), server)
+        kv_pb2_grpc.add_KvAgentServicer_to_server(_KvAgentService(self), server)
         server.add_insecure_port(f"unix:{self._socket_path}")
         await server.start()
         os.chmod(self._socket_path, 0o600)
@@ -80,11 +80,11 @@ class KvAgentActor:
         return os.getpid()
 
     async def run(self) -> None:
-        """Drops what nobody asked for in time. Never returns: whoever awaits it learns of the actor's death."""
+        """Drops leases whose time is up. Never returns: its caller learns of the actor's death."""
         sweeps = 0
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._book.expire(time.monotonic())
+            self._book.expire()
             sweeps += 1
             # A call that failed may leave its ref in a ring of exception and frames, and an idle process would never look for that.
             if sweeps % _COLLECT_EVERY == 0:
@@ -92,7 +92,7 @@ class KvAgentActor:
 
     async def fetch(self, lease_id: str, chunk: int) -> list[Any]:
         """Another agent's call. The ref travels inside the answer: Ray then keeps count of who borrows it."""
-        ref = self._book.get(lease_id, chunk, now=time.monotonic())
+        ref = self._book.get(lease_id, chunk)
         return [] if ref is None else [ref]
 
     async def probe(self, num_bytes: int) -> list[Any]:
@@ -105,17 +105,15 @@ class KvAgentActor:
     async def put(self, lease_id: str, chunk: int, offset: int, num_bytes: int, ttl_s: float) -> int:
         """Copies a slot of the ring into the object store. The copy is over when this returns or raises."""
         self._check_slot(offset, num_bytes)
-        entry = self._book.reserve(lease_id, chunk, num_bytes, ttl_s=ttl_s, now=time.monotonic())
+        entry = self._book.reserve(lease_id, chunk, num_bytes, ttl_s=ttl_s)
         if entry is None:
             raise ResourceExhausted(f"the KV agent's budget of {self._book.budget_bytes} bytes is used up; wait for leases to end")
         try:
-            ref = await self._in_thread(ray.put, self._ring.bytes[offset : offset + num_bytes])
-            self._book.fill(entry, ref, now=time.monotonic())
-        except RayError as error:
+            self._book.fill(entry, await self._in_thread(ray.put, self._ring.bytes[offset : offset + num_bytes]))
+        except BaseException as error:
             self._book.cancel(entry)
-            raise Unavailable(f"Ray did not take the chunk ({_first_line(error)}); prefill again") from error
-        except BaseException:
-            self._book.cancel(entry)
+            if isinstance(error, RayError):
+                raise Unavailable(f"Ray did not take the chunk ({_first_line(error)}); prefill again") from error
             raise
         return self._book.stats.stored_bytes
 
@@ -156,7 +154,7 @@ class KvAgentActor:
         return self._book.drop(lease_id)
 
     async def status(self, *, try_store: bool) -> kv_pb2.AgentStatusResponse:
-        """With `try_store` it hangs for as long as this node's object store does."""
+        """Says what is held. With `try_store` it hangs for as long as this node's object store does."""
         if try_store:
             await asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
         stats = self._book.stats
@@ -175,7 +173,7 @@ class KvAgentActor:
         self._ring.bytes[offset : offset + num_bytes] = view
 
     async def _peer(self, endpoint: str) -> Any:
-        """Handle of another agent's actor; names are never used twice, so it may be kept. Raises ValueError if there is none."""
+        """Returns the handle of another agent's actor; names are never used twice, so it is kept. Raises ValueError if there is none."""
         handle = self._peers.get(endpoint)
         if handle is None:
             # Without a GCS this takes a minute. Nothing waits for its end: it touches no memory of ours.
@@ -198,8 +196,8 @@ class KvAgentActor:
             raise InvalidRequest(f"slot {offset}+{num_bytes} lies outside the ring of {self._ring.num_bytes} bytes")
 
 
-class _Service(kv_pb2_grpc.KvAgentServicer):
-    """The edge: protobuf in and out; the Guard in front of it maps errors to statuses."""
+class _KvAgentService(kv_pb2_grpc.KvAgentServicer):
+    """Protobuf in and out; the Guard in front of it maps errors to statuses."""
 
     def __init__(self, actor: KvAgentActor) -> None:
         self._actor = actor

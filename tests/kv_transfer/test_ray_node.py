@@ -14,8 +14,7 @@ import pytest
 
 from kv_transfer.ray import node as ray_node
 from kv_transfer.ray.head import free_port
-from kv_transfer.ray.node import NodeConfig, RayNode, node_env, parse_node
-from kv_transfer.ray.ports import RayPorts
+from kv_transfer.ray.node import NodeConfig, RayNode, RayPorts, node_env, parse_node
 from twostep.errors import SetupError
 
 
@@ -90,6 +89,8 @@ def test_it_waits_for_the_head_and_starts_ray_again_each_time_it_ends(tmp_path: 
     assert len(set(lives.read_text().split())) == 3
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
     """While Ray starts: with a head that accepts and never answers."""
     with socket.socket() as head:

@@ -227,12 +227,12 @@ async def _outcome(call: Any) -> grpc.StatusCode:
 async def test_no_transport_is_unavailable_before_any_compute(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         transport = pair.prefill_worker.edge._hand_overs.outlets.transports.get("local")  # type: ignore[attr-defined]
-        threads, transport._threads = transport._threads, None
+        await transport.close()
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await read_to_end(router.run("r", prompt_of(10), 3))
         assert pair.prefill_worker.record().transports == ()
         assert (await pair.both())[0].steps == 0
-        transport._threads = threads
+        await transport.start()
         assert (await router.generate("s", prompt_of(10), 3)).tokens == expected(prompt_of(10), 3)
         await pair.settled()
 
