@@ -40,7 +40,6 @@ from nixl_rig import (
     wait_for,
 )
 
-from kv_transfer.nixl import gpu_memory
 from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out
 from kv_transfer.transport import ChunkInfo
@@ -101,13 +100,13 @@ def kernels(pool: torch.Tensor) -> None:
         while not landing.done():
             pass
 
-    default = gpu_memory.SHAPE
+    default = memory.shape
     for num_programs, tile_words, num_warps in ((128, 4096, 16), (132, 2048, 8), (264, 2048, 8), (264, 4096, 8), (528, 2048, 8)):
-        gpu_memory.SHAPE = PullShape(num_programs=num_programs, tile_words=tile_words, num_warps=num_warps)
+        memory.shape = PullShape(num_programs=num_programs, tile_words=tile_words, num_warps=num_warps)
         name = f"{num_programs} programs of {num_warps} warps, {tile_words} words"
         show(f"arena -> pool with sums, {name}", median_ms(land))
         show(f"sums of blocks alone, {name}", median_ms(lambda: memory.block_sums(targets, slice(0, BLOCK_BYTES))))
-    gpu_memory.SHAPE = default
+    memory.shape = default
     ids = torch.tensor([list(range(NUM_BLOCKS)), targets], dtype=torch.int32, device=NEAR)
 
     def copy_only() -> None:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_transfer.nixl.gpu_memory import GpuMemory
-from kv_transfer.nixl.memory import HostMemory, NixlMemory
+from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
 
@@ -43,9 +42,7 @@ def pool_of(device: str, seed: int) -> torch.Tensor:
 
 
 def memory_of(pool: torch.Tensor) -> NixlMemory:
-    if ON_CPU:
-        return HostMemory(pool.numpy(), arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
-    return GpuMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
+    return NixlMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
 
 
 def transport_of(pool: torch.Tensor, piece_bytes: int = 0, **params: str) -> NixlTransport:

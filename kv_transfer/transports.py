@@ -54,7 +54,7 @@ def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
 
 def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("nixl", parts)
-    # Of use only where the nixl package is installed.
+    # Needs torch.
     from kv_transfer.nixl.transport import NixlTransport  # noqa: PLC0415
 
     return NixlTransport.of_worker(parts)

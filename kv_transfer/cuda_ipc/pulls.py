@@ -13,10 +13,8 @@ host            ids ──▶ ┌ lane's stream: ids in │ sums := 0 │ pull a
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,19 +22,14 @@ import numpy.typing as npt
 import torch
 
 from kv_transfer.cuda_ipc.endpoint import IpcEndpoint
+from kv_transfer.gpu_pool import WITHIN_GPU, add_block_sums, launching
 from kv_transfer.waiting import finish
 from twostep.errors import ResourceExhausted
-from twostep.model.kernels.triton_pull import PullShape, add_slot_sums, pull_blocks, sum_blocks
+from twostep.model.kernels.triton_pull import PullShape, pull_blocks
 from twostep.model.step.kv_cache import KvCache
 
 # A batch larger than this would keep others waiting: 8 GB of 2 MiB blocks take 25 ms.
 _MAX_BLOCKS = 4096
-
-# For one GPU's own memory, which is ten times as fast as a link: more programs, for a shorter time.
-_WITHIN_GPU = PullShape(num_programs=128)
-
-# Triton's interpreter, which stands in where there is no GPU, runs one kernel at a time.
-_interpreter = threading.Lock()
 
 Sums = npt.NDArray[np.uint64]
 
@@ -56,7 +49,7 @@ class Lane:
     ) -> Sums:  # fmt: skip
         """Copies bytes `part` of blocks between pools at these addresses, and returns their sums, [n]."""
         count = len(source_ids)
-        with self._launching():
+        with launching(self._stream):
             ids, sums = self._send(source_ids, target_ids)
             pull_blocks(
                 source, target, ids.view(2, count), sums, block_bytes=block_bytes, first_byte=part.start,
@@ -66,27 +59,14 @@ class Lane:
 
     def sums_of(self, cache: KvCache, block_ids: Sequence[int], part: slice) -> Sums:
         """Returns those of whole layers of blocks, [n]: out of what steps have kept, else out of the bytes."""
-        with self._launching():
+        with launching(self._stream):
             ids, sums = self._send(block_ids)
-            if cache.sums is not None:
-                layer_bytes = cache.shape.layer_bytes
-                first, stop = part.start // layer_bytes, part.stop // layer_bytes
-                add_slot_sums(cache.sums.tensor, ids, sums, first_layer=first, num_layers=stop - first)
-            else:
-                sum_blocks(
-                    cache.tensor.data_ptr(), ids, sums, block_bytes=cache.shape.block_bytes, first_byte=part.start,
-                    num_bytes=part.stop - part.start, shape=_WITHIN_GPU,
-                )  # fmt: skip
+            size = cache.shape.block_bytes
+            add_block_sums(cache.tensor, cache.sums, ids, sums, part, block_bytes=size, shape=WITHIN_GPU)
         return self._receive(len(block_ids))
 
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Kernels are launched on the thread's current device, which is that of the stream."""
-        with _interpreter if self._stream is None else torch.cuda.stream(self._stream):
-            yield
-
     def _send(self, *rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [all ids], and int64 [n] zeros."""
+        """Returns int32 [all ids], and int64 [n] zeros."""
         count = len(rows[0])
         if count > len(self._sums):
             self._grow(2 * count)

@@ -101,11 +101,8 @@ class NixlTransport:
         """Raises SetupError."""
         if importlib.util.find_spec("nixl") is None:
             raise SetupError("the nixl package is not installed; pip install 'twostep[nixl]'")
-        # It needs torch, which the transport itself does not.
-        from kv_transfer.nixl.gpu_memory import GpuMemory  # noqa: PLC0415
-
         runner = parts.model.runner
-        return cls(GpuMemory.of_runner(runner), num_layers=runner.kv_shape.num_layers)
+        return cls(NixlMemory.of_runner(runner), num_layers=runner.kv_shape.num_layers)
 
     @property
     def ready(self) -> bool:

@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.transport import Bytes
 from kv_transfer.waiting import finish
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, Unavailable
 from twostep.rpc.guard import Guard
@@ -51,7 +52,7 @@ _MAX_RPCS = 512
 T = TypeVar("T")
 
 
-class KvAgentActor:
+class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
     """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
 
     def __init__(self, ring_path: str, socket_path: str, endpoint: str, budget_bytes: int) -> None:
@@ -72,7 +73,7 @@ class KvAgentActor:
     async def serve(self) -> int:
         """Opens the unix socket (0600) and returns this process's id."""
         server = grpc.aio.server(interceptors=[Guard(_MAX_RPCS)])
-        kv_pb2_grpc.add_KvAgentServicer_to_server(_KvAgentService(self), server)
+        kv_pb2_grpc.add_KvAgentServicer_to_server(self, server)
         server.add_insecure_port(f"unix:{self._socket_path}")
         await server.start()
         os.chmod(self._socket_path, 0o600)
@@ -102,24 +103,26 @@ class KvAgentActor:
         async with self._probing:
             return [await self._in_thread(lambda: ray.put(probe_pattern(num_bytes)))]
 
-    async def put(self, lease_id: str, chunk: int, offset: int, num_bytes: int, ttl_s: float) -> int:
+    # ---- the worker's calls: protobuf in and out; the Guard in front of them maps errors to statuses -----------------------------------
+
+    async def Put(self, request: kv_pb2.AgentPutRequest, context: Any) -> kv_pb2.AgentPutResponse:
         """Copies a slot of the ring into the object store. The copy is over when this returns or raises."""
-        self._check_slot(offset, num_bytes)
-        entry = self._book.reserve(lease_id, chunk, num_bytes, ttl_s=ttl_s)
+        data = self._slot(request.offset, request.num_bytes)
+        entry = self._book.reserve(request.lease_id, request.chunk, request.num_bytes, ttl_s=request.ttl_s)
         if entry is None:
             raise ResourceExhausted(f"the KV agent's budget of {self._book.budget_bytes} bytes is used up; wait for leases to end")
         try:
-            self._book.fill(entry, await self._in_thread(ray.put, self._ring.bytes[offset : offset + num_bytes]))
+            self._book.fill(entry, await self._in_thread(ray.put, data))
         except BaseException as error:
             self._book.cancel(entry)
             if isinstance(error, RayError):
                 raise Unavailable(f"Ray did not take the chunk ({_first_line(error)}); prefill again") from error
             raise
-        return self._book.stats.stored_bytes
+        return kv_pb2.AgentPutResponse(stored_bytes=self._book.stats.stored_bytes)
 
-    async def pull(self, request: kv_pb2.AgentFetchRequest) -> None:
+    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
         """Copies a chunk of another agent into a slot of the ring. The slot is not written any more when this returns or raises."""
-        self._check_slot(request.offset, request.num_bytes)
+        slot = self._slot(request.offset, request.num_bytes)
         deadline = time.monotonic() + request.timeout_s
         try:
             async with asyncio.timeout(request.timeout_s):
@@ -141,7 +144,7 @@ class KvAgentActor:
             # Not ray.get: one that waits keeps all else of this process from the object store, for a second each time.
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 view = await refs.pop()
-            await self._in_thread(self._copy_in, view, request.offset, request.num_bytes)
+            await self._in_thread(_copy_in, view, slot)
         except DataLoss:
             raise
         except Exception as error:
@@ -149,13 +152,14 @@ class KvAgentActor:
         finally:
             refs.clear()
             view = None
+        return kv_pb2.AgentFetchResponse()
 
-    def drop(self, lease_id: str) -> int:
-        return self._book.drop(lease_id)
+    async def Drop(self, request: kv_pb2.AgentDropRequest, context: Any) -> kv_pb2.AgentDropResponse:
+        return kv_pb2.AgentDropResponse(objects=self._book.drop(request.lease_id))
 
-    async def status(self, *, try_store: bool) -> kv_pb2.AgentStatusResponse:
+    async def Status(self, request: kv_pb2.AgentStatusRequest, context: Any) -> kv_pb2.AgentStatusResponse:
         """Says what is held. With `try_store` it hangs for as long as this node's object store does."""
-        if try_store:
+        if request.try_store:
             await asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
         stats = self._book.stats
         return kv_pb2.AgentStatusResponse(
@@ -165,12 +169,6 @@ class KvAgentActor:
             stored_bytes=stats.stored_bytes,
             budget_bytes=self._book.budget_bytes,
         )
-
-    def _copy_in(self, view: Any, offset: int, num_bytes: int) -> None:
-        """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this."""
-        if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != (num_bytes,):
-            raise DataLoss("the object is not the chunk that was announced; prefill again")
-        self._ring.bytes[offset : offset + num_bytes] = view
 
     async def _peer(self, endpoint: str) -> Any:
         """Returns the handle of another agent's actor; names are never used twice, so it is kept. Raises ValueError if there is none."""
@@ -191,30 +189,18 @@ class KvAgentActor:
 
         return await finish(work())
 
-    def _check_slot(self, offset: int, num_bytes: int) -> None:
+    def _slot(self, offset: int, num_bytes: int) -> Bytes:
+        """Raises InvalidRequest for one that lies outside of the ring."""
         if not 0 < num_bytes <= self._ring.num_bytes or offset + num_bytes > self._ring.num_bytes:
             raise InvalidRequest(f"slot {offset}+{num_bytes} lies outside the ring of {self._ring.num_bytes} bytes")
+        return self._ring.bytes[offset : offset + num_bytes]
 
 
-class _KvAgentService(kv_pb2_grpc.KvAgentServicer):
-    """Protobuf in and out; the Guard in front of it maps errors to statuses."""
-
-    def __init__(self, actor: KvAgentActor) -> None:
-        self._actor = actor
-
-    async def Put(self, request: kv_pb2.AgentPutRequest, context: Any) -> kv_pb2.AgentPutResponse:
-        stored = await self._actor.put(request.lease_id, request.chunk, request.offset, request.num_bytes, request.ttl_s)
-        return kv_pb2.AgentPutResponse(stored_bytes=stored)
-
-    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
-        await self._actor.pull(request)
-        return kv_pb2.AgentFetchResponse()
-
-    async def Drop(self, request: kv_pb2.AgentDropRequest, context: Any) -> kv_pb2.AgentDropResponse:
-        return kv_pb2.AgentDropResponse(objects=self._actor.drop(request.lease_id))
-
-    async def Status(self, request: kv_pb2.AgentStatusRequest, context: Any) -> kv_pb2.AgentStatusResponse:
-        return await self._actor.status(try_store=request.try_store)
+def _copy_in(view: Any, slot: Bytes) -> None:
+    """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this. Raises DataLoss."""
+    if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != slot.shape:
+        raise DataLoss("the object is not the chunk that was announced; prefill again")
+    slot[:] = view
 
 
 def _source_lost(endpoint: str, error: Exception) -> Unavailable:

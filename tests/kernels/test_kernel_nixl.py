@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.nixl.gpu_memory import GpuMemory
+from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
 from twostep.errors import DataLoss
@@ -17,7 +17,7 @@ from twostep.model.step.kv_sums import KvSums
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def land(memory: GpuMemory, offset: int, ids: list[int], part: slice) -> np.ndarray:
+def land(memory: NixlMemory, offset: int, ids: list[int], part: slice) -> np.ndarray:
     """As the agent does it; the sums."""
     landing = memory.landing(offset, ids, part)
     landing.prepare()
@@ -34,7 +34,7 @@ def test_sums_and_landing(block_bytes: int, first: int, stop: int) -> None:
     part = slice(first, stop)
     rng = np.random.default_rng(block_bytes)
     host = rng.integers(0, 256, (9, block_bytes), np.uint8)
-    memory = GpuMemory(torch.from_numpy(host.copy()).to(DEVICE), arena_bytes=1 << 20, probe_bytes=1000)
+    memory = NixlMemory(torch.from_numpy(host.copy()).to(DEVICE), arena_bytes=1 << 20, probe_bytes=1000)
     memory.enter_thread()
     source, target = [7, 2, 3, 8], [0, 5, 4, 1]
     rows = host[source, part]
@@ -53,7 +53,7 @@ def test_sums_and_landing(block_bytes: int, first: int, stop: int) -> None:
 
 
 def test_probes_are_checked() -> None:
-    memory = GpuMemory(torch.zeros(8, 256, dtype=torch.uint8).to(DEVICE), arena_bytes=8192, probe_bytes=500)
+    memory = NixlMemory(torch.zeros(8, 256, dtype=torch.uint8).to(DEVICE), arena_bytes=8192, probe_bytes=500)
     memory.enter_thread()
     memory._arena[100:600] = memory._pattern
     memory.check_probe(100, 500)
@@ -69,7 +69,7 @@ def test_kept_sums_are_used_and_stay_true() -> None:
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
     cache.sums = KvSums(cache.tensor, cache.shape, 4, 16, slot_sums)
     pool = cache.tensor.view(5, -1).view(torch.uint8)
-    memory = GpuMemory(pool, arena_bytes=1 << 20, probe_bytes=100, sums=cache.sums)
+    memory = NixlMemory(pool, arena_bytes=1 << 20, probe_bytes=100, sums=cache.sums)
     memory.enter_thread()
     for part in (slice(0, shape.block_bytes), slice(shape.layer_bytes, 3 * shape.layer_bytes)):
         rows = pool[[3, 0]][:, part].cpu().numpy()

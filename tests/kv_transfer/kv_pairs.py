@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import os
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fake_nixl import fake_nixl
 
 from kv_transfer.cuda_ipc.transport import CudaIpcTransport, IpcProbeSize
 from kv_transfer.local.transport import LocalHub, LocalTransport
-from kv_transfer.nixl.memory import HostMemory
+from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.ray.agent_session import reach
 from kv_transfer.ray.transport import RayTransport
@@ -33,6 +34,8 @@ from twostep.model.kernels.triton_pull import PullShape
 from twostep.model.step.kv_cache import KvCache
 
 NUM_BLOCKS = 64
+# Triton's interpreter takes its time for each program.
+SMALL_PULLS = PullShape(num_programs=3, tile_words=1024, num_warps=1)
 # For what comes at once, were it not for a busy machine.
 SOON_S = 60.0
 # Leases that a test does not let expire: they outlive every wait.
@@ -198,11 +201,11 @@ async def running(*sides: Side) -> AsyncIterator[None]:
         await asyncio.gather(*(side.transport.close() for side in sides))
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = SOON_S) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = SOON_S, *, every_s: float = 0.02) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not come true in time"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(every_s)
 
 
 async def wait_for_stats(transport: KvTransport, *, num_objects: int, timeout_s: float = SOON_S) -> None:
@@ -251,11 +254,12 @@ def local_pair(shape: Shape, clock: Clock) -> Pair:
 
 
 def nixl_pair(shape: Shape, clock: Clock) -> Pair:
-    """Over a library within this process (fake_nixl.py). Chunks of more than four blocks are read in pieces."""
+    """Over the library, or one within this process (fake_nixl.py). Chunks of more than four blocks are read in pieces."""
 
     def side() -> Side:
         store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
-        memory = HostMemory(store.blocks, arena_bytes=max(20 * shape.block_bytes, 1 << 16), probe_bytes=4096)
+        pool = torch.from_numpy(store.blocks)
+        memory = NixlMemory(pool, arena_bytes=max(20 * shape.block_bytes, 1 << 16), probe_bytes=4096, shape=SMALL_PULLS)
         transport = NixlTransport(memory, num_layers=shape.num_layers, piece_bytes=4 * shape.block_bytes, grace_s=0.05, clock=clock)
         return Side(transport, store)
 
@@ -277,8 +281,7 @@ def cuda_ipc_pair(shape: Shape, clock: Clock) -> Pair:
 
     def side() -> Side:
         cache = KvCache(kv_shape, "cuda" if torch.cuda.is_available() else "cpu")
-        pull = PullShape(num_programs=3, tile_words=1024, num_warps=1)
-        transport = CudaIpcTransport(cache, shape=pull, probe_size=probe_size, clock=clock)
+        transport = CudaIpcTransport(cache, shape=SMALL_PULLS, probe_size=probe_size, clock=clock)
         return Side(transport, cache.tensor.view(NUM_BLOCKS, -1).view(torch.uint8))
 
     return Pair(side(), side(), clock)
@@ -304,13 +307,18 @@ class TransportCase:
 PAIRS: dict[str, Callable[[], TransportCase]] = {
     "local": lambda: TransportCase(local_pair),
     "nixl": lambda: TransportCase(nixl_pair, word=8),
+    "nixl_library": lambda: TransportCase(nixl_pair, word=8),
     "cuda_ipc": lambda: TransportCase(cuda_ipc_pair, word=8),
     "ray": lambda: TransportCase(ray_pair),
 }
-_PARAMS: dict[str, Any] = {name: name for name in PAIRS} | {"ray": pytest.param("ray", marks=pytest.mark.ray)}
+_NO_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the nixl package is not installed")
+_PARAMS: dict[str, Any] = {name: name for name in PAIRS} | {
+    "nixl_library": pytest.param("nixl_library", marks=_NO_NIXL),
+    "ray": pytest.param("ray", marks=pytest.mark.ray),
+}
 # Those whose source's blocks are free once they are published, and those whose readers take them from the pool itself.
 copying = pytest.mark.parametrize("kind", [_PARAMS["local"], _PARAMS["ray"]], indirect=True, scope="module")
-one_sided = pytest.mark.parametrize("kind", [_PARAMS["nixl"], _PARAMS["cuda_ipc"]], indirect=True, scope="module")
+one_sided = pytest.mark.parametrize("kind", [_PARAMS["nixl"], _PARAMS["nixl_library"], _PARAMS["cuda_ipc"]], indirect=True, scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(_PARAMS.values()))
@@ -320,7 +328,7 @@ async def kind(request: pytest.FixtureRequest) -> AsyncIterator[TransportCase]:
     if request.param == "ray":
         ray: LocalRay = request.getfixturevalue("local_ray")
         case = replace(case, make=lambda shape, clock: ray_pair(shape, ray))
-    with pytest.MonkeyPatch.context() as patch, fake_nixl(patch):
+    with pytest.MonkeyPatch.context() as patch, fake_nixl(patch) if request.param == "nixl" else nullcontext():
         yield case
         await asyncio.gather(*(side.transport.close() for pair in case.pairs.values() for side in (pair.prefill, pair.decode)))
     if request.param == "ray":

@@ -1,4 +1,4 @@
-"""Chunk plans, the ring's slots, the book of objects, the fair gate."""
+"""Chunk plans, the ring, the book of objects, the fair gate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kv_transfer.checksum import checksum
 from kv_transfer.chunking import IN_PLACE, ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ray.ring import SharedMemory, default_ring_bytes, default_ring_dir
-from kv_transfer.slot_allocator import SlotAllocator
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted, SetupError, Unavailable
@@ -122,24 +121,6 @@ def test_checksum_is_xxh3_64() -> None:
     assert checksum(np.zeros(0, np.uint8)) == 0x2D06800538D394C2  # the algorithm's own value of nothing
     data = np.arange(100, dtype=np.uint8)
     assert checksum(data) == checksum(data.reshape(4, 25)) != checksum(data[::-1].copy())
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
-def test_slots_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]]) -> None:
-    size = 100_000
-    ring = SlotAllocator(size)
-    slots: list[tuple[int, int]] = []
-    for free, number in steps:
-        if free and slots:
-            ring.free(slots.pop(number % len(slots))[0])
-        elif (offset := ring.allocate(number)) is not None:
-            assert offset + number <= size
-            assert all(offset + number <= other or other + length <= offset for other, length in slots)
-            slots.append((offset, number))
-    for offset, _ in slots:
-        ring.free(offset)
-    assert ring.used_bytes == 0
-    assert ring.allocate(size - size % 4096) == 0
 
 
 def test_shared_memory_is_one_memory_without_a_name(tmp_path: Path) -> None:

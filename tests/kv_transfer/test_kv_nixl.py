@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from fake_nixl import FakeHandle, FakeLibrary, fake_nixl
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_pairs import in_s, wait_until
+from kv_pairs import SMALL_PULLS, in_s, wait_until
 
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out, merge_runs
-from kv_transfer.nixl.memory import HostLanding, HostMemory
+from kv_transfer.nixl.memory import Landing, NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.scattering import ScatterClock
 from kv_transfer.transport import ChunkInfo
@@ -46,7 +47,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
 @asynccontextmanager
 async def side(*, seed: int = 0, piece_bytes: int = 4 * BLOCK) -> AsyncIterator[Side]:
     pool = np.random.default_rng(seed).integers(0, 256, (64, BLOCK), np.uint8) if seed else np.zeros((64, BLOCK), np.uint8)
-    transport = NixlTransport(HostMemory(pool, arena_bytes=ARENA, probe_bytes=2 * BLOCK), piece_bytes=piece_bytes, grace_s=0.05)
+    transport = NixlTransport(
+        NixlMemory(torch.from_numpy(pool), arena_bytes=ARENA, probe_bytes=2 * BLOCK, shape=SMALL_PULLS),
+        piece_bytes=piece_bytes,
+        grace_s=0.05,
+    )
     await transport.start()
     try:
         yield Side(transport, pool)
@@ -121,14 +126,14 @@ async def test_a_cancelled_fetch_leaves_its_slot_until_the_read_has_ended(librar
 
 
 async def test_a_fetch_that_is_landing_ends_when_nobody_writes_the_blocks(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    landing: set[HostLanding] = set()
+    landing: set[Landing] = set()
     go_on = threading.Event()
 
-    def done(self: HostLanding) -> bool:
+    def done(self: Landing) -> bool:
         landing.add(self)
         return go_on.is_set()
 
-    monkeypatch.setattr(HostLanding, "done", done)
+    monkeypatch.setattr(Landing, "done", done)
     async with pair() as (source, reader):
         chunk = await publish(source, [3, 4])
         cancelled = asyncio.create_task(fetch(reader, source, chunk, [1, 2]))
@@ -159,7 +164,7 @@ async def test_a_landing_that_fails_is_raised_and_the_transport_goes_on(library:
         chunk = await publish(source, [3, 4])
         for step in ("prepare", "begin", "done"):
             with monkeypatch.context() as patch:
-                patch.setattr(HostLanding, step, lambda self, step=step: {}[step])
+                patch.setattr(Landing, step, lambda self, step=step: {}[step])
                 with pytest.raises(KeyError, match=step):
                     await fetch(reader, source, chunk, [1, 2])
         await fetch(reader, source, chunk, [1, 2])
@@ -167,13 +172,13 @@ async def test_a_landing_that_fails_is_raised_and_the_transport_goes_on(library:
 
 
 async def test_what_fails_before_its_read_begins_leaves_no_slot_taken(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: HostMemory, offset: int, block_ids: object, part: object) -> HostLanding:
+    def no_memory(self: NixlMemory, offset: int, block_ids: object, part: object) -> Landing:
         raise MemoryError("no pinned memory")
 
     async with pair() as (source, reader):
         chunk = await publish(source, [3, 4])
         with monkeypatch.context() as patch:
-            patch.setattr(HostMemory, "landing", no_memory)
+            patch.setattr(NixlMemory, "landing", no_memory)
             with pytest.raises(MemoryError):
                 await fetch(reader, source, chunk, [1, 2])
         assert reader.transport.arena.used_bytes == 0
@@ -267,8 +272,8 @@ async def test_a_library_that_breaks_costs_the_transport_and_no_call_waits(libra
     library.live_handles = 0  # kept to the end of the process
 
 
-def memory_of(*, arena_bytes: int = ARENA) -> HostMemory:
-    return HostMemory(np.zeros((2, BLOCK), np.uint8), arena_bytes=arena_bytes, probe_bytes=BLOCK)
+def memory_of(*, arena_bytes: int = ARENA) -> NixlMemory:
+    return NixlMemory(torch.zeros(2, BLOCK, dtype=torch.uint8), arena_bytes=arena_bytes, probe_bytes=BLOCK)
 
 
 async def test_what_cannot_start_says_what_to_do(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

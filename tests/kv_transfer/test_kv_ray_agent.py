@@ -34,9 +34,7 @@ from twostep.worker.life import until
 
 async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> None:
     """Also the second step of a transfer that held a slot when the session ended: the source is lost, which is no bug of ours."""
-    helper = await Child.start(["cat"])
-    ring = SharedMemory.create(tmp_path, 8192)
-    session = AgentSession("kv:w:1:1", ring, tmp_path / "agent.sock", helper)
+    session = await piped_session(tmp_path)
     slot = await session.take_slot(4096, deadline=in_s(60))
     await session.close()
     for call in (
@@ -49,7 +47,6 @@ async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> 
         with pytest.raises(Unavailable):
             await call
     session.give_back(slot)
-    ring.unlink()
 
 
 async def test_the_ring_is_unpinned_once_nobody_uses_it(tmp_path: Path) -> None:
@@ -109,7 +106,7 @@ async def test_a_worker_killed_while_its_agent_starts_leaves_no_ring(tmp_path: P
     assert not ring.exists()
 
 
-async def test_a_child_is_told_to_end_by_its_input_and_says_how_it_ended() -> None:
+async def test_children_end_by_their_input_or_a_kill_and_say_how() -> None:
     child = await Child.start(["sh", "-c", "echo ready; read line; echo gone >&2; exit 7"])
     assert await child.stdout.readline() == b"ready\n"
     assert child.returncode is None
@@ -118,15 +115,9 @@ async def test_a_child_is_told_to_end_by_its_input_and_says_how_it_ended() -> No
     assert await asyncio.wait_for(child.wait(), 60) == 7
     assert (await child.stdout.read(), await child.stderr.read()) == (b"", b"gone\n")
     child.kill()
-
-
-async def test_a_child_that_does_not_listen_is_killed() -> None:
-    child = await Child.start(["sleep", "1000"])
-    child.kill()
-    assert await asyncio.wait_for(child.wait(), 60) == -9
-
-
-async def test_a_child_that_cannot_be_begun_is_an_error_at_once() -> None:
+    deaf = await Child.start(["sleep", "1000"])
+    deaf.kill()
+    assert await asyncio.wait_for(deaf.wait(), 60) == -signal.SIGKILL
     with pytest.raises(FileNotFoundError):
         await Child.start(["/nowhere/to/be/found"])
 
@@ -154,10 +145,8 @@ def open_pipes() -> set[tuple[int, str]]:
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            target = str(path.readlink())
-            if target.startswith("pipe:"):
-                found.add((int(path.name), target))
-    return found
+            found.add((int(path.name), str(path.readlink())))
+    return {(number, target) for number, target in found if target.startswith("pipe:")}
 
 
 _TALKATIVE_RAY = {

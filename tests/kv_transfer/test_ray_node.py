@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kv_transfer.ray import node as ray_node
@@ -117,13 +119,10 @@ def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
             Path(argv[-1]).rmdir()
 
 
-def _in_session(session: int) -> list[int]:
+def _in_session(session: int) -> list[psutil.Process]:
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if os.getsid(int(entry.name)) == session and "Z" not in (entry / "stat").read_text().rpartition(")")[2].split()[0]:
-                    found.append(int(entry.name))
-            except OSError:
-                continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
