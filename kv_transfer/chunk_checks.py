@@ -1,4 +1,4 @@
-"""What every transport works out and checks about a chunk: its bytes, whether it fits the blocks, whether it arrived unharmed."""
+"""Works out and checks what every transport has to know of a chunk: its bytes, whether it fits the blocks, whether it arrived unharmed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Endpoints of one-sided transports as text for a manifest. No secrets but these: whoever has one, and the network or the host that it
-speaks of, has the memory.
+"""Endpoints of one-sided transports as text for a manifest. No secrets but these: a process that has one, and the network or the
+host that it speaks of, has the memory.
 
     {transport}:{version}:{field}:{field}: ...        numbers in decimal, bytes as base64url
 """
@@ -22,7 +22,7 @@ def endpoint_text(transport: str, version: str, fields: Sequence[str | int | byt
 
 
 def parse_endpoint(text: str, transport: str, version: str, types: Sequence[type], *, max_length: int) -> list[Any]:
-    """Returns the fields, each str, int or bytes as `types` says. Raises Unavailable: whoever wrote it is no source for us."""
+    """Returns the fields, each str, int or bytes as `types` says. Raises Unavailable for text that no source of ours wrote."""
     parts = text.split(":")
     if len(text) > max_length or len(parts) != 2 + len(types) or parts[:2] != [transport, version]:
         raise Unavailable(f"{text[:40]!r} is no {transport} endpoint of version {version}; run the same version on both workers")

@@ -1,4 +1,4 @@
-"""What one side has published: objects by lease, their bytes against a budget, and when each lease's time is up.
+"""Keeps what one side has published: objects by lease, their bytes against a budget, and when each lease's time is up.
 
     publish   waits for room ──▶ reserves it ──▶ makes the object ──▶ fills it in          given up at any point: the room is free again
     drop      by the source, or by `expire` once nothing was published or fetched for the lease's `ttl_s`

@@ -99,7 +99,7 @@ assert set(TRANSPORT_KINDS) < set(KV_TRANSPORTS)
 
 
 class Transports:
-    """Those of one worker by name, best first. Belongs to one event loop."""
+    """A worker's transports by name, best first. Belongs to one event loop."""
 
     def __init__(self, transports: Iterable[KvTransport], *, optional: Iterable[str] = ()) -> None:
         """`optional`: names of those that are left out, with a warning, if they cannot start."""
@@ -128,7 +128,7 @@ class Transports:
 
     @property
     def why_none(self) -> str:
-        """Why none of them is ready; empty if one is, or if there are none."""
+        """Says why none of them is ready; empty if one is, or if there are none."""
         return "" if self.ready else "; ".join(f"{transport.name}: {transport.why_not_ready}" for transport in self)
 
     async def start(self) -> None:

@@ -29,7 +29,7 @@ class FifoGate:
         return len(self._waiters)
 
     async def take(self, attempt: Callable[[], T | None], *, deadline: float) -> T:
-        """What `attempt` returns, once it is not None. It runs on the event loop, now and after a `pump`; what it raises is raised.
+        """Returns what `attempt` returns, once it is not None. It runs on the event loop, now and after a `pump`; what it raises is raised.
 
         Raises ResourceExhausted when `deadline` (time.monotonic seconds) passes or too many wait. A cancelled caller has taken nothing.
         """

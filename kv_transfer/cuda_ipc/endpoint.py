@@ -1,4 +1,4 @@
-"""Where a source's pool lies: its host, its process, its GPU, and the handles of its memory.
+"""Says where a source's pool lies: its host, its process, its GPU, and the handles of its memory.
 
 cuda_ipc:1:{boot id}:{PID namespace}:{pid}:{start time}:{incarnation}:{GPU}:{pool}:{offset}:{num_blocks}:{block_bytes}:{probe}:{offset}
 """
@@ -22,7 +22,7 @@ class ProcessId:
     """A process of this or another host, never mistaken for a later one: a pid may come again, a start time does not with it."""
 
     boot_id: str
-    pid_namespace: str  # empty where it cannot be told
+    pid_namespace: str  # empty where it cannot be found out
     pid: int
     start_time: int  # in ticks since the host's boot
 
@@ -64,7 +64,7 @@ class IpcEndpoint:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str) -> IpcEndpoint:
-        """Raises Unavailable: whoever wrote it is no source for us."""
+        """Raises Unavailable for text that no source of ours wrote."""
         boot_id, namespace, pid, start_time, *rest = parse_endpoint(text, "cuda_ipc", _VERSION, _TYPES, max_length=_MAX_LENGTH)
         return cls(ProcessId(boot_id=boot_id, pid_namespace=namespace, pid=pid, start_time=start_time), *rest)
 

@@ -1,11 +1,11 @@
 """Peers' pools in this process's GPU: CUDA IPC handles, opened once, kept while they are used, closed when the peer is gone.
 
 The exporter asks the driver's own library for a handle of the allocation that a tensor lies in; the importer opens it *on its own device*,
-so that its kernels read it over NVLink or PCIe without a copy on the exporter's. Whoever has a handle may read and write the whole
+so that its kernels read it over NVLink or PCIe without a copy on the exporter's. A process that has a handle may read and write the whole
 allocation.
 
 The driver keeps a dead process's GPU memory until the last mapping of it is closed, so that a read under way ends as if nothing had
-happened; and so that a mapping nobody closes would keep a restarted worker from getting its pool.
+happened; and so that a mapping that stays open would keep a restarted worker from getting its pool.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Handle(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Where a tensor lies: `offset` bytes into the allocation that `handle` stands for."""
+    """A tensor's place: `offset` bytes into the allocation that `handle` stands for."""
 
     handle: bytes
     offset: int

@@ -27,7 +27,7 @@ _NUM_THREADS = 4
 
 
 class LocalHub:
-    """Where the transports of one process, on one event loop, find each other."""
+    """The transports of one process, on one event loop, by endpoint: so they find each other."""
 
     def __init__(self) -> None:
         self._transports: dict[str, LocalTransport] = {}

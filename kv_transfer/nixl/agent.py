@@ -33,8 +33,8 @@ from twostep.errors import SetupError, TwostepError, Unavailable
 log = logging.getLogger(__name__)
 
 _IDLE_WAKE_S = 0.005
-# How often reads are asked for: a few hundred MB over NVLink take 1-2 ms. Never without a pause: whoever waits for Python's lock would
-# not get it.
+# How often reads are asked for: a few hundred MB over NVLink take 1-2 ms. Never without a pause: a thread that waits for Python's lock
+# would not get it.
 _EAGER_S = 0.005
 _EAGER_POLL_S = 10e-6
 _POLL_S = 200e-6
@@ -114,7 +114,6 @@ class NixlAgent:
         self._agent: Any = None
         # What the library raises, known once it is imported.
         self._library_errors: tuple[type[Exception], ...] = ()
-        self._read_errors: tuple[type[Exception], ...] = ()
         self._closing = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -181,7 +180,6 @@ class NixlAgent:
             raise SetupError(f"the nixl transport needs the nixl package ({error}); pip install 'twostep[nixl]'") from error
         self._library_errors = tuple(value for name, value in vars(bindings).items() if name.endswith("Error"))
         start_errors: tuple[type[Exception], ...] = (*self._library_errors, RuntimeError)
-        self._read_errors = (*self._library_errors, TwostepError)
         try:
             self._agent = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
             self._agent.create_backend("UCX", self._backend_params)
@@ -224,12 +222,8 @@ class NixlAgent:
             read.handle = self._agent.initialize_xfer("READ", near, far, read.peer.name)
             read.posted_at = time.monotonic()
             state = self._agent.transfer(read.handle)
-        except self._read_errors as error:
-            self._fail(read, error)
-            return
         except Exception as error:  # noqa: BLE001 - the caller raises it; the thread must live
-            self._release(read)
-            read.ended.set_exception(error)
+            self._fail(read, error)
             return
         if read.landing is not None:
             # While the bytes are on their way.
@@ -239,40 +233,6 @@ class NixlAgent:
                 read.unprepared = error
         if not self._settled(read, state):
             self._on_way.append(read)
-
-    def _settled(self, read: NixlRead, state: str) -> bool:
-        """Goes on from a state that the library told. Returns True once the read has ended."""
-        if state == "PROC":
-            return False
-        if state != "DONE":
-            self._fail(read, None)
-            return True
-        self._release(read)
-        if not read.may_land():
-            read.ended.set_result(None)
-            return True
-        assert read.landing is not None
-        read.arrived_at = time.monotonic()
-        try:
-            if read.unprepared is not None:
-                raise read.unprepared
-            read.landing.begin()
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            read.ended.set_exception(error)
-            return True
-        return self._has_landed(read)
-
-    def _has_landed(self, read: NixlRead) -> bool:
-        assert read.landing is not None
-        try:
-            if not read.landing.done():
-                return False
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            read.ended.set_exception(error)
-            return True
-        read.landing_s = time.monotonic() - read.arrived_at
-        read.ended.set_result(None)
-        return True
 
     def _ended(self, read: NixlRead) -> bool:
         if read.is_landing:
@@ -284,15 +244,44 @@ class NixlAgent:
             return True
         return self._settled(read, state)
 
-    def _fail(self, read: NixlRead, error: Exception | None) -> None:
-        self._failed.add(read.peer.name)
+    def _settled(self, read: NixlRead, state: str) -> bool:
+        """Goes on from a state that the library gives. Returns True once the read has ended."""
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            self._fail(read, Unavailable(f"reading from {read.peer.name} over nixl failed (the library reports an error); prefill again"))
+            return True
         self._release(read)
-        what = str(error) if error is not None else "the library reports an error"
-        read.ended.set_exception(
-            error
-            if isinstance(error, TwostepError)
-            else Unavailable(f"reading from {read.peer.name} over nixl failed ({what}); prefill again")
-        )
+        if not read.may_land():
+            read.ended.set_result(None)
+            return True
+        read.arrived_at = time.monotonic()
+        return self._has_landed(read, begin=True)
+
+    def _has_landed(self, read: NixlRead, *, begin: bool = False) -> bool:
+        assert read.landing is not None
+        try:
+            if begin:
+                if read.unprepared is not None:
+                    raise read.unprepared
+                read.landing.begin()
+            if not read.landing.done():
+                return False
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            read.ended.set_exception(error)
+            return True
+        read.landing_s = time.monotonic() - read.arrived_at
+        read.ended.set_result(None)
+        return True
+
+    def _fail(self, read: NixlRead, error: Exception) -> None:
+        """Ends the read. What the library raises, or we say of a peer, is taken for the peer's failure."""
+        self._release(read)
+        if isinstance(error, (*self._library_errors, TwostepError)):
+            self._failed.add(read.peer.name)
+        if isinstance(error, self._library_errors):
+            error = Unavailable(f"reading from {read.peer.name} over nixl failed ({error}); prefill again")
+        read.ended.set_exception(error)
 
     def _release(self, read: NixlRead) -> None:
         handle, read.handle = read.handle, None
@@ -346,13 +335,10 @@ class NixlAgent:
             # Keeps the handle, and with it the agent and the registered memory, to the end of the process.
             _abandoned.append((self._agent, read))
             read.ended.set_exception(Unavailable("the nixl transport was closed while this read was on its way; prefill again"))
-        while True:
-            with contextlib.suppress(queue.Empty):
-                wanted = self._commands.get_nowait()
-                if wanted is not None:
-                    wanted.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
-                continue
-            break
+        while not self._commands.empty():  # nothing is added any more
+            wanted = self._commands.get()
+            if wanted is not None:
+                wanted.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
         for name in list(self._peers):
             if not left:
                 self._forget(name)

@@ -1,4 +1,4 @@
-"""Where a peer's pool lies, as text for a manifest; and how block ids become few large descriptors. Pure.
+"""Says where a peer's pool lies, as text for a manifest; and how block ids become few large descriptors. Pure.
 
     nixl:1:{agent}:{memory}:{device}:{pool address}:{num_blocks}:{block_bytes}:{probe address}:{probe bytes}:{metadata, base64url}
 
@@ -46,7 +46,7 @@ class NixlEndpoint:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str) -> NixlEndpoint:
-        """Raises Unavailable: whoever wrote it is no source for us."""
+        """Raises Unavailable for text that no source of ours wrote."""
         endpoint = cls(*parse_endpoint(text, "nixl", _VERSION, _TYPES, max_length=_MAX_LENGTH))
         if endpoint.memory not in ("DRAM", "VRAM") or not endpoint.agent or not endpoint.metadata:
             raise Unavailable(f"the nixl endpoint of {endpoint.agent[:40]!r} is damaged; prefill again")

@@ -1,4 +1,4 @@
-"""What the nixl transport does with memory: the regions it registers, checksums of blocks, the copy from the arena into the pool.
+"""The nixl transport's memory: the regions it registers, checksums of blocks, the copy from the arena into the pool.
 
     pool [num_blocks, block_bytes]  ◀── landing ──  arena [bytes]  ◀── reads ── peers' pools          probe [bytes]: of known contents
 
@@ -51,7 +51,7 @@ class NixlMemory:
     def __init__(
         self, pool: torch.Tensor, *, arena_bytes: int, probe_bytes: int, sums: KvSums | None = None, shape: PullShape = WITHIN_GPU
     ) -> None:
-        """`sums`: the checksums that the pool's owner keeps while it writes; whoever writes blocks in another way refreshes them. `shape`:
+        """`sums`: the checksums that the pool's owner keeps while it writes; any other writer of blocks refreshes them. `shape`:
         how kernels are cut. Raises SetupError if there is no memory for the arena."""
         assert pool.dim() == 2
         assert pool.dtype == torch.uint8

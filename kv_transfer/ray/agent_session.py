@@ -395,7 +395,7 @@ class AgentSession:
             log.warning("the KV agent's ring is not pinned, so that KV is copied once more on its way: %s", error)
 
     async def _unpin_ring(self) -> None:
-        """Once no copy can be under way: whoever took a slot gives it back when its copy has ended."""
+        """Waits until no copy can be under way: a slot is given back when its copy has ended."""
         unpin, self._unpin = self._unpin, None
         if unpin is None:
             return

@@ -61,7 +61,7 @@ class RayHead:
 
     @property
     def address(self) -> str:
-        """What a KV agent joins: `--ray-address`."""
+        """Returns what a KV agent joins: `--ray-address`."""
         return f"{self.node_ip}:{self.port}"
 
     @property

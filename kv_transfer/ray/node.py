@@ -1,6 +1,6 @@
 """A node of a Ray that outlives its parts: `python -P -m kv_transfer.ray.node`, one in each pod or machine with workers, and one as head.
 
-1. A raylet's node waits until the head answers: `ray start` itself gives up, and whoever starts it again may wait minutes in between.
+1. A raylet's node waits until the head answers: `ray start` itself gives up, and a restart by others may take minutes.
 2. `ray start` runs in the foreground, its log and those of all its processes on stdout and stderr, until one of them ends.
 3. It is started again, at once the first time and then less and less often.
 4. SIGTERM and SIGINT end all of it. Processes that Ray leaves behind are reaped here, where this is the first of a container.
@@ -73,7 +73,7 @@ class RayPorts:
 
     @property
     def last(self) -> int:
-        """The highest of them. A head's GCS and client server listen where they are told to."""
+        """The highest of them. A head's GCS and client server listen on ports of their own flags."""
         return self.first_worker_port + self.num_worker_ports - 1
 
     def flags(self) -> list[str]:

@@ -229,7 +229,7 @@ class RayTransport:
             log.debug("lease %s was not dropped at the KV agent, whose time limit will: %s", lease_id, error.message)
 
     async def stats(self) -> TransportStats:
-        """What the agent holds; nothing if there is none."""
+        """Returns what the agent holds; nothing if there is none."""
         nothing = TransportStats(num_leases=0, num_objects=0, stored_bytes=0)
         if self._session is None:
             return nothing

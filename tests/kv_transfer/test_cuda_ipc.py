@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from kv_pairs import Clock, Pair, Shape, Side, cuda_ipc_pair, in_s, wait_until
 
 from kv_transfer.cuda_ipc.endpoint import IpcEndpoint, ProcessId, start_time_of
 from kv_transfer.cuda_ipc.peers import IpcPeers, PeerPool
+from kv_transfer.cuda_ipc.pulls import PullBatch, PullBatches
 from kv_transfer.cuda_ipc.transport import CudaIpcTransport
 from kv_transfer.gpu_pool import gpu_pool_of
 from twostep.engine.batch import KvShape, LayerRange
@@ -120,17 +120,9 @@ async def test_a_pool_that_is_not_shared_only_reads(pair: Pair) -> None:
     await reader.close()
 
 
-async def test_chunks_that_wait_together_travel_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by its own checksum: a broken one harms no other."""
+async def test_each_of_chunks_that_travel_together_has_its_own_checksum(pair: Pair) -> None:
     whole = [await pair.publish("a", index, blocks) for index, blocks in enumerate(([1, 5], [3], [8, 9, 2], []))]
     layer = await pair.publish("a", 4, [7], layers=LayerRange(2, 1))
-    pull, calls = ipc(pair.decode)._pull, []
-
-    def counted(source: IpcEndpoint, part: slice, sources: list[int], targets: list[int], counts: list[int]) -> list[int]:
-        calls.append((part.stop - part.start, sources))
-        return pull(source, part, sources, targets, counts)
-
-    monkeypatch.setattr(pair.decode.transport, "_pull", counted)
     done = await asyncio.gather(
         pair.fetch("a", whole[0], [0, 1]),
         pair.fetch("a", replace(whole[1], checksum=1), [2]),
@@ -140,44 +132,78 @@ async def test_chunks_that_wait_together_travel_together(pair: Pair, monkeypatch
         return_exceptions=True,
     )
     assert [type(x) for x in done] == [type(None), DataLoss, type(None), type(None), type(None)]
-    assert sorted(calls) == [(LAYER, [7]), (3 * LAYER, [1, 5, 3, 8, 9, 2])]
     np.testing.assert_array_equal(pair.decode.read([0, 1, 3, 4, 5]), pair.prefill.read([1, 5, 8, 9, 2]))
     np.testing.assert_array_equal(pair.decode.read([6])[0, 2 * LAYER :], pair.prefill.read([7])[0, 2 * LAYER :])
 
 
-async def test_a_fetch_under_way_ends_before_its_caller_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = await pair.publish("a", 0, [1])
-    parts = [await pair.publish("a", 1 + i, [1], layers=LayerRange(i, 1)) for i in range(2)]
-    pull, go_on, running, most = ipc(pair.decode)._pull, threading.Event(), [0], [0]
+class Lanes:
+    """Pulls that wait until they are let begin, and then until they are let end. A chunk's sum is that of its source's block ids."""
 
-    def held(*args: Any) -> list[int]:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        assert go_on.wait(300)
-        try:
-            return pull(*args)
-        finally:
-            running[0] -= 1
+    def __init__(self) -> None:
+        self.begin, self.end = asyncio.Event(), asyncio.Event()
+        self.batches = PullBatches(self._run)
+        self.pulled: list[tuple[slice, list[int]]] = []
+        self.error: Exception | None = None
 
-    monkeypatch.setattr(pair.decode.transport, "_pull", held)
-    # Two have the lanes, each of its own range of layers; two more wait behind them in one batch.
-    tasks = [asyncio.create_task(pair.fetch("a", what, [block])) for block, what in enumerate((*parts, chunk, chunk))]
-    await wait_until(lambda: running[0] == 2)
+    async def _run(self, batch: PullBatch) -> list[int]:
+        await self.begin.wait()
+        fetches = self.batches.begin(batch)
+        self.pulled.append((batch.part, [block for fetch in fetches for block in fetch.source_blocks]))
+        await self.end.wait()
+        if self.error is not None:
+            raise self.error
+        return [sum(fetch.source_blocks) for fetch in fetches]
+
+    def pull(self, blocks: list[int], *, part: slice = slice(0, 8), within_s: float = 60.0) -> asyncio.Task[int]:
+        return asyncio.create_task(self.batches.pull(ENDPOINT, part, blocks, blocks, deadline=in_s(within_s)))
+
+
+@pytest.fixture
+async def lanes() -> AsyncIterator[Lanes]:
+    made = Lanes()
+    yield made
+    # A test that fails in between would leave pulls that no cancel ends.
+    made.begin.set()
+    made.end.set()
+    await made.batches.close()
+
+
+async def test_fetches_that_wait_at_the_same_time_become_one_pull(lanes: Lanes) -> None:
+    tasks = [lanes.pull([1, 5]), lanes.pull([3]), lanes.pull([7], part=slice(8, 16)), lanes.pull([])]
+    large = [lanes.pull(list(range(4000))), lanes.pull(list(range(100)))]  # too many for one
+    await asyncio.sleep(0)
+    lanes.end.set()
+    lanes.begin.set()
+    assert await asyncio.gather(*tasks) == [6, 3, 7, 0]
+    assert await asyncio.gather(*large) == [sum(range(4000)), sum(range(100))]
+    assert [(part.start, len(blocks)) for part, blocks in lanes.pulled] == [(0, 4003), (8, 1), (0, 100)]
+    lanes.error = Unavailable("gone")
+    for error in await asyncio.gather(lanes.pull([1]), lanes.pull([2]), return_exceptions=True):
+        assert error is lanes.error
+
+
+async def test_a_pull_under_way_ends_before_its_callers_learn_of_a_cancel(lanes: Lanes) -> None:
+    """Before it begins, one that is cancelled or late is left out of it."""
+    stays, cancelled, late = lanes.pull([1]), lanes.pull([2]), lanes.pull([4], within_s=0.01)
+    await asyncio.sleep(0)
+    cancelled.cancel()
     with pytest.raises(ResourceExhausted):
-        await pair.fetch("a", chunk, [6], within_s=0.02)
-    tasks[0].cancel()
-    tasks[3].cancel()
-    await asyncio.wait([tasks[3]], timeout=60)
-    done, _ = await asyncio.wait(tasks[:3], timeout=0.1)
-    assert (done, tasks[3].done()) == (set(), True)  # it had not begun
-    go_on.set()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(x, asyncio.CancelledError) for x in results] == [True, False, False, True]
-    assert results[1:3] == [None, None]
-    assert (running, most) == ([0], [2])
-    np.testing.assert_array_equal(pair.decode.read([0])[0, :LAYER], pair.prefill.read([1])[0, :LAYER])
-    np.testing.assert_array_equal(pair.decode.read([2]), pair.prefill.read([1]))
-    assert not pair.decode.read([3, 6]).any()
+        await late
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    also = lanes.pull([8])
+    await asyncio.sleep(0)
+    lanes.begin.set()
+    await wait_until(lambda: bool(lanes.pulled), every_s=0)
+    assert lanes.pulled == [(slice(0, 8), [1, 8])]
+    stays.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not stays.done()
+    lanes.end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stays
+    assert await also == 8
 
 
 def test_what_has_no_pool_on_a_gpu_cannot_have_the_transport() -> None:
