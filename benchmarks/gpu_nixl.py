@@ -25,11 +25,9 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from kv_transfer.nixl.agent import NixlAgent
-from kv_transfer.nixl.device import DeviceMemory
+from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out
-from kv_transfer.nixl.memory import HostMemory, NixlMemory
-from kv_transfer.nixl.read import Peer, Read
+from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
 
@@ -51,9 +49,7 @@ def pool_of(device: str, seed: int) -> torch.Tensor:
 
 
 def memory_of(pool: torch.Tensor) -> NixlMemory:
-    if ON_CPU:
-        return HostMemory(pool.numpy(), arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
-    return DeviceMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
+    return NixlMemory(pool, arena_bytes=ARENA_BYTES, probe_bytes=PROBE_BYTES)
 
 
 def transport_of(pool: torch.Tensor, piece_bytes: int = 0, **params: str) -> NixlTransport:
@@ -181,7 +177,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
         backend_params=params,
     )
     agent.start()
-    peer = Peer(endpoint.agent, endpoint.metadata)
+    peer = NixlPeer(endpoint.agent, endpoint.metadata)
     print(f"endpoint {len(source.endpoint)} characters, metadata {len(endpoint.metadata)} bytes")
     rng = np.random.default_rng(6)
     far_ids, near_ids = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS], rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS]
@@ -194,7 +190,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
 
     def read(near: np.ndarray, far: np.ndarray, at_once: int = 1) -> None:
         parts = zip(np.array_split(near, at_once), np.array_split(far, at_once), strict=True)
-        reads = [Read(peer, n, MEMORY, f, MEMORY, None) for n, f in parts]
+        reads = [NixlRead(peer, n, MEMORY, f, MEMORY, None) for n, f in parts]
         for one in reads:
             agent.start_read(one)
         for one in reads:

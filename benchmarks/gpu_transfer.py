@@ -26,7 +26,7 @@ from gpu_elementwise import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from gpu_engine import batch_of, make, prefill_rate, tables_for
 from gpu_linear import graph_us
 
-from kv_transfer.cuda_ipc.memory import close_handle, export, open_handle
+from kv_transfer.cuda_ipc.peers import close_handle, export, open_handle
 from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
 from twostep.lab.bench.shapes import LLAMA_8B

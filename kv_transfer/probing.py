@@ -25,7 +25,7 @@ _DOMAIN = b"twostep.probe.v1\0"
 
 
 def probe_pattern(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 [num_bytes] that both sides can work out, so that a wrong copy is no proof of a working path."""
+    """Returns uint8 [num_bytes] that both sides can work out, so that a wrong copy is no proof of a working path."""
     return np.resize(np.arange(_PERIOD, dtype=np.uint8), num_bytes)
 
 

@@ -1,6 +1,6 @@
-"""How much of a fetch went into putting blocks in place: told apart by transports that copy twice, summed up by whoever fetches.
+"""Measures how much of a fetch went into putting blocks in place: transports that copy twice mark it, their callers sum it up.
 
-    whoever fetches                              the transport, in the same task
+    the caller of a fetch                        the transport, in the same task
     with ScatterClock() as clock:
         await transport.fetch(...)      ──▶      with scattering():
     clock.seconds                                    ... verify, slot -> pool ...

@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 16
 
 
 def mix(words: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """What each word adds to the sum; shapes broadcast."""
+    """Returns what each word adds to the sum; shapes broadcast."""
     x = words + (places + np.uint64(1)) * _STEP
     x ^= x >> np.uint64(32)
     x *= _FIRST
@@ -42,8 +42,8 @@ def mix(words: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]) -> npt.ND
 
 
 def block_sums(blocks: npt.NDArray[np.uint8], first_byte: int = 0) -> npt.NDArray[np.uint64]:
-    """uint64 [n] of blocks [n, bytes], or of a part of each that begins at `first_byte` of its block. Both are multiples of 8, or it
-    raises ValueError."""
+    """Returns uint64 [n] of blocks [n, bytes], or of a part of each that begins at `first_byte` of its block. Raises
+    ValueError unless both are multiples of 8."""
     if blocks.shape[1] % WORD_BYTES or first_byte % WORD_BYTES:
         raise ValueError(f"sum64 takes blocks of whole 64-bit words, not {blocks.shape[1]} bytes from byte {first_byte} on")
     words = np.ascontiguousarray(blocks).view("<u8")
@@ -58,13 +58,13 @@ def block_sums(blocks: npt.NDArray[np.uint8], first_byte: int = 0) -> npt.NDArra
 
 
 def chunk_sum(sums: npt.NDArray[np.uint64] | Sequence[int]) -> int:
-    """Of the sums of its blocks, uint64 [n], in the chunk's order: an unsigned 64-bit int."""
+    """Returns a chunk's sum, an unsigned 64-bit int, from the sums of its blocks, uint64 [n], in the chunk's order."""
     values = np.asarray(sums, np.uint64)
     return int(mix(values, np.arange(len(values), dtype=np.uint64)).sum(dtype=np.uint64))
 
 
 def chunk_sums(sums: npt.NDArray[np.uint64], counts: Sequence[int]) -> list[int]:
-    """Of several chunks at once: uint64 [sum of counts], chunk after chunk."""
+    """Returns those of several chunks at once, from uint64 [sum of counts], chunk after chunk."""
     lengths = np.asarray(counts, np.int64)
     ends = np.cumsum(lengths)
     places = np.arange(len(sums)) - np.repeat(ends - lengths, lengths)

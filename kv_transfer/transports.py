@@ -5,13 +5,23 @@ a,b,...       those and no others, in this order of preference; the worker does 
               away makes no difference: the transport is ready once it is back
 none          nothing is handed over: for decode workers that compute every prompt themselves
 local         within one process: for tests, never made here
+
+To add a transport:
+
+1. Write `kv_transfer/NAME/transport.py` with a class that keeps the contract `KvTransport` (kv_transfer/transport.py); local/transport.py
+   is the shortest one. Its docstring numbers the steps of a transfer. `ObjectBook` keeps what is published, `chunk_checks` has the checks
+   that all share, `TransportThreads` the threads; `HostFetch` and `HostPublish` are for transports whose bytes pass host memory.
+2. Register it in `TRANSPORT_KINDS` below, by a function that imports it when it is called and raises SetupError, with what to do, where it
+   cannot exist; and by name in `KV_TRANSPORTS` (twostep/settings/flags.py).
+3. Give the contract's tests a pair of it (`PAIRS` in tests/kv_transfer/kv_pairs.py): they hold for every transport. What only yours does
+   is tested in a file of its own.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kv_transfer.ray.transport import RayTransport
@@ -22,14 +32,74 @@ from twostep.worker.edge import EdgeParts
 
 log = logging.getLogger(__name__)
 
-AUTO = ("cuda_ipc", "nixl", "ray")
-# Made anew when their worker changes its role; the others serve either, and go on. A decode worker lets nobody read its pool.
-_OF_ONE_ROLE = frozenset({"cuda_ipc"})
-assert set(AUTO) < set(KV_TRANSPORTS)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportKind:
+    """How one becomes a worker's. `make` gets the worker's parts and a directory for sockets, and raises SetupError or ImportError where
+    the transport cannot exist. `of_one_role`: made anew when the worker changes its role. `may_be_left_out` of `auto`, with the reason in
+    the log."""
+
+    make: Callable[[EdgeParts, Path], KvTransport]
+    of_one_role: bool = False
+    may_be_left_out: bool = True
+
+
+def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
+    _check_one_gpu("cuda_ipc", parts)
+    # Needs torch.
+    from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415
+
+    return CudaIpcTransport.of_worker(parts)
+
+
+def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
+    _check_one_gpu("nixl", parts)
+    # Needs torch.
+    from kv_transfer.nixl.transport import NixlTransport  # noqa: PLC0415
+
+    return NixlTransport.of_worker(parts)
+
+
+def _check_one_gpu(name: str, parts: EdgeParts) -> None:
+    """Both read one pool in one GPU's memory. Raises SetupError."""
+    config = parts.config
+    if config.runner != "model" or not config.device.startswith("cuda"):
+        raise SetupError(f"{name} moves KV between GPUs, and this worker has none ({config.device}); leave it out of --kv-transfer")
+    if config.tensor_parallel_size > 1:
+        raise SetupError(
+            f"--kv-transfer {name} reads one pool, and with --tensor-parallel-size {config.tensor_parallel_size} it is cut over processes; "
+            f"leave {name} out"
+        )
+
+
+def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
+    config, runner = parts.config, parts.model.runner
+    return RayTransport(
+        runner,
+        runner.kv_shape.block_bytes,
+        worker_id=parts.worker_id,
+        epoch=parts.epoch,
+        ray_address=config.ray_address,
+        num_layers=runner.kv_shape.num_layers,
+        pin=runner.pin_host,
+        on_gpu=config.runner == "model" and config.device.startswith("cuda"),
+        run_dir=config.run_dir or run_dir,
+        ring_bytes=config.kv_ring_bytes,
+        budget_bytes=config.kv_budget_bytes,
+    )
+
+
+# The best first. A decode worker lets no peer read its pool, so that cuda_ipc differs by role; the others serve either, and go on.
+TRANSPORT_KINDS = {
+    "cuda_ipc": TransportKind(make=_cuda_ipc, of_one_role=True),
+    "nixl": TransportKind(make=_nixl),
+    "ray": TransportKind(make=_ray, may_be_left_out=False),
+}
+assert set(TRANSPORT_KINDS) < set(KV_TRANSPORTS)
 
 
 class Transports:
-    """Those of one worker by name, best first. Belongs to one event loop."""
+    """A worker's transports by name, best first. Belongs to one event loop."""
 
     def __init__(self, transports: Iterable[KvTransport], *, optional: Iterable[str] = ()) -> None:
         """`optional`: names of those that are left out, with a warning, if they cannot start."""
@@ -58,11 +128,11 @@ class Transports:
 
     @property
     def why_none(self) -> str:
-        """Why none of them is ready; empty if one is, or if there are none."""
+        """Says why none of them is ready; empty if one is, or if there are none."""
         return "" if self.ready else "; ".join(f"{transport.name}: {transport.why_not_ready}" for transport in self)
 
     async def start(self) -> None:
-        """Those that do not run yet. Raises SetupError."""
+        """Starts those that do not run yet. Raises SetupError."""
         while self._replaced:
             await self._replaced[-1].close()
             del self._replaced[-1]
@@ -88,9 +158,9 @@ class Transports:
         self._started.clear()
 
     def in_role(self, make: Callable[[str], KvTransport]) -> Transports:
-        """The same for the worker's other role, to be started again: those that serve one role only are made anew by name. Raises
+        """Returns the same for the worker's other role, to be started again: those that serve one role only are made anew by name. Raises
         SetupError, and then nothing has changed."""
-        anew = {name: make(name) for name in self._transports if name in _OF_ONE_ROLE}
+        anew = {name: make(name) for name in self._transports if name in TRANSPORT_KINDS and TRANSPORT_KINDS[name].of_one_role}
         self._replaced += [self._transports[name] for name in anew]
         self._started -= anew.keys()
         self._transports |= anew
@@ -98,13 +168,14 @@ class Transports:
 
 
 def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
-    """To be started. `run_dir`: private to this worker, for sockets. What an edge of its other role has left is used again. Raises
-    SetupError where one that was asked for by name cannot be."""
+    """Makes them, to be started. `run_dir`: private to this worker, for sockets. What an edge of its other role has left is used again.
+    Raises SetupError where one that was asked for by name cannot be."""
     if isinstance(parts.carried, Transports):
         return parts.carried.in_role(lambda name: _make(name, parts, run_dir))
     asked = parts.config.kv_transfer
     if asked == "auto":
-        return Transports(_possible(AUTO, parts, run_dir), optional=set(AUTO) - {"ray"})
+        optional = [name for name, kind in TRANSPORT_KINDS.items() if kind.may_be_left_out]
+        return Transports(_possible(optional, parts, run_dir), optional=optional)
     if asked == "none":
         return Transports([])
     names = asked.split(",")
@@ -113,61 +184,19 @@ def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
     return Transports([_make(name, parts, run_dir) for name in names])
 
 
-def _possible(names: Sequence[str], parts: EdgeParts, run_dir: Path) -> Iterator[KvTransport]:
-    for name in names:
+def _possible(optional: list[str], parts: EdgeParts, run_dir: Path) -> Iterator[KvTransport]:
+    for name in TRANSPORT_KINDS:
         try:
             yield _make(name, parts, run_dir)
         except SetupError as error:
-            if name == "ray":
+            if name not in optional:
                 raise
             log.info("no KV transfer by %s here: %s", name, error.message)
 
 
 def _make(name: str, parts: EdgeParts, run_dir: Path) -> KvTransport:
     """Raises SetupError with why it cannot exist here."""
-    makers: dict[str, Callable[[EdgeParts, Path], KvTransport]] = {"cuda_ipc": _cuda_ipc, "nixl": _nixl, "ray": _ray}
     try:
-        return makers[name](parts, run_dir)
+        return TRANSPORT_KINDS[name].make(parts, run_dir)
     except ImportError as error:
         raise SetupError(f"--kv-transfer {name}: {error}; install what is missing, or leave {name} out") from error
-
-
-def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
-    config = parts.config
-    return RayTransport(
-        parts.model.runner,
-        parts.model.runner.kv_shape.block_bytes,
-        worker_id=parts.worker_id,
-        epoch=parts.epoch,
-        ray_address=config.ray_address,
-        num_layers=parts.model.runner.kv_shape.num_layers,
-        pin=parts.model.runner.pin_host,
-        on_gpu=config.runner == "model" and config.device.startswith("cuda"),
-        run_dir=config.run_dir or run_dir,
-        ring_bytes=config.kv_ring_bytes,
-        budget_bytes=config.kv_budget_bytes,
-    )
-
-
-def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
-    _check_one_gpu("cuda_ipc", parts)
-    transport: KvTransport = importlib.import_module("kv_transfer.cuda_ipc.transport").CudaIpcTransport.of_worker(parts)
-    return transport
-
-
-def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
-    _check_one_gpu("nixl", parts)
-    transport: KvTransport = importlib.import_module("kv_transfer.nixl.transport").NixlTransport.of_worker(parts)
-    return transport
-
-
-def _check_one_gpu(name: str, parts: EdgeParts) -> None:
-    """Both read one pool in one GPU's memory. Raises SetupError."""
-    config = parts.config
-    if config.runner != "model" or not config.device.startswith("cuda"):
-        raise SetupError(f"{name} moves KV between GPUs, and this worker has none ({config.device}); leave it out of --kv-transfer")
-    if config.tensor_parallel_size > 1:
-        raise SetupError(
-            f"--kv-transfer {name} reads one pool, and with --tensor-parallel-size {config.tensor_parallel_size} it is cut over processes; "
-            f"leave {name} out"
-        )

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.checksum import checksum
-from kv_transfer.in_place import InPlaceBook
-from kv_transfer.local.transport import check_blocks, part_bytes, write_verified
+from kv_transfer.chunk_checks import check_blocks, chunk_info, part_bytes, write_verified
+from kv_transfer.object_book import ObjectBook
 from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
 from twostep.engine.batch import LayerRange
 from twostep.errors import Unavailable
@@ -78,7 +78,7 @@ class OneSidedTransport:
         self._hub = hub
         self._name = name
         self._endpoint = f"{name}:{worker_id}/{epoch}"
-        self._book = InPlaceBook()
+        self._book: ObjectBook[bool] = ObjectBook()
         self._started = False
 
     @property
@@ -130,13 +130,12 @@ class OneSidedTransport:
     ) -> ChunkInfo:
         data = np.empty((len(block_ids), part_bytes(self._block_bytes, self._num_layers, layers)), np.uint8)
 
-        async def digest() -> int:
+        async def summed() -> tuple[bool, int]:
             await asyncio.to_thread(self._store.read_blocks, block_ids, data, layers)
-            return checksum(data.reshape(-1))
+            return True, checksum(data.reshape(-1))
 
-        return await self._book.publish(
-            lease_id, index, first_block, block_ids, layers=layers, num_bytes=data.size, ttl_s=ttl_s, digest=digest
-        )
+        digest = await self._book.publish(lease_id, index, data.size, summed, ttl_s=ttl_s, deadline=deadline)
+        return chunk_info(index, first_block, block_ids, layers, num_bytes=data.size, digest=digest, in_place=True)
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)

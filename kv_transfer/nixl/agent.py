@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import logging
 import os
 import queue
@@ -24,22 +23,77 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.nixl.read import Peer, Read, Region
+from kv_transfer.nixl.endpoint import Descriptors
+from kv_transfer.nixl.memory import Landing, Region
 from twostep.errors import SetupError, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAKE_S = 0.005
-# How often reads are asked for: a few hundred MB over NVLink take 1-2 ms. Never without a pause: whoever waits for Python's lock would
-# not get it.
+# How often reads are asked for: a few hundred MB over NVLink take 1-2 ms. Never without a pause: a thread that waits for Python's lock
+# would not get it.
 _EAGER_S = 0.005
 _EAGER_POLL_S = 10e-6
 _POLL_S = 200e-6
 _PR_SET_TIMERSLACK = 29
 _MAX_PEERS = 256
 _CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NixlPeer:
+    """An agent elsewhere, by its name, and its metadata, which the first read from it loads."""
+
+    name: str
+    metadata: bytes
+
+
+class NixlRead:
+    """One read, from the event loop that wants it to the agent's thread that does it, and to its end.
+
+    waiting ──▶ reading ──▶ landing ──▶ ended          `abandon` before it lands: the read goes on, and nothing lands
+    """
+
+    def __init__(
+        self, peer: NixlPeer, near: Descriptors, near_memory: str, far: Descriptors, far_memory: str, landing: Landing | None
+    ) -> None:
+        self.peer = peer
+        self.near, self.near_memory = near, near_memory
+        self.far, self.far_memory = far, far_memory
+        self.landing = landing
+        # Ends when nothing of the read, nor of its landing, can be written any more; fails with Unavailable where the peer or the path
+        # is gone, and with what the landing raised.
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # it cannot be cancelled
+        # Seconds from the last byte's arrival to the end of the landing.
+        self.landing_s = 0.0
+        # Why the landing could not be prepared: nothing lands.
+        self.unprepared: Exception | None = None
+        self.handle: Any = None
+        self.posted_at = self.arrived_at = 0.0
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._landing_begun = False
+
+    def abandon(self) -> bool:
+        """Gives it up. Returns True if nothing will land, though the read itself may go on up to `ended`; False if it is landing, or has:
+        `ended` comes within milliseconds."""
+        with self._lock:
+            self._abandoned = not self._landing_begun
+            return self._abandoned
+
+    def may_land(self) -> bool:
+        """The agent's thread asks once, before it lets anything land."""
+        with self._lock:
+            self._landing_begun = self.landing is not None and not self._abandoned
+            return self._landing_begun
+
+    @property
+    def is_landing(self) -> bool:
+        return self._landing_begun
 
 
 class NixlAgent:
@@ -52,16 +106,14 @@ class NixlAgent:
         self._regions = regions
         self._enter_thread = enter_thread
         self._backend_params = backend_params
-        self._commands: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
-        self._on_way: list[Read] = []
-        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._commands: queue.SimpleQueue[NixlRead | None] = queue.SimpleQueue()
+        self._on_way: list[NixlRead] = []
+        self._peers: OrderedDict[str, NixlPeer] = OrderedDict()
         # Peers whose reads failed: forgotten once their last read has ended, and connected to anew when asked for again.
         self._failed: set[str] = set()
         self._agent: Any = None
         # What the library raises, known once it is imported.
         self._library_errors: tuple[type[Exception], ...] = ()
-        self._start_errors: tuple[type[Exception], ...] = ()
-        self._read_errors: tuple[type[Exception], ...] = ()
         self._closing = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -82,8 +134,8 @@ class NixlAgent:
     def running(self) -> bool:
         return not self._closing and self._thread is not None
 
-    def start_read(self, read: Read) -> None:
-        """Copies each far region into the near one beside it, then lets it land. Does not block; see Read.ended."""
+    def start_read(self, read: NixlRead) -> None:
+        """Copies each far region into the near one beside it, then lets it land. Does not block; see NixlRead.ended."""
         with self._lock:
             if not self.running:
                 read.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
@@ -104,7 +156,7 @@ class NixlAgent:
     def _run(self, started: Future[None]) -> None:
         try:
             self._enter_thread()
-            _sleep_exactly()
+            _set_timer_slack()
             self._set_up()
         except BaseException as error:  # noqa: BLE001 - start raises it
             self._agent = None
@@ -121,20 +173,20 @@ class NixlAgent:
     def _set_up(self) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
-            api = importlib.import_module("nixl._api")
-            bindings = importlib.import_module("nixl._bindings")
+            # Optional, and not to be imported before something asks for it.
+            from nixl import _api as api  # noqa: PLC0415
+            from nixl import _bindings as bindings  # noqa: PLC0415
         except ImportError as error:
             raise SetupError(f"the nixl transport needs the nixl package ({error}); pip install 'twostep[nixl]'") from error
         self._library_errors = tuple(value for name, value in vars(bindings).items() if name.endswith("Error"))
-        self._start_errors = (*self._library_errors, RuntimeError)
-        self._read_errors = (*self._library_errors, TwostepError)
+        start_errors: tuple[type[Exception], ...] = (*self._library_errors, RuntimeError)
         try:
             self._agent = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
             self._agent.create_backend("UCX", self._backend_params)
             for region in self._regions:
                 self._agent.register_memory([(region.address, region.num_bytes, region.device, "")], region.memory)
             self.metadata = self._agent.get_agent_metadata()
-        except self._start_errors as error:
+        except start_errors as error:
             raise SetupError(f"nixl does not start: {error!r}; its own log (NIXL_LOG_LEVEL=DEBUG, UCX_LOG_LEVEL=info) says more") from error
 
     def _serve(self) -> None:
@@ -150,7 +202,7 @@ class NixlAgent:
             if closes_at is not None and (not self._on_way or time.monotonic() > closes_at):
                 return
 
-    def _next_command(self) -> Read | None:
+    def _next_command(self) -> NixlRead | None:
         if not self._on_way:
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=_IDLE_WAKE_S)
@@ -162,65 +214,27 @@ class NixlAgent:
         time.sleep(_EAGER_POLL_S if time.monotonic() - youngest < _EAGER_S else _POLL_S)
         return None
 
-    def _begin(self, read: Read) -> None:
+    def _begin(self, read: NixlRead) -> None:
         try:
-            self._know(read.peer)
+            self._load_peer(read.peer)
             near = self._agent.get_xfer_descs(read.near, read.near_memory)
             far = self._agent.get_xfer_descs(read.far, read.far_memory)
             read.handle = self._agent.initialize_xfer("READ", near, far, read.peer.name)
             read.posted_at = time.monotonic()
             state = self._agent.transfer(read.handle)
-        except self._read_errors as error:
+        except Exception as error:  # noqa: BLE001 - the caller raises it; the thread must live
             self._fail(read, error)
-            return
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it; the thread must live
-            self._release(read)
-            read.ended.set_exception(error)
             return
         if read.landing is not None:
             # While the bytes are on their way.
             try:
                 read.landing.prepare()
-            except Exception as error:  # noqa: BLE001 - whoever waits raises it, once the read has ended
+            except Exception as error:  # noqa: BLE001 - the caller raises it, once the read has ended
                 read.unprepared = error
         if not self._settled(read, state):
             self._on_way.append(read)
 
-    def _settled(self, read: Read, state: str) -> bool:
-        """After a state that the library told."""
-        if state == "PROC":
-            return False
-        if state != "DONE":
-            self._fail(read, None)
-            return True
-        self._release(read)
-        if not read.may_land():
-            read.ended.set_result(None)
-            return True
-        assert read.landing is not None
-        read.arrived_at = time.monotonic()
-        try:
-            if read.unprepared is not None:
-                raise read.unprepared
-            read.landing.begin()
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
-            read.ended.set_exception(error)
-            return True
-        return self._has_landed(read)
-
-    def _has_landed(self, read: Read) -> bool:
-        assert read.landing is not None
-        try:
-            if not read.landing.done():
-                return False
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
-            read.ended.set_exception(error)
-            return True
-        read.landing_s = time.monotonic() - read.arrived_at
-        read.ended.set_result(None)
-        return True
-
-    def _ended(self, read: Read) -> bool:
+    def _ended(self, read: NixlRead) -> bool:
         if read.is_landing:
             return self._has_landed(read)
         try:
@@ -230,17 +244,46 @@ class NixlAgent:
             return True
         return self._settled(read, state)
 
-    def _fail(self, read: Read, error: Exception | None) -> None:
-        self._failed.add(read.peer.name)
+    def _settled(self, read: NixlRead, state: str) -> bool:
+        """Goes on from a state that the library gives. Returns True once the read has ended."""
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            self._fail(read, Unavailable(f"reading from {read.peer.name} over nixl failed (the library reports an error); prefill again"))
+            return True
         self._release(read)
-        what = str(error) if error is not None else "the library reports an error"
-        read.ended.set_exception(
-            error
-            if isinstance(error, TwostepError)
-            else Unavailable(f"reading from {read.peer.name} over nixl failed ({what}); prefill again")
-        )
+        if not read.may_land():
+            read.ended.set_result(None)
+            return True
+        read.arrived_at = time.monotonic()
+        return self._has_landed(read, begin=True)
 
-    def _release(self, read: Read) -> None:
+    def _has_landed(self, read: NixlRead, *, begin: bool = False) -> bool:
+        assert read.landing is not None
+        try:
+            if begin:
+                if read.unprepared is not None:
+                    raise read.unprepared
+                read.landing.begin()
+            if not read.landing.done():
+                return False
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            read.ended.set_exception(error)
+            return True
+        read.landing_s = time.monotonic() - read.arrived_at
+        read.ended.set_result(None)
+        return True
+
+    def _fail(self, read: NixlRead, error: Exception) -> None:
+        """Ends the read. What the library raises, or we say of a peer, is taken for the peer's failure."""
+        self._release(read)
+        if isinstance(error, (*self._library_errors, TwostepError)):
+            self._failed.add(read.peer.name)
+        if isinstance(error, self._library_errors):
+            error = Unavailable(f"reading from {read.peer.name} over nixl failed ({error}); prefill again")
+        read.ended.set_exception(error)
+
+    def _release(self, read: NixlRead) -> None:
         handle, read.handle = read.handle, None
         if handle is not None:
             with contextlib.suppress(*self._library_errors):
@@ -248,7 +291,7 @@ class NixlAgent:
 
     # ---- peers --------------------------------------------------------------------------------------------------------------
 
-    def _know(self, peer: Peer) -> None:
+    def _load_peer(self, peer: NixlPeer) -> None:
         """Loads the peer's metadata where it is not known. Raises Unavailable, and what the library raises."""
         if peer.name == self.name:
             return
@@ -292,13 +335,10 @@ class NixlAgent:
             # Keeps the handle, and with it the agent and the registered memory, to the end of the process.
             _abandoned.append((self._agent, read))
             read.ended.set_exception(Unavailable("the nixl transport was closed while this read was on its way; prefill again"))
-        while True:
-            with contextlib.suppress(queue.Empty):
-                wanted = self._commands.get_nowait()
-                if wanted is not None:
-                    wanted.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
-                continue
-            break
+        while not self._commands.empty():  # nothing is added any more
+            wanted = self._commands.get()
+            if wanted is not None:
+                wanted.ended.set_exception(Unavailable("the nixl transport is closed; try another worker"))
         for name in list(self._peers):
             if not left:
                 self._forget(name)
@@ -306,10 +346,10 @@ class NixlAgent:
 
 
 # Reads that never ended, with all they use: a late write must find its memory.
-_abandoned: list[tuple[Any, Read]] = []
+_abandoned: list[tuple[Any, NixlRead]] = []
 
 
-def _sleep_exactly() -> None:
-    """Of this thread: without it Linux makes 60 µs of a sleep of 10."""
+def _set_timer_slack() -> None:
+    """Lets this thread sleep as briefly as it asks: without it Linux makes 60 µs of a sleep of 10."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)

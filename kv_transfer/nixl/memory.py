@@ -1,134 +1,183 @@
-"""What the nixl transport does with memory: the regions it registers, checksums of blocks, the copy from the arena into the pool. Here of
-pools on the host, in kv_transfer/nixl/device.py of pools on a GPU."""
+"""The nixl transport's memory: the regions it registers, checksums of blocks, the copy from the arena into the pool.
+
+    pool [num_blocks, block_bytes]  ◀── landing ──  arena [bytes]  ◀── reads ── peers' pools          probe [bytes]: of known contents
+
+All three are on one GPU, or on the host (tests: Triton's interpreter runs the kernels).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kv_transfer.nixl.read import Landing, Region
-from kv_transfer.probing import probe_pattern
-from kv_transfer.sum64 import WORD_BYTES, block_sums
-from twostep.errors import DataLoss
+from kv_transfer.gpu_pool import WITHIN_GPU, add_block_sums, gpu_pool_of, launching
+from kv_transfer.probing import PROBE_BYTES, probe_pattern
+from kv_transfer.sum64 import WORD_BYTES
+from twostep.engine.batch import Runner
+from twostep.errors import DataLoss, SetupError
+from twostep.model.kernels.triton_pull import PullShape, pull_blocks, sum_blocks
+from twostep.model.step.kv_sums import KvSums
+
+# Room for reads on their way, at most this share of the GPU's memory.
+_ARENA_BYTES = 512 << 20
+_ARENA_SHARE = 1 / 64
 
 Sums = npt.NDArray[np.uint64]
 
 
-class BlockLanding(Landing, Protocol):
-    @property
-    def sums(self) -> Sums:
-        """sum64 of what was copied into each block, uint64 [n]. Once it is done."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that stays registered as long as the agent runs. `memory` is "DRAM" or "VRAM"."""
+
+    address: int
+    num_bytes: int
+    memory: str
+    device: int
 
 
-class NixlMemory(Protocol):
-    """A pool, an arena that reads land in, and a region of known contents for probes. Methods are callable from any thread for blocks
-    that no step writes and parts of the arena that no read writes."""
+class NixlMemory:
+    """A pool, uint8 [num_blocks, block_bytes], dense; an arena that reads land in; a region of known contents for probes.
 
-    @property
-    def num_blocks(self) -> int: ...
+    Methods are callable from any thread that has called `enter_thread`, for blocks that no step writes and parts of the arena that no read
+    writes. Kernels run on a stream of the calling thread's own: they wait for no step, and no step waits for them.
+    """
 
-    @property
-    def block_bytes(self) -> int: ...
+    def __init__(
+        self, pool: torch.Tensor, *, arena_bytes: int, probe_bytes: int, sums: KvSums | None = None, shape: PullShape = WITHIN_GPU
+    ) -> None:
+        """`sums`: the checksums that the pool's owner keeps while it writes; any other writer of blocks refreshes them. `shape`:
+        how kernels are cut. Raises SetupError if there is no memory for the arena."""
+        assert pool.dim() == 2
+        assert pool.dtype == torch.uint8
+        assert pool.is_contiguous()
+        assert pool.shape[1] % WORD_BYTES == 0
+        self.num_blocks, self.block_bytes = pool.shape
+        self.device = pool.device
+        self.shape = shape
+        self._pool = pool
+        self._sums = sums
+        try:
+            self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device=pool.device)
+            self._pattern = torch.from_numpy(probe_pattern(probe_bytes)).to(pool.device)
+        except torch.OutOfMemoryError as error:
+            raise SetupError(
+                f"no {(arena_bytes + probe_bytes) >> 20} MiB on {pool.device} for the arena that nixl reads land in; "
+                "lower --gpu-memory-utilization, or leave nixl out of --kv-transfer"
+            ) from error
+        self.pool, self.arena, self.probe = map(_region, (pool, self._arena, self._pattern))
+        self._thread = threading.local()
+        if pool.is_cuda:
+            torch.cuda.synchronize(pool.device)
 
-    @property
-    def pool(self) -> Region: ...
-
-    @property
-    def arena(self) -> Region: ...
-
-    @property
-    def probe(self) -> Region: ...
+    @classmethod
+    def of_runner(cls, runner: Runner) -> NixlMemory:
+        """Raises SetupError."""
+        cache = gpu_pool_of(runner, "nixl")
+        pool = cache.tensor.view(cache.shape.num_blocks, -1).view(torch.uint8)
+        total = torch.cuda.get_device_properties(pool.device).total_memory
+        arena_bytes = max(min(_ARENA_BYTES, int(total * _ARENA_SHARE)), 2 * cache.shape.block_bytes)
+        return cls(pool, arena_bytes=arena_bytes, probe_bytes=PROBE_BYTES, sums=cache.sums)
 
     def enter_thread(self) -> None:
-        """Called first in a thread that uses the memory."""
-        ...
+        """To be called first in a thread that uses the memory."""
+        self._thread.stream = None
+        if self._pool.is_cuda:
+            torch.cuda.set_device(self.device)
+            self._thread.stream = torch.cuda.Stream(self.device)
+            self._thread.stream.synchronize()  # makes the device's context current
 
-    def block_sums(self, block_ids: Sequence[int], part: slice | None) -> Sums:
-        """sum64 of each of the blocks, or of a part of the bytes of each: uint64 [n]. Blocks."""
-        ...
+    def block_sums(self, block_ids: Sequence[int], part: slice) -> Sums:
+        """Returns sum64 of a part of the bytes, whole layers, of each of the blocks: uint64 [n]. Blocks."""
+        with self.on_stream():
+            ids = torch.from_numpy(np.asarray(block_ids, np.int32)).to(self.device)
+            sums = torch.zeros(len(block_ids), dtype=torch.int64, device=self.device)
+            if block_ids:
+                add_block_sums(self._pool, self._sums, ids, sums, part, block_bytes=self.block_bytes, shape=self.shape)
+            return sums.cpu().numpy().view(np.uint64)
 
-    def landing(self, offset: int, block_ids: Sequence[int], part: slice | None) -> BlockLanding:
-        """For the copy of what will lie in the arena from `offset` on, dense, into the blocks, or a part of each."""
-        ...
+    def landing(self, offset: int, block_ids: Sequence[int], part: slice) -> Landing:
+        """Returns the copy of what will lie in the arena from `offset` on, dense, into a part of each of the blocks."""
+        return Landing(self, offset, block_ids, part)
+
+    def copy_in(self, offset: int, ids: torch.Tensor, sums: torch.Tensor, part: slice) -> None:
+        """Copies, on the current stream, what lies in the arena from `offset` on into blocks ids[1] (int32 [2, n], ids[0] counts from 0),
+        its sums into `sums`, int64 [n], zeros before."""
+        start, count, size = self._arena.data_ptr() + offset, ids.shape[1], part.stop - part.start
+        if size == self.block_bytes:
+            pull_blocks(start, self._pool.data_ptr(), ids, sums, block_bytes=size, first_byte=0, num_bytes=size, shape=self.shape)
+            return
+        # A word's place is that in its block, wherever the part lies.
+        sum_blocks(start - part.start, ids[0], sums, block_bytes=size, first_byte=part.start, num_bytes=size, shape=self.shape)
+        rows = self._arena[offset : offset + count * size].view(count, size)
+        self._pool[:, part].index_copy_(0, ids[1].long(), rows)
+
+    def written(self, block_ids: Sequence[int]) -> None:
+        """To be called once their bytes are others, right ones or not."""
+        if self._sums is not None:
+            self._sums.refresh(block_ids)
 
     def check_probe(self, offset: int, num_bytes: int) -> None:
         """Raises DataLoss unless the arena holds a probe's pattern from `offset` on."""
-        ...
+        if not np.array_equal(self._arena[offset : offset + num_bytes].cpu().numpy(), probe_pattern(num_bytes)):
+            raise DataLoss("what a probe read over nixl is not what the peer holds; use another --kv-transfer")
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Launches on the calling thread's stream."""
+        with launching(self._thread.stream):
+            yield
 
 
-class HostMemory:
-    """Of a pool that is a numpy array, uint8 [num_blocks, block_bytes], dense."""
+class Landing:
+    """The copy of what a read brought into the pool. Used in the agent's thread only.
 
-    def __init__(self, pool: npt.NDArray[np.uint8], *, arena_bytes: int, probe_bytes: int) -> None:
-        assert pool.ndim == 2
-        assert pool.flags.c_contiguous
-        assert pool.shape[1] % WORD_BYTES == 0
-        self._pool = pool
-        self._arena = np.zeros(arena_bytes, np.uint8)
-        self._pattern = probe_pattern(probe_bytes)
+    One kernel copies whole blocks and sums what it copies. Parts of blocks take two: rows of the arena are dense, those of the pool are
+    not.
+    """
 
-    @property
-    def num_blocks(self) -> int:
-        return int(self._pool.shape[0])
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self._pool.shape[1])
-
-    @property
-    def pool(self) -> Region:
-        return _region(self._pool)
+    def __init__(self, memory: NixlMemory, offset: int, block_ids: Sequence[int], part: slice) -> None:
+        self._memory = memory
+        self._offset = offset
+        self._block_ids = block_ids
+        self._part = part
 
     @property
-    def arena(self) -> Region:
-        return _region(self._arena)
-
-    @property
-    def probe(self) -> Region:
-        return _region(self._pattern)
-
-    def enter_thread(self) -> None:
-        """Host memory needs nothing."""
-
-    def block_sums(self, block_ids: Sequence[int], part: slice | None) -> Sums:
-        columns = part or slice(0, self.block_bytes)
-        return block_sums(self._pool[list(block_ids), columns], columns.start)
-
-    def landing(self, offset: int, block_ids: Sequence[int], part: slice | None) -> HostLanding:
-        columns = part or slice(0, self.block_bytes)
-        data = self._arena[offset : offset + len(block_ids) * (columns.stop - columns.start)].reshape(len(block_ids), -1)
-        return HostLanding(data, self._pool, block_ids, columns)
-
-    def check_probe(self, offset: int, num_bytes: int) -> None:
-        if not np.array_equal(self._arena[offset : offset + num_bytes], probe_pattern(num_bytes)):
-            raise probe_differs()
-
-
-class HostLanding:
-    """Copies at once."""
-
-    def __init__(self, data: npt.NDArray[np.uint8], pool: npt.NDArray[np.uint8], block_ids: Sequence[int], columns: slice) -> None:
-        self._data, self._pool, self._block_ids, self._columns = data, pool, list(block_ids), columns
-        self.sums: Sums = np.empty(0, np.uint64)
+    def sums(self) -> Sums:
+        """sum64 of what was copied into each block, uint64 [n]. Once it is done."""
+        return self._found.numpy().view(np.uint64)
 
     def prepare(self) -> None:
-        """There is nothing to prepare."""
+        """To be called once the read is posted."""
+        on_gpu = self._memory.device.type == "cuda"
+        self._found = torch.empty(len(self._block_ids), dtype=torch.int64, pin_memory=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+        ids = np.stack([np.arange(len(self._block_ids), dtype=np.int32), np.asarray(self._block_ids, np.int32)])
+        with self._memory.on_stream():
+            # int32 [2, n]: rows of the arena, blocks of the pool
+            self._ids = torch.from_numpy(ids).to(self._memory.device)
+            self._on_device = torch.zeros(len(self._block_ids), dtype=torch.int64, device=self._memory.device)
 
     def begin(self) -> None:
-        self._pool[self._block_ids, self._columns] = self._data
-        self.sums = block_sums(self._data, self._columns.start)
+        """To be called once all bytes are here."""
+        with self._memory.on_stream():
+            self._memory.copy_in(self._offset, self._ids, self._on_device, self._part)
+            self._found.copy_(self._on_device, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
 
     def done(self) -> bool:
+        """Returns whether what was begun has ended; does not block."""
+        if self._event is not None and not self._event.query():
+            return False
+        self._memory.written(self._block_ids)
         return True
 
 
-def probe_differs() -> DataLoss:
-    return DataLoss("what a probe read over nixl is not what the peer holds; use another --kv-transfer")
-
-
-def _region(memory: npt.NDArray[np.uint8]) -> Region:
-    return Region(memory.ctypes.data, memory.nbytes, "DRAM", 0)
+def _region(memory: torch.Tensor) -> Region:
+    return Region(memory.data_ptr(), memory.numel(), "VRAM" if memory.is_cuda else "DRAM", memory.device.index or 0)

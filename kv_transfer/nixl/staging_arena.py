@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.ray.ring import RingAllocator
+from kv_transfer.slot_allocator import SlotAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class StagingArena:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._allocator = RingAllocator(num_bytes)
+        self._allocator = SlotAllocator(num_bytes)
         self._taken: dict[int, ArenaSlot] = {}
         self._quarantined: dict[int, ArenaSlot] = {}
 
     @property
     def used_bytes(self) -> int:
-        """Of all slots, in whole pages; quarantined ones included."""
+        """Returns the bytes of all slots, in whole pages; quarantined ones included."""
         return self._allocator.used_bytes
 
     @property
@@ -42,11 +42,11 @@ class StagingArena:
         return sum(slot.num_bytes for slot in self._quarantined.values())
 
     def held_bytes(self, owner: str) -> int:
-        """Of the owner's slots, quarantined ones included."""
+        """Returns the bytes of the owner's slots, quarantined ones included."""
         return sum(slot.num_bytes for slots in (self._taken, self._quarantined) for slot in slots.values() if slot.owner == owner)
 
     def take(self, owner: str, num_bytes: int) -> ArenaSlot | None:
-        """None while there is no room, or none for this owner."""
+        """Returns None while there is no room, or none for this owner."""
         held = self.held_bytes(owner)
         if held and held + num_bytes > self.num_bytes // 2:
             return None
@@ -57,7 +57,7 @@ class StagingArena:
         return slot
 
     def quarantine(self, slot: ArenaSlot) -> None:
-        """Its owner is done with it, but memory may still be written. Raises KeyError unless it is taken."""
+        """To be called when nothing waits for it, but its memory may still be written. Raises KeyError unless it is taken."""
         if self._taken.get(slot.offset) is not slot:
             raise KeyError(slot)
         self._quarantined[slot.offset] = self._taken.pop(slot.offset)

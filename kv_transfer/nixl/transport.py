@@ -18,56 +18,62 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import TypeVar
 
-from kv_transfer.in_place import InPlaceBook
-from kv_transfer.local.transport import check_blocks, part_bytes
-from kv_transfer.nixl.agent import NixlAgent
+from kv_transfer.chunk_checks import check_arrived, check_blocks, check_source_blocks, chunk_info, part_of_block
+from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
 from kv_transfer.nixl.endpoint import Descriptors, NixlEndpoint, laid_out
-from kv_transfer.nixl.memory import NixlMemory, Sums
-from kv_transfer.nixl.read import Landing, Peer, Read
+from kv_transfer.nixl.memory import Landing, NixlMemory, Sums
 from kv_transfer.nixl.staging_arena import ArenaSlot, StagingArena
+from kv_transfer.object_book import ObjectBook
 from kv_transfer.scattering import scattered
 from kv_transfer.sum64 import chunk_sum
 from kv_transfer.transport import ChunkInfo, Probe, TransportStats
-from kv_transfer.waiting import FifoGate, finish
+from kv_transfer.waiting import FifoGate, TransportThreads, finish
 from twostep.engine.batch import LayerRange
-from twostep.errors import DataLoss, InvalidRequest, SetupError, Unavailable
+from twostep.errors import InvalidRequest, SetupError, Unavailable
 from twostep.worker.edge import EdgeParts
 
 _NUM_THREADS = 4
 _SWEEP_S = 0.1
-# After an error the library no longer tells when the last byte has landed: so long its memory is let alone. A copy takes milliseconds.
+# After an error the library no longer says when the last byte has landed: so long its memory is let alone. A copy takes milliseconds.
 _GRACE_S = 2.0
 _PROBE_READS = 4
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks of the source's pool, those of ours that they go to, which bytes of each (None: all), and how many that are together."""
+    """Blocks of the source's pool, those of ours that they go to, which bytes of each, and how many that are together."""
 
     far: Sequence[int]
     near: Sequence[int]
-    part: slice | None
+    part: slice
     num_bytes: int
 
 
 class NixlTransport:
     """See kv_transfer.transport for the contract."""
 
+    name = "nixl"
+    copies_out = False
+    checksum_name = "sum64"
+    why_not_ready = "its agent does not run"
+    max_lease_bytes = 0  # the pool bounds it
+
     def __init__(
-        self, memory: NixlMemory, *, num_layers: int = 1, piece_bytes: int = 0, backend_params: dict[str, str] | None = None
+        self,
+        memory: NixlMemory,
+        *,
+        num_layers: int = 1,
+        piece_bytes: int = 0,
+        backend_params: dict[str, str] | None = None,
+        grace_s: float = _GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_layers` of a block, which chunks may take some of. `piece_bytes`: about how much is read at once; 0: a quarter of the
-        arena. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS, UCX_NET_DEVICES, ...) is the library's own. Raises
-        SetupError."""
+        arena. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS, UCX_NET_DEVICES, ...) is the library's own. `clock`: by
+        which leases end. Raises SetupError."""
         if memory.block_bytes > memory.arena.num_bytes:
             raise SetupError(f"a block of {memory.block_bytes} bytes does not fit an arena of {memory.arena.num_bytes}; lower --block-size")
         self._memory = memory
@@ -79,90 +85,52 @@ class NixlTransport:
             enter_thread=memory.enter_thread,
             backend_params=backend_params or {},
         )
-        self._endpoint = ""
-        self._book = InPlaceBook()
-        self._arena = StagingArena(memory.arena.num_bytes)
-        # By peer: none waits behind one that does not answer.
+        self._grace_s = grace_s
+        self.endpoint = ""
+        self._book: ObjectBook[bool] = ObjectBook(clock=clock)
+        # For those who look after memory too.
+        self.arena = StagingArena(memory.arena.num_bytes)
+        # By peer: no reader waits behind one that does not answer.
         self._rooms: dict[str, FifoGate] = {}
         # Peers' reads that have not ended though their deadline has passed.
         self._overdue: Counter[str] = Counter()
-        self._threads: ThreadPoolExecutor | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._threads = TransportThreads(self.name, _NUM_THREADS, sweep=self._sweep, sweep_s=_SWEEP_S, enter=memory.enter_thread)
 
     @classmethod
     def of_worker(cls, parts: EdgeParts) -> NixlTransport:
         """Raises SetupError."""
         if importlib.util.find_spec("nixl") is None:
             raise SetupError("the nixl package is not installed; pip install 'twostep[nixl]'")
-        device = importlib.import_module("kv_transfer.nixl.device")
-        memory: NixlMemory = device.DeviceMemory.of_runner(parts.model.runner)
-        return cls(memory, num_layers=parts.model.runner.kv_shape.num_layers)
-
-    @property
-    def name(self) -> str:
-        return "nixl"
-
-    @property
-    def copies_out(self) -> bool:
-        return False
-
-    @property
-    def checksum_name(self) -> str:
-        return "sum64"
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
+        runner = parts.model.runner
+        return cls(NixlMemory.of_runner(runner), num_layers=runner.kv_shape.num_layers)
 
     @property
     def ready(self) -> bool:
-        return self._threads is not None and self._agent.running
-
-    @property
-    def why_not_ready(self) -> str:
-        return "its agent does not run"
-
-    @property
-    def max_lease_bytes(self) -> int:
-        """The pool bounds it."""
-        return 0
-
-    @property
-    def arena(self) -> StagingArena:
-        """For those who look after memory."""
-        return self._arena
+        return self._threads.running and self._agent.running
 
     async def start(self) -> None:
         """Raises SetupError."""
         await asyncio.to_thread(self._agent.start)
         pool, probe = self._memory.pool, self._memory.probe
-        self._endpoint = str(
-            NixlEndpoint(
-                agent=self._agent.name,
-                metadata=self._agent.metadata,
-                memory=pool.memory,
-                device=pool.device,
-                pool_address=pool.address,
-                num_blocks=self._memory.num_blocks,
-                block_bytes=self._memory.block_bytes,
-                probe_address=probe.address,
-                probe_bytes=probe.num_bytes,
-            )
+        endpoint = NixlEndpoint(
+            agent=self._agent.name,
+            memory=pool.memory,
+            device=pool.device,
+            pool_address=pool.address,
+            num_blocks=self._memory.num_blocks,
+            block_bytes=self._memory.block_bytes,
+            probe_address=probe.address,
+            probe_bytes=probe.num_bytes,
+            metadata=self._agent.metadata,
         )
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-nixl-copy", initializer=self._memory.enter_thread)
-        self._sweeper = asyncio.create_task(self._sweep(), name="kv-nixl-sweep")
+        self.endpoint = str(endpoint)
+        self._threads.start()
 
     async def close(self) -> None:
-        self._endpoint = ""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._sweeper
-        self._book.drop_all()
-        threads, self._threads = self._threads, None
+        self.endpoint = ""
         await asyncio.to_thread(self._agent.close)
-        if threads is not None:
-            await asyncio.to_thread(threads.shutdown)
+        await self._threads.close()
+        self._book.drop_all()
 
     # ---- the source's side ------------------------------------------------------------------------------------------------
 
@@ -177,16 +145,15 @@ class NixlTransport:
         ttl_s: float,
         deadline: float,
     ) -> ChunkInfo:
-        self._running_threads()
-        ids = tuple(block_ids)
-        part = self._part(layers)
-        num_bytes = len(ids) * part_bytes(self._memory.block_bytes, self._num_layers, layers)
-        return await self._book.publish(
-            lease_id, index, first_block, ids, layers=layers, num_bytes=num_bytes, ttl_s=ttl_s, digest=partial(self._sum, ids, part)
-        )
+        self._threads.check()
+        ids, part = tuple(block_ids), self._part(layers)
+        num_bytes = len(ids) * (part.stop - part.start)
 
-    async def _sum(self, ids: Sequence[int], part: slice | None) -> int:
-        return chunk_sum(await finish(self._in_thread(self._memory.block_sums, ids, part)))
+        async def summed() -> tuple[bool, int]:
+            return True, chunk_sum(await self._threads.run(self._memory.block_sums, ids, part))
+
+        digest = await self._book.publish(lease_id, index, num_bytes, summed, ttl_s=ttl_s, deadline=deadline)
+        return chunk_info(index, first_block, ids, layers, num_bytes=num_bytes, digest=digest, in_place=True)
 
     async def drop(self, lease_id: str) -> None:
         self._book.drop(lease_id)
@@ -195,41 +162,32 @@ class NixlTransport:
         return self._book.stats
 
     async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            self._book.expire()
+        self._book.expire()
 
     # ---- the reader's side --------------------------------------------------------------------------------------------------
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._memory.block_bytes, self._num_layers)
         source = self._source(endpoint)
-        if source.block_bytes != self._memory.block_bytes:
-            raise InvalidRequest(
-                f"the source's blocks have {source.block_bytes} bytes, ours {self._memory.block_bytes}; compare the layouts before fetching"
-            )
-        if len(chunk.source_blocks) != chunk.num_blocks:
-            raise DataLoss(f"chunk {chunk.index} names {len(chunk.source_blocks)} source blocks for {chunk.num_blocks}; prefill again")
-        source.check(chunk.source_blocks)
+        check_source_blocks(chunk, num_blocks=source.num_blocks, block_bytes=source.block_bytes, own_block_bytes=self._memory.block_bytes)
         pieces = self._pieces(chunk.source_blocks, tuple(block_ids), self._part(chunk.layers))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._fetch_piece(source, piece, deadline)) for piece in pieces]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        if chunk_sum([value for task in tasks for value in task.result()]) != chunk.checksum:
-            raise DataLoss(f"chunk {chunk.index} does not match its checksum; fetch it again once, then prefill again")
+        check_arrived(chunk, chunk_sum([value for task in tasks for value in task.result()]))
 
-    def _pieces(self, far: Sequence[int], near: Sequence[int], part: slice | None) -> list[_Piece]:
-        """What is read at once: several make one chunk, so that one lands while another is on its way."""
-        each = self._memory.block_bytes if part is None else part.stop - part.start
+    def _pieces(self, far: Sequence[int], near: Sequence[int], part: slice) -> list[_Piece]:
+        """Returns what is read at once: several make one chunk, so that one lands while another is on its way."""
+        each = part.stop - part.start
         at_once = max(1, self._piece_bytes // each)
         count = -(-len(far) // at_once)
         cuts = [len(far) * n // count for n in range(count + 1)] if count else []
         return [_Piece(far[start:stop], near[start:stop], part, (stop - start) * each) for start, stop in pairwise(cuts)]
 
     async def _fetch_piece(self, source: NixlEndpoint, piece: _Piece, deadline: float) -> Sums:
-        """The sums of its blocks."""
+        """Returns the sums of its blocks."""
         far = source.of_blocks(piece.far, piece.part)
         slot = await self._take(source, piece.num_bytes, deadline)
         try:
@@ -241,16 +199,12 @@ class NixlTransport:
         self._give_back(slot)
         return landing.sums
 
-    def _part(self, layers: LayerRange | None) -> slice | None:
-        """The layers' bytes of a block; None: all. Raises InvalidRequest."""
-        num_bytes = part_bytes(self._memory.block_bytes, self._num_layers, layers)
-        if layers is None or num_bytes == self._memory.block_bytes:
-            return None
-        start = self._memory.block_bytes // self._num_layers * layers.first
-        return slice(start, start + num_bytes)
+    def _part(self, layers: LayerRange | None) -> slice:
+        """Raises InvalidRequest."""
+        return part_of_block(self._memory.block_bytes, self._num_layers, layers)
 
     async def probe(self, endpoint: str, *, deadline: float) -> Probe:
-        """The best of a few reads of the peer's probe region; the first one connects."""
+        """Takes the best of a few reads of the peer's probe region; the first one connects."""
         source = self._source(endpoint)
         far = source.of_probe
         slot = await self._take(source, source.probe_bytes, deadline)
@@ -260,25 +214,25 @@ class NixlTransport:
             await self._read(source, far, slot, deadline)
             best = min(best, time.perf_counter() - start)
         try:
-            await finish(self._in_thread(self._memory.check_probe, slot.offset, source.probe_bytes))
+            await self._threads.run(self._memory.check_probe, slot.offset, source.probe_bytes)
         finally:
             self._give_back(slot)
         return Probe(num_bytes=source.probe_bytes, seconds=best)
 
     def _source(self, endpoint: str) -> NixlEndpoint:
-        self._running_threads()
+        self._threads.check()
         return NixlEndpoint.parse(endpoint)
 
     async def _take(self, source: NixlEndpoint, num_bytes: int, deadline: float) -> ArenaSlot:
-        if num_bytes > self._arena.num_bytes:
+        if num_bytes > self.arena.num_bytes:
             raise InvalidRequest(
-                f"{num_bytes} bytes do not fit the arena of {self._arena.num_bytes} that nixl reads land in; use another --kv-transfer"
+                f"{num_bytes} bytes do not fit the arena of {self.arena.num_bytes} that nixl reads land in; use another --kv-transfer"
             )
 
         def attempt() -> ArenaSlot | None:
             if self._overdue[source.agent]:
                 raise Unavailable(f"reads from {source.agent} over nixl have not ended by their deadline; prefill on another worker")
-            return self._arena.take(source.agent, num_bytes)
+            return self.arena.take(source.agent, num_bytes)
 
         room = self._rooms.setdefault(source.agent, FifoGate("the arena that nixl reads land in"))
         try:
@@ -290,11 +244,11 @@ class NixlTransport:
     async def _read(
         self, source: NixlEndpoint, far: Descriptors, slot: ArenaSlot, deadline: float, landing: Landing | None = None
     ) -> float:
-        """Fills the slot and lets it land; seconds of the latter. If that fails the slot is given back: once the read has ended. Raises
-        Unavailable."""
+        """Fills the slot and lets it land; returns the seconds of the latter. If that fails the slot is given back, once the read has
+        ended. Raises Unavailable."""
         arena = self._memory.arena
         near = laid_out(arena.address + slot.offset, far[:, 1], arena.device)
-        read = Read(Peer(source.agent, source.metadata), near, arena.memory, far, source.memory, landing)
+        read = NixlRead(NixlPeer(source.agent, source.metadata), near, arena.memory, far, source.memory, landing)
         self._agent.start_read(read)
         ended = asyncio.wrap_future(read.ended)
         try:
@@ -322,7 +276,7 @@ class NixlTransport:
         return read.landing_s
 
     def _quarantine(self, slot: ArenaSlot, read: asyncio.Future[None], *, overdue: bool = False) -> None:
-        self._arena.quarantine(slot)
+        self.arena.quarantine(slot)
         self._overdue[slot.owner] += overdue
         self._pump()
 
@@ -332,27 +286,17 @@ class NixlTransport:
             if not read.cancelled() and read.exception() is None:
                 self._give_back(slot)
             else:
-                read.get_loop().call_later(_GRACE_S, self._give_back, slot)
+                read.get_loop().call_later(self._grace_s, self._give_back, slot)
 
         read.add_done_callback(ended)
 
     def _give_back(self, slot: ArenaSlot) -> None:
-        self._arena.give_back(slot)
+        self.arena.give_back(slot)
         self._pump()
 
     def _pump(self) -> None:
         for room in self._rooms.values():
             room.pump()
-
-    # ---- threads --------------------------------------------------------------------------------------------------------------
-
-    def _running_threads(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            raise Unavailable("the nixl transport is not running; try another worker")
-        return self._threads
-
-    async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._running_threads(), partial(function, *args))
 
 
 async def _outcome(future: asyncio.Future[None]) -> None:

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kv_transfer.ray.agent_actor import MAX_CONCURRENCY, NAMESPACE, KvAgentActor
 
-# Of the node's object store, unless told.
+# Share of the node's object store where no budget is given.
 _BUDGET_FRACTION = 0.7
 
 
@@ -88,11 +88,11 @@ def _store_bytes(node_id: str) -> int:
 
 
 def _runtime_env() -> dict[str, Any]:
-    """Ray's workers import this package by name: out of a checkout that is not installed, they must be told where it is."""
+    """Ray's workers import this package by name: out of a checkout that is not installed, they need its place."""
     try:
         importlib.metadata.version("twostep")
     except importlib.metadata.PackageNotFoundError:
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         return {"env_vars": {"PYTHONPATH": os.pathsep.join([root, *(path for path in sys.path if path)])}}
     return {}
 

@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.transport import Bytes
 from kv_transfer.waiting import finish
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, Unavailable
 from twostep.rpc.guard import Guard
@@ -38,7 +39,7 @@ MAX_CONCURRENCY = 256
 
 # A copy of a chunk is bound by one processor: what several hand-overs, or one in a hurry, want at once.
 _NUM_THREADS = 16
-# Of other agents by their names, at once.
+# Looks other agents up by their names, so many at once.
 _NUM_LOOKUPS = 4
 _SWEEP_S = 0.2
 # Less is kept by Ray in the process itself, and never gets to the object store.
@@ -51,7 +52,7 @@ _MAX_RPCS = 512
 T = TypeVar("T")
 
 
-class KvAgentActor:
+class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
     """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
 
     def __init__(self, ring_path: str, socket_path: str, endpoint: str, budget_bytes: int) -> None:
@@ -63,7 +64,7 @@ class KvAgentActor:
         self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
-        # Of its own: the others may all be waiting for sources.
+        # Apart from the others, which may all be waiting for sources.
         self._store_trial = ThreadPoolExecutor(1, thread_name_prefix="kv-agent-store")
         self._peers: OrderedDict[str, Any] = OrderedDict()
         # Probes take memory that no budget counts: one at a time.
@@ -72,7 +73,7 @@ class KvAgentActor:
     async def serve(self) -> int:
         """Opens the unix socket (0600) and returns this process's id."""
         server = grpc.aio.server(interceptors=[Guard(_MAX_RPCS)])
-        kv_pb2_grpc.add_KvAgentServicer_to_server(_Service(self), server)
+        kv_pb2_grpc.add_KvAgentServicer_to_server(self, server)
         server.add_insecure_port(f"unix:{self._socket_path}")
         await server.start()
         os.chmod(self._socket_path, 0o600)
@@ -80,11 +81,11 @@ class KvAgentActor:
         return os.getpid()
 
     async def run(self) -> None:
-        """Drops what nobody asked for in time. Never returns: whoever awaits it learns of the actor's death."""
+        """Drops leases whose time is up. Never returns: its caller learns of the actor's death."""
         sweeps = 0
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._book.expire(time.monotonic())
+            self._book.expire()
             sweeps += 1
             # A call that failed may leave its ref in a ring of exception and frames, and an idle process would never look for that.
             if sweeps % _COLLECT_EVERY == 0:
@@ -92,7 +93,7 @@ class KvAgentActor:
 
     async def fetch(self, lease_id: str, chunk: int) -> list[Any]:
         """Another agent's call. The ref travels inside the answer: Ray then keeps count of who borrows it."""
-        ref = self._book.get(lease_id, chunk, now=time.monotonic())
+        ref = self._book.get(lease_id, chunk)
         return [] if ref is None else [ref]
 
     async def probe(self, num_bytes: int) -> list[Any]:
@@ -102,26 +103,26 @@ class KvAgentActor:
         async with self._probing:
             return [await self._in_thread(lambda: ray.put(probe_pattern(num_bytes)))]
 
-    async def put(self, lease_id: str, chunk: int, offset: int, num_bytes: int, ttl_s: float) -> int:
+    # ---- the worker's calls: protobuf in and out; the Guard in front of them maps errors to statuses -----------------------------------
+
+    async def Put(self, request: kv_pb2.AgentPutRequest, context: Any) -> kv_pb2.AgentPutResponse:
         """Copies a slot of the ring into the object store. The copy is over when this returns or raises."""
-        self._check_slot(offset, num_bytes)
-        entry = self._book.reserve(lease_id, chunk, num_bytes, ttl_s=ttl_s, now=time.monotonic())
+        data = self._slot(request.offset, request.num_bytes)
+        entry = self._book.reserve(request.lease_id, request.chunk, request.num_bytes, ttl_s=request.ttl_s)
         if entry is None:
             raise ResourceExhausted(f"the KV agent's budget of {self._book.budget_bytes} bytes is used up; wait for leases to end")
         try:
-            ref = await self._in_thread(ray.put, self._ring.bytes[offset : offset + num_bytes])
-            self._book.fill(entry, ref, now=time.monotonic())
-        except RayError as error:
+            self._book.fill(entry, await self._in_thread(ray.put, data))
+        except BaseException as error:
             self._book.cancel(entry)
-            raise Unavailable(f"Ray did not take the chunk ({_first_line(error)}); prefill again") from error
-        except BaseException:
-            self._book.cancel(entry)
+            if isinstance(error, RayError):
+                raise Unavailable(f"Ray did not take the chunk ({_first_line(error)}); prefill again") from error
             raise
-        return self._book.stats.stored_bytes
+        return kv_pb2.AgentPutResponse(stored_bytes=self._book.stats.stored_bytes)
 
-    async def pull(self, request: kv_pb2.AgentFetchRequest) -> None:
+    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
         """Copies a chunk of another agent into a slot of the ring. The slot is not written any more when this returns or raises."""
-        self._check_slot(request.offset, request.num_bytes)
+        slot = self._slot(request.offset, request.num_bytes)
         deadline = time.monotonic() + request.timeout_s
         try:
             async with asyncio.timeout(request.timeout_s):
@@ -143,7 +144,7 @@ class KvAgentActor:
             # Not ray.get: one that waits keeps all else of this process from the object store, for a second each time.
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 view = await refs.pop()
-            await self._in_thread(self._copy_in, view, request.offset, request.num_bytes)
+            await self._in_thread(_copy_in, view, slot)
         except DataLoss:
             raise
         except Exception as error:
@@ -151,13 +152,14 @@ class KvAgentActor:
         finally:
             refs.clear()
             view = None
+        return kv_pb2.AgentFetchResponse()
 
-    def drop(self, lease_id: str) -> int:
-        return self._book.drop(lease_id)
+    async def Drop(self, request: kv_pb2.AgentDropRequest, context: Any) -> kv_pb2.AgentDropResponse:
+        return kv_pb2.AgentDropResponse(objects=self._book.drop(request.lease_id))
 
-    async def status(self, *, try_store: bool) -> kv_pb2.AgentStatusResponse:
-        """With `try_store` it hangs for as long as this node's object store does."""
-        if try_store:
+    async def Status(self, request: kv_pb2.AgentStatusRequest, context: Any) -> kv_pb2.AgentStatusResponse:
+        """Says what is held. With `try_store` it hangs for as long as this node's object store does."""
+        if request.try_store:
             await asyncio.get_running_loop().run_in_executor(self._store_trial, ray.put, np.zeros(_TRIAL_BYTES, np.uint8))
         stats = self._book.stats
         return kv_pb2.AgentStatusResponse(
@@ -168,14 +170,8 @@ class KvAgentActor:
             budget_bytes=self._book.budget_bytes,
         )
 
-    def _copy_in(self, view: Any, offset: int, num_bytes: int) -> None:
-        """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this."""
-        if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != (num_bytes,):
-            raise DataLoss("the object is not the chunk that was announced; prefill again")
-        self._ring.bytes[offset : offset + num_bytes] = view
-
     async def _peer(self, endpoint: str) -> Any:
-        """Handle of another agent's actor; names are never used twice, so it may be kept. Raises ValueError if there is none."""
+        """Returns the handle of another agent's actor; names are never used twice, so it is kept. Raises ValueError if there is none."""
         handle = self._peers.get(endpoint)
         if handle is None:
             # Without a GCS this takes a minute. Nothing waits for its end: it touches no memory of ours.
@@ -193,30 +189,18 @@ class KvAgentActor:
 
         return await finish(work())
 
-    def _check_slot(self, offset: int, num_bytes: int) -> None:
+    def _slot(self, offset: int, num_bytes: int) -> Bytes:
+        """Raises InvalidRequest for one that lies outside of the ring."""
         if not 0 < num_bytes <= self._ring.num_bytes or offset + num_bytes > self._ring.num_bytes:
             raise InvalidRequest(f"slot {offset}+{num_bytes} lies outside the ring of {self._ring.num_bytes} bytes")
+        return self._ring.bytes[offset : offset + num_bytes]
 
 
-class _Service(kv_pb2_grpc.KvAgentServicer):
-    """The edge: protobuf in and out; the Guard in front of it maps errors to statuses."""
-
-    def __init__(self, actor: KvAgentActor) -> None:
-        self._actor = actor
-
-    async def Put(self, request: kv_pb2.AgentPutRequest, context: Any) -> kv_pb2.AgentPutResponse:
-        stored = await self._actor.put(request.lease_id, request.chunk, request.offset, request.num_bytes, request.ttl_s)
-        return kv_pb2.AgentPutResponse(stored_bytes=stored)
-
-    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
-        await self._actor.pull(request)
-        return kv_pb2.AgentFetchResponse()
-
-    async def Drop(self, request: kv_pb2.AgentDropRequest, context: Any) -> kv_pb2.AgentDropResponse:
-        return kv_pb2.AgentDropResponse(objects=self._actor.drop(request.lease_id))
-
-    async def Status(self, request: kv_pb2.AgentStatusRequest, context: Any) -> kv_pb2.AgentStatusResponse:
-        return await self._actor.status(try_store=request.try_store)
+def _copy_in(view: Any, slot: Bytes) -> None:
+    """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this. Raises DataLoss."""
+    if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != slot.shape:
+        raise DataLoss("the object is not the chunk that was announced; prefill again")
+    slot[:] = view
 
 
 def _source_lost(endpoint: str, error: Exception) -> Unavailable:

@@ -1,8 +1,8 @@
-"""One life of a KV agent, as its worker sees it: helper process, ring, unix socket, and what it holds. Ends once, and is replaced.
+"""One KV agent, as its worker sees it: helper process, ring, unix socket, and what it holds. Ends once, and is replaced.
 
     answers   it is asked twice a second; once a call waits, also whether its object store takes anything
-    silent    an answer is overdue (1.5 s; longer where answers are slow), or its network is gone: who waits for it gets Unavailable, and
-              nobody asks anything of it. It keeps all it holds, and is back with its next answer: a false alarm costs those who waited a
+    silent    an answer is overdue (1.5 s; longer where answers are slow), or its network is gone: calls that wait for it get Unavailable,
+              and no more are made. It keeps all it holds, and is back with its next answer: a false alarm costs those who waited a
               new attempt, and nothing else
     lost      it has ended, or owed an answer for 10 s: another one is started
 
@@ -17,9 +17,10 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +30,10 @@ import numpy.typing as npt
 
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_LEASE
+from kv_transfer.ray.answer_timeouts import AnswerTimeouts
 from kv_transfer.ray.child import Child
-from kv_transfer.ray.patience import Patience
-from kv_transfer.ray.ring import Pin, RingAllocator, SharedMemory
+from kv_transfer.ray.ring import Pin, SharedMemory
+from kv_transfer.slot_allocator import SlotAllocator
 from kv_transfer.waiting import FifoGate
 from twostep.errors import InvalidRequest, TwostepError, Unavailable, error_from_grpc
 from twostep.process.ending import how_it_ended, oom_kills
@@ -44,7 +46,7 @@ _GRACE_S = 5.0
 _PUT_S = 10.0
 _POLL_S = 0.5
 _POLL_TIMEOUT_S = 10.0
-# Time is counted in pieces of this event loop's own life: if it was itself held up, nobody else was slow.
+# Time is counted in pieces of this event loop's own: if it was itself held up, no peer was slow.
 _PIECE_S = 0.25
 _SILENT_S = 1.5
 _MOST_SILENT_S = 8.0
@@ -72,12 +74,13 @@ class AgentConfig:
     pin: Pin | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A part of the ring: `bytes` is uint8 [num_bytes]. Whoever took it gives it back with `AgentSession.give_back`."""
+@dataclass(slots=True, eq=False)
+class RingSlot:
+    """A part of the ring, uint8 [num_bytes], until `AgentSession.give_back`. `call` is the agent's that uses it."""
 
     offset: int
     bytes: npt.NDArray[np.uint8]
+    call: asyncio.Task[None] | None = None
 
 
 class AgentSession:
@@ -87,10 +90,9 @@ class AgentSession:
         self.endpoint = endpoint
         self.process = process
         self.actor_pid = 0
-        self.room = FifoGate("published KV in the object store")
-        self.book: ObjectBook[bool] = ObjectBook(0)
+        self.book: ObjectBook[bool] = ObjectBook(0, check=self.check_alive)
         self._ring = ring
-        self._slots = RingAllocator(ring.num_bytes)
+        self._slots = SlotAllocator(ring.num_bytes)
         self._slots_freed = FifoGate("a slot of the KV agent's ring")
         self._socket_path = socket_path
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
@@ -104,17 +106,18 @@ class AgentSession:
         self._silence: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cut_off = False
         self._waiting: OrderedDict[object, float] = OrderedDict()  # calls under way, by when they began
-        self._own = Patience(least_s=_SILENT_S, most_s=_MOST_SILENT_S)
-        self._sources = Patience(least_s=_STALLED_S, most_s=_MOST_STALLED_S)
+        self._own_timeouts = AnswerTimeouts(least_s=_SILENT_S, most_s=_MOST_SILENT_S)
+        self._source_timeouts = AnswerTimeouts(least_s=_STALLED_S, most_s=_MOST_STALLED_S)
         self._unused = asyncio.Event()  # no slot is taken
         self._unused.set()
+        self._late_calls: set[asyncio.Task[None]] = set()  # given up, and still using their slots
         self._unpin: Callable[[], None] | None = None
 
     @classmethod
-    async def launch(cls, config: AgentConfig, *, endpoint: str, life: int) -> AgentSession:
+    async def launch(cls, config: AgentConfig, endpoint: str, number: int) -> AgentSession:
         """Starts an agent and waits until it serves, at most `start_timeout_s`. Raises Unavailable, and SetupError for the ring."""
         ring = SharedMemory.create(config.ring_dir, config.ring_bytes)
-        socket_path = config.run_dir / f"agent-{life}.sock"
+        socket_path = config.run_dir / f"agent-{number}.sock"
         session: AgentSession | None = None
         try:
             socket_path.unlink(missing_ok=True)
@@ -139,7 +142,7 @@ class AgentSession:
         return session
 
     async def wait_lost(self) -> str:
-        """Watches the agent until it is of no use any more, and says why."""
+        """Watches the agent until it has to be replaced, and says why."""
         exited: asyncio.Future[Any] = asyncio.ensure_future(self.process.wait())
         try:
             while True:
@@ -160,7 +163,7 @@ class AgentSession:
                 if why := self._why_lost(exited):
                     return why
                 waited_s += _PIECE_S
-                if not asking.done() and waited_s >= self._own.of(self.endpoint, began):
+                if not asking.done() and waited_s >= self._own_timeouts.timeout_s(self.endpoint, began):
                     self._fall_silent("it does not answer, or its object store does not")
             try:
                 asking.result()
@@ -169,7 +172,7 @@ class AgentSession:
         finally:
             asking.cancel()
         now = time.monotonic()
-        self._own.answered(self.endpoint, now - began, now)
+        self._own_timeouts.answered(self.endpoint, now - began, now)
         if not self._cut_off or await self._reaches_ray():
             self._answer_again()
         suspected: asyncio.Future[Any] = asyncio.ensure_future(self._suspicion.wait())
@@ -188,12 +191,12 @@ class AgentSession:
         return ""
 
     def _waits_long(self, now: float) -> bool:
-        """A call has been under way for so long that the object store may be what holds it up."""
+        """Returns whether a call has been under way for so long that the object store may be what holds it up."""
         return bool(self._waiting) and now - next(iter(self._waiting.values())) >= _POLL_S
 
     @property
     def silence(self) -> str:
-        """Why nothing should be asked of it now; empty if it answers."""
+        """Says why nothing should be asked of it now; empty if it answers."""
         return self._silence.result() if self._silence.done() else ""
 
     def _fall_silent(self, why: str) -> None:
@@ -207,14 +210,18 @@ class AgentSession:
             log.info("KV agent %s answers again", self.endpoint)
             self._silence = asyncio.get_running_loop().create_future()
 
-    async def unless_silent(self, call: asyncio.Task[T]) -> T:
-        """What the call returns or raises; Unavailable once the agent is silent. The call goes on then, as it does if this is cancelled."""
+    async def use(self, slot: RingSlot, call: Coroutine[Any, Any, None]) -> None:
+        """Waits for a call to the agent that uses the slot. Raises what it raises; Unavailable once the agent is silent. The call goes on
+        then, as it does if this is cancelled, and keeps the slot until it ends."""
         silence = self._silence
-        waited: set[asyncio.Future[Any]] = {call, silence}
+        slot.call = asyncio.create_task(call)
+        # A caller that was cancelled meanwhile does not look at it.
+        slot.call.add_done_callback(lambda call: call.cancelled() or call.exception())
+        waited: set[asyncio.Future[Any]] = {slot.call, silence}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if call.done():
-            return call.result()
-        raise Unavailable(f"Ray's KV agent is away: {silence.result()}; prefill again")
+        if not slot.call.done():
+            raise Unavailable(f"Ray's KV agent is away: {silence.result()}; prefill again")
+        slot.call.result()
 
     async def _look_at_own_side(self, endpoint: str) -> None:
         """Nothing came from there. Falls silent if that is for want of an object store, or of a network, on this side."""
@@ -245,7 +252,6 @@ class AgentSession:
         if not self._lost.done():
             self._lost.set_result("it was closed")
         self.book.drop_all()
-        self.room.pump()
         self._slots_freed.pump()
         self.process.close_stdin()
         try:
@@ -260,9 +266,11 @@ class AgentSession:
             await self._stderr_reader
         self.process.close()
         self._socket_path.unlink(missing_ok=True)
+        if self._late_calls:
+            await asyncio.wait(self._late_calls)
         await self._unpin_ring()
 
-    async def take_slot(self, num_bytes: int, *, deadline: float) -> Slot:
+    async def take_slot(self, num_bytes: int, *, deadline: float) -> RingSlot:
         """Raises ResourceExhausted at the deadline, InvalidRequest if the ring is too small for it at all, Unavailable."""
         if num_bytes > self._ring.num_bytes:
             raise InvalidRequest(
@@ -275,55 +283,64 @@ class AgentSession:
 
         offset = await self._slots_freed.take(attempt, deadline=deadline)
         self._unused.clear()
-        return Slot(offset, self._ring.bytes[offset : offset + num_bytes])
+        return RingSlot(offset, self._ring.bytes[offset : offset + num_bytes])
 
-    def give_back(self, slot: Slot) -> None:
-        """Nothing reads or writes it any more."""
+    def give_back(self, slot: RingSlot) -> None:
+        """Frees it, at once or when a call of the agent's that uses it and was given up has ended. Nothing else reads or writes it."""
+        call, slot.call = slot.call, None
+        if call is not None and not call.done():
+            self._late_calls.add(call)
+            call.add_done_callback(partial(self._late_call_ended, slot))
+            return
         self._slots.free(slot.offset)
         self._slots_freed.pump()
         if not self._slots.used_bytes:
             self._unused.set()
 
+    def _late_call_ended(self, slot: RingSlot, call: asyncio.Task[None]) -> None:
+        self._late_calls.discard(call)
+        self.give_back(slot)
+
     @property
     def ring_used_bytes(self) -> int:
         return self._slots.used_bytes
 
-    async def put(self, lease_id: str, chunk: int, slot: Slot, *, ttl_s: float) -> None:
+    async def put(self, lease_id: str, chunk: int, slot: RingSlot, *, ttl_s: float) -> None:
         """The slot is the caller's again when this ends. Raises what the agent's error says."""
         request = kv_pb2.AgentPutRequest(lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, ttl_s=ttl_s)
         await self._call(lambda: self._stub.Put(request, timeout=_PUT_S))
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, deadline: float) -> None:
+    async def fetch(self, endpoint: str, lease_id: str, chunk: int, slot: RingSlot, *, deadline: float) -> None:
         """The slot holds the chunk, or is garbage; no other process writes it any more when this ends. It ends before the deadline if
         nothing at all has come from that source for a while."""
         while True:
-            began, before = time.monotonic(), self._sources.num_answers(endpoint)
-            patience_s = self._sources.of(endpoint, began)
+            began, before = time.monotonic(), self._source_timeouts.num_answers(endpoint)
+            answer_s = self._source_timeouts.timeout_s(endpoint, began)
             try:
-                await self._fetch(endpoint, lease_id, chunk, slot, timeout_s=min(deadline - began, patience_s))
+                await self._fetch(endpoint, lease_id, chunk, slot, timeout_s=min(deadline - began, answer_s))
             except Unavailable:
                 now = time.monotonic()
-                if now - began < patience_s or now >= deadline:
+                if now - began < answer_s or now >= deadline:
                     raise
-                if self._sources.num_answers(endpoint) != before:
+                if self._source_timeouts.num_answers(endpoint) != before:
                     # Slow, but not dead: others came.
                     continue
                 await self._look_at_own_side(endpoint)
-                raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {patience_s:.1f} s; prefill again") from None
+                raise Unavailable(f"nothing came from Ray's KV agent {endpoint} for {answer_s:.1f} s; prefill again") from None
             self._came(endpoint, began)
             return
 
-    async def probe(self, endpoint: str, slot: Slot, *, deadline: float) -> None:
-        """Fills the slot with the source's pattern. Takes all the time there is, so that patience with a slow source is learned."""
+    async def probe(self, endpoint: str, slot: RingSlot, *, deadline: float) -> None:
+        """Fills the slot with the source's pattern. Takes all the time there is, so that the timeout of a slow source is learned."""
         began = time.monotonic()
         await self._fetch(endpoint, PROBE_LEASE, 0, slot, timeout_s=deadline - began)
         self._came(endpoint, began)
 
     def _came(self, endpoint: str, began: float) -> None:
         now = time.monotonic()
-        self._sources.answered(endpoint, now - began, now)
+        self._source_timeouts.answered(endpoint, now - began, now)
 
-    async def _fetch(self, endpoint: str, lease_id: str, chunk: int, slot: Slot, *, timeout_s: float) -> None:
+    async def _fetch(self, endpoint: str, lease_id: str, chunk: int, slot: RingSlot, *, timeout_s: float) -> None:
         timeout_s = max(0.001, timeout_s)
         request = kv_pb2.AgentFetchRequest(
             endpoint=endpoint, lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, timeout_s=timeout_s
@@ -378,7 +395,7 @@ class AgentSession:
             log.warning("the KV agent's ring is not pinned, so that KV is copied once more on its way: %s", error)
 
     async def _unpin_ring(self) -> None:
-        """Once no copy can be under way: whoever took a slot gives it back when its copy has ended."""
+        """Waits until no copy can be under way: a slot is given back when its copy has ended."""
         unpin, self._unpin = self._unpin, None
         if unpin is None:
             return

@@ -72,7 +72,7 @@ class Child:
     def _watch(self) -> None:
         self._process.wait()
         self.close_stdin()
-        # The loop may be closed: then nobody waits.
+        # The loop may be closed: then nothing waits.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._ended.set)
 

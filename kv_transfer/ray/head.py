@@ -6,12 +6,13 @@
     while not head.ready(): ...                      # 4-6 s
     worker_env = head.env(os.environ)                # the same token lets KV agents join `head.address`
 
-The process runs `ray start --head --block` and ends when its parent does, however that ends; SIGTERM ends all of Ray's processes
-with it (under 1 s), and so does SIGKILL.
+`python -P -m kv_transfer.ray.head --temp-dir ...` does all of that by itself. The process runs `ray start --head --block` and ends when
+its parent does, however that ends; SIGTERM ends all of Ray's processes with it (under 1 s), and so does SIGKILL.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import secrets
@@ -20,9 +21,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from twostep.errors import SetupError
 
@@ -59,7 +61,7 @@ class RayHead:
 
     @property
     def address(self) -> str:
-        """What a KV agent joins: `--ray-address`."""
+        """Returns what a KV agent joins: `--ray-address`."""
         return f"{self.node_ip}:{self.port}"
 
     @property
@@ -81,15 +83,16 @@ class RayHead:
         self._address_file.unlink(missing_ok=True)
 
     def argv(self) -> list[str]:
-        """The command; runs in the foreground."""
-        return [sys.executable, "-P", "-m", "kv_transfer.ray.head", *self._ray_arguments()]
+        """Returns the command; it runs in the foreground."""
+        head = head_flags(self.port, self.client_port)
+        return ray_start(head, node_ip=self.node_ip, temp_dir=self.temp_dir, store_bytes=self.object_store_bytes)
 
     def env(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` plus what head, KV agents and `ray` commands need to share one token."""
+        """Returns `base` plus what head, KV agents and `ray` commands need to share one token."""
         return {**base, **ray_env(self.token_path)}
 
     def ready(self) -> bool:
-        """Ray is up and its GCS answers. Blocks for at most 0.2 s."""
+        """Returns whether Ray is up and its GCS answers. Blocks for at most 0.2 s."""
         if not self._address_file.is_file():
             return False
         try:
@@ -103,27 +106,35 @@ class RayHead:
         # Written by `ray start` when GCS and raylet are up.
         return self.temp_dir / "ray_current_cluster"
 
-    def _ray_arguments(self) -> list[str]:
-        return [
-            "start",
-            "--head",
-            "--block",
-            f"--node-ip-address={self.node_ip}",
-            f"--port={self.port}",
-            f"--ray-client-server-port={self.client_port}",
-            f"--object-store-memory={self.object_store_bytes}",
-            f"--temp-dir={self.temp_dir}",
-            "--num-cpus=0",
-            "--num-gpus=0",
-            "--include-dashboard=false",
-            "--include-log-monitor=false",
-            "--no-monitor",
-            "--disable-usage-stats",
-            # The byte budgets of the KV agents keep the store from filling up; nothing of it belongs on disk.
-            '--system-config={"automatic_object_spilling_enabled":false}',
-            "--log-style=record",
-            "--log-color=false",
-        ]
+
+def ray_start(where: Sequence[str], *, node_ip: str, temp_dir: Path, store_bytes: int) -> list[str]:
+    """Returns the command of `ray start` in the foreground, in a process that ends with its parent. `where`: `head_flags`, or the address
+    of the head to join. `node_ip` empty: what Ray finds."""
+    return [
+        *(sys.executable, "-P", "-m", "kv_transfer.ray.head", "start", *where),
+        "--block",
+        *([f"--node-ip-address={node_ip}"] if node_ip else []),
+        f"--object-store-memory={store_bytes}",
+        f"--temp-dir={temp_dir}",
+        "--num-cpus=0",
+        "--num-gpus=0",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        "--log-style=record",
+        "--log-color=false",
+    ]
+
+
+def head_flags(port: int | str, client_port: int) -> list[str]:
+    return [
+        "--head",
+        f"--port={port}",
+        f"--ray-client-server-port={client_port}",
+        "--include-dashboard=false",
+        "--no-monitor",
+        # It holds for all nodes. The byte budgets of the KV agents keep the stores from filling up; nothing of them belongs on disk.
+        '--system-config={"automatic_object_spilling_enabled":false}',
+    ]
 
 
 def check_temp_dir(path: Path) -> None:
@@ -135,7 +146,7 @@ def check_temp_dir(path: Path) -> None:
 
 
 def ray_env(token_path: Path) -> dict[str, str]:
-    """Environment of every process that talks to a Ray with token authentication."""
+    """Returns the environment of every process that talks to a Ray with token authentication."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -147,11 +158,26 @@ def ray_env(token_path: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Is `ray`, and a thread that ends it when the parent has ended. (The kernel's death signal is no good here: it comes when the
-    parent's *thread* that started this process ends.)"""
+    """With `start ...`: is `ray`, and a thread that ends it when the parent has ended. (The kernel's death signal is no good here: it comes
+    when the parent's *thread* that started this process ends.) Else: prepares a RayHead and becomes it, for programs that may not import
+    this package. Raises SetupError."""
+    if arguments[:1] != ["start"]:
+        become_local_head(arguments)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     sys.argv = ["ray", *arguments]
     runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
+
+
+def become_local_head(arguments: Sequence[str]) -> NoReturn:
+    """Prepares the directory (an existing token file in it is kept) and replaces this process, with Ray's environment from the start on."""
+    parser = argparse.ArgumentParser(prog="python -P -m kv_transfer.ray.head", description="A small Ray head on this machine.")
+    parser.add_argument("--temp-dir", type=Path, required=True, help="private and short")
+    parser.add_argument("--port", type=int, required=True, help="what KV agents join")
+    parser.add_argument("--client-port", type=int, required=True, help="Ray's client server, which nothing uses")
+    parser.add_argument("--object-store-bytes", type=int, default=512 << 20, help="shared memory for KV on its way")
+    head = RayHead(**vars(parser.parse_args(arguments)))
+    head.prepare()
+    os.execve(sys.executable, head.argv(), head.env(os.environ))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -163,4 +189,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SetupError as error:
+        sys.exit(error.message)

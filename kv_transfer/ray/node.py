@@ -1,9 +1,9 @@
 """A node of a Ray that outlives its parts: `python -P -m kv_transfer.ray.node`, one in each pod or machine with workers, and one as head.
 
-1. A raylet's node waits until the head answers: `ray start` itself gives up, and whoever starts it again may wait minutes in between.
+1. A raylet's node waits until the head answers: `ray start` itself gives up, and a restart by others may take minutes.
 2. `ray start` runs in the foreground, its log and those of all its processes on stdout and stderr, until one of them ends.
 3. It is started again, at once the first time and then less and less often.
-4. SIGTERM and SIGINT end all of it. Processes that Ray leaves behind are buried here, where this is the first of a container.
+4. SIGTERM and SIGINT end all of it. Processes that Ray leaves behind are reaped here, where this is the first of a container.
 
 Workers need none of this to start: without it they have no `ray` transport (docs/ray.md). Never imports ray.
 """
@@ -22,8 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_transfer.ray.head import MIN_OBJECT_STORE_BYTES, check_temp_dir
-from kv_transfer.ray.ports import RayPorts
+from kv_transfer.ray.head import MIN_OBJECT_STORE_BYTES, check_temp_dir, head_flags, ray_start
 from twostep.errors import SetupError
 from twostep.process.ending import how_it_ended, oom_kills
 from twostep.process.log import setup_logging
@@ -38,6 +37,57 @@ _MAX_BACKOFF_S = 8.0
 # A node that served for so long begins its next trouble with the first pause again.
 _SETTLED_S = 30.0
 _STOP_S = 15.0
+_NUM_BELOW_WORKERS = 9
+# A raylet's own processes take none of them, and two workers that are started again at once want eight.
+_LEAST_WORKER_PORTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayPorts:
+    """Which TCP ports a node of Ray listens on, where they are to be known beforehand: behind a NetworkPolicy or a firewall.
+
+        first + 0   object manager        raylets pull KV from each other here
+        first + 1   node manager          the head's GCS, and the node's own processes
+        first + 2   metrics               of Ray itself
+        first + 3   dashboard agent, HTTP
+        first + 4   dashboard agent, gRPC
+        first + 5   runtime environments  the node's own raylet alone
+        first + 9 … first + 8 + num_worker_ports      Ray's worker processes and drivers: two for each KV agent, its helper and its actor
+
+    The last are taken at random and given back at their owner's end: there should be some more than are needed at once. Raises SetupError
+    if they do not fit.
+    """
+
+    first: int = 11001
+    num_worker_ports: int = 40
+
+    def __post_init__(self) -> None:
+        if self.num_worker_ports < _LEAST_WORKER_PORTS:
+            raise SetupError(f"--ray-worker-ports {self.num_worker_ports} are too few; give at least {_LEAST_WORKER_PORTS}")
+        if self.first < 1024 or self.last > 65535:
+            raise SetupError(f"ports {self.first} to {self.last} are not within 1024 and 65535; give another --ray-first-port")
+
+    @property
+    def first_worker_port(self) -> int:
+        return self.first + _NUM_BELOW_WORKERS
+
+    @property
+    def last(self) -> int:
+        """The highest of them. A head's GCS and client server listen on ports of their own flags."""
+        return self.first_worker_port + self.num_worker_ports - 1
+
+    def flags(self) -> list[str]:
+        """Returns those of `ray start`."""
+        names = (
+            "object-manager-port",
+            "node-manager-port",
+            "metrics-export-port",
+            "dashboard-agent-listen-port",
+            "dashboard-agent-grpc-port",
+            "runtime-env-agent-port",
+        )
+        fixed = [f"--{name}={self.first + offset}" for offset, name in enumerate(names)]
+        return [*fixed, f"--min-worker-port={self.first_worker_port}", f"--max-worker-port={self.last}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,41 +107,25 @@ class NodeConfig:
     log_json: bool = False
 
     def argv(self) -> list[str]:
-        """`ray start` in the foreground, in a process that ends with this one."""
+        """Returns the command of `ray start`, whose log and those of all its processes are this process's."""
         where = self._head_flags() if self.head else [f"--address={self.ray_address}"]
+        where += self.ports.flags() if self.ports else []
         return [
-            *(sys.executable, "-P", "-m", "kv_transfer.ray.head", "start", *where),
-            "--block",
-            *([f"--node-ip-address={self.node_ip}"] if self.node_ip else []),
-            f"--object-store-memory={self.store_bytes}",
-            f"--temp-dir={self.temp_dir}",
-            *(self.ports.flags() if self.ports else []),
-            "--num-cpus=0",
-            "--num-gpus=0",
-            "--include-log-monitor=false",
+            *ray_start(where, node_ip=self.node_ip, temp_dir=self.temp_dir, store_bytes=self.store_bytes),
             "--no-redirect-output",
-            "--disable-usage-stats",
-            "--log-style=record",
-            "--log-color=false",
         ]
 
     def _head_flags(self) -> list[str]:
         return [
-            "--head",
-            f"--port={self.ray_address.rpartition(':')[2]}",
-            f"--ray-client-server-port={self.client_port}",
-            "--include-dashboard=false",
-            "--no-monitor",
-            # Of the Redis that RAY_REDIS_ADDRESS names. Ray does not take them from the environment.
+            *head_flags(self.ray_address.rpartition(":")[2], self.client_port),
+            # For the Redis that RAY_REDIS_ADDRESS names. Ray does not take them from the environment.
             *([f"--redis-username={self.redis_username}"] if self.redis_username else []),
             *([f"--redis-password={self.redis_password}"] if self.redis_password else []),
-            # It holds for all nodes. The byte budgets of the KV agents keep the stores from filling up.
-            '--system-config={"automatic_object_spilling_enabled":false}',
         ]
 
 
 def node_env(base: Mapping[str, str]) -> dict[str, str]:
-    """`base`, and what it does not say. Of Ray's own: RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, and of a head RAY_REDIS_ADDRESS and so on."""
+    """Returns `base`, and what it does not say. Ray's own RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, RAY_REDIS_ADDRESS (of a head) are there."""
     return {
         "RAY_enable_worker_prestart": "0",
         "RAY_worker_niceness": "0",
@@ -99,7 +133,7 @@ def node_env(base: Mapping[str, str]) -> dict[str, str]:
         # How long nodes, agents and their helpers go on while no GCS answers; Ray's own 60 s are less than a head may take to come back.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_BACKEND_LOG_LEVEL": "warning",
-        # Nobody collects Ray's own metrics here, and each process would complain of that every ten seconds.
+        # Nothing collects Ray's own metrics here, and each process would complain of that every ten seconds.
         "RAY_enable_metrics_collection": "0",
         "RAY_enable_open_telemetry": "0",
         # Ray would count its neighbours' memory, and kill agents for it.
@@ -118,8 +152,8 @@ def parse_node(argv: Sequence[str] | None = None) -> NodeConfig:
     parser.flag(
         "--ray-store-bytes", type=int, default=MIN_OBJECT_STORE_BYTES, help="shared memory for KV on its way; /dev/shm must be larger"
     )
-    parser.flag("--ray-client-port", type=int, default=10001, help="of a head: Ray's client server, which nobody uses")
-    parser.flag("--ray-first-port", type=int, default=0, help="fixed ports from here on, see kv_transfer/ray/ports.py; 0: any")
+    parser.flag("--ray-client-port", type=int, default=10001, help="of a head: Ray's client server, which nothing uses")
+    parser.flag("--ray-first-port", type=int, default=0, help="fixed ports from here on, see kv_transfer/ray/node.py; 0: any")
     parser.flag("--ray-worker-ports", type=int, default=40, help="how many of them are for KV agents, two each")
     parser.flag("--ray-redis-username", default="", help="of a head: for the Redis of RAY_REDIS_ADDRESS")
     parser.flag("--ray-redis-password-file", type=Path, default=None, help="of a head: its first line is that Redis's password")
@@ -172,6 +206,7 @@ class RayNode:
         self._stop_asked = True
 
     def _stopped(self) -> bool:
+        """Asked anew each time: a signal's handler may have changed it."""
         return self._stop_asked
 
     def run(self) -> None:
@@ -190,7 +225,7 @@ class RayNode:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def _wait_for_head(self) -> bool:
-        """False: it is to stop."""
+        """Returns False if it is to stop."""
         host, _, port = self._config.ray_address.rpartition(":")
         said = False
         while not self._stopped():
@@ -210,7 +245,7 @@ class RayNode:
         log.info("Ray's %s starts", "head" if self._config.head else f"node of {self._config.ray_address}")
         kill_at: float | None = None
         while True:
-            status = _bury(pid)
+            status = _reap(pid)
             if status is not None:
                 return status
             if self._stopped() and kill_at is None:
@@ -226,8 +261,8 @@ class RayNode:
             time.sleep(_POLL_S)
 
 
-def _bury(wanted: int) -> int | None:
-    """Every child that has ended; the exit status of `wanted` if it is among them (negative: the signal that ended it)."""
+def _reap(wanted: int) -> int | None:
+    """Reaps every child that has ended; returns the exit status of `wanted` if it is among them (negative: the signal that ended it)."""
     found: int | None = None
     with suppress(ChildProcessError):
         while True:

@@ -27,19 +27,17 @@ Pin = Callable[[npt.NDArray[np.uint8]], Callable[[], None]]
 
 _CPU_BYTES = 64 << 20
 _GPU_BYTES = 256 << 20
-# Slots start at multiples of this.
-_ALIGNMENT = 4096
 
 
 def default_ring_dir(run_dir: Path) -> Path:
-    """/dev/shm where there is one, else `run_dir`."""
+    """Returns /dev/shm where there is one, else `run_dir`."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else run_dir
 
 
 def default_ring_bytes(directory: Path, *, on_gpu: bool) -> int:
-    """Room for what is on its way at once: 64 MiB, where a device copies to and from it 256 MiB. Less where the directory is small, so
-    that several workers find room in it."""
+    """Returns room for what is on its way at once: 64 MiB, where a device copies to and from it 256 MiB. Less where the directory is small,
+    so that several workers find room in it."""
     wanted = _GPU_BYTES if on_gpu else _CPU_BYTES
     if not on_gpu:
         return wanted
@@ -56,7 +54,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, directory: Path, num_bytes: int) -> SharedMemory:
-        """A new file of mode 0600, all of its memory taken at once: a full /dev/shm is an error here and not a SIGBUS later.
+        """Makes a new file of mode 0600, all of its memory taken at once: a full /dev/shm is an error here and not a SIGBUS later.
 
         Raises SetupError.
         """
@@ -88,33 +86,3 @@ class SharedMemory:
     def unlink(self) -> None:
         """Takes away its name; the mappings stay."""
         self.path.unlink(missing_ok=True)
-
-
-class RingAllocator:
-    """Contiguous slots of [0, num_bytes), first fit. Pure; not thread-safe."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._slots: dict[int, int] = {}  # offset -> length, in order of offsets
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(self._slots.values())
-
-    def allocate(self, num_bytes: int) -> int | None:
-        """Offset of a free slot, or None while there is none."""
-        length = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
-        start = 0
-        for offset, taken in self._slots.items():
-            if offset - start >= length:
-                break
-            start = offset + taken
-        if start + length > self._num_bytes:
-            return None
-        self._slots[start] = length
-        self._slots = dict(sorted(self._slots.items()))
-        return start
-
-    def free(self, offset: int) -> None:
-        """Gives a slot back. Raises KeyError if it is not taken."""
-        del self._slots[offset]

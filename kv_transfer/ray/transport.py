@@ -13,24 +13,21 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from kv_transfer.checksum import checksum
-from kv_transfer.local.transport import check_blocks, check_sum, part_bytes, write_verified
-from kv_transfer.object_book import Entry
+from kv_transfer.chunk_checks import check_blocks, check_sum, chunk_info, part_bytes, write_verified
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
-from kv_transfer.ray.agent_session import AgentConfig, AgentSession, Slot, reach
+from kv_transfer.ray.agent_session import AgentConfig, AgentSession, RingSlot, reach
 from kv_transfer.ray.ring import Pin, default_ring_bytes, default_ring_dir
 from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, Probe, TransportStats
-from kv_transfer.waiting import finish
+from kv_transfer.waiting import TransportThreads, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavailable
 
@@ -47,8 +44,6 @@ _SWEEP_S = 0.2
 # says nothing about the source.
 _LEAST_FETCH_S = 5.0
 
-R = TypeVar("R")
-
 
 class RayTransport:
     """See kv_transfer.transport for the contract.
@@ -58,7 +53,12 @@ class RayTransport:
     `ring_bytes` 0: see default_ring_bytes, with `on_gpu` for a store on a GPU.
     `run_dir` is private to this worker and short; `ring_dir` (default /dev/shm) and `run_dir` must be visible to Ray's worker processes.
     `budget_bytes` bounds what this worker keeps published; 0 is 70 % of the node's object store: divide it where workers share a node.
+    `launch` starts an agent under a name of its own, the config's and a number.
     """
+
+    name = "ray"
+    copies_out = True
+    checksum_name = "xxh3_64"
 
     def __init__(
         self,
@@ -76,6 +76,8 @@ class RayTransport:
         pin: Pin | None = None,
         on_gpu: bool = False,
         start_timeout_s: float = 60.0,
+        launch: Callable[[AgentConfig, str, int], Awaitable[AgentSession]] = AgentSession.launch,
+        connect: Callable[[str, float], Awaitable[None]] = reach,
     ) -> None:
         ring_dir = ring_dir or default_ring_dir(run_dir)
         ring_bytes = ring_bytes or default_ring_bytes(ring_dir, on_gpu=on_gpu)
@@ -98,24 +100,13 @@ class RayTransport:
             start_timeout_s=start_timeout_s,
             pin=pin,
         )
+        self._launch = launch
+        self._connect = connect
         self._session: AgentSession | None = None
-        self._life = 0
+        self._num_launched = 0
         self._why_not_ready = "the KV agent is starting"
-        self._tasks: list[asyncio.Task[None]] = []
-        self._late_calls: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-ray")
-
-    @property
-    def name(self) -> str:
-        return "ray"
-
-    @property
-    def copies_out(self) -> bool:
-        return True
-
-    @property
-    def checksum_name(self) -> str:
-        return "xxh3_64"
+        self._supervisor: asyncio.Task[None] | None = None
+        self._threads = TransportThreads(self.name, _NUM_THREADS, sweep=self._sweep, sweep_s=_SWEEP_S)
 
     @property
     def endpoint(self) -> str:
@@ -135,7 +126,7 @@ class RayTransport:
 
     @property
     def session(self) -> AgentSession | None:
-        """The agent's present life, for those who look after processes."""
+        """The present agent, for those who look after processes."""
         return self._session
 
     async def start(self) -> None:
@@ -144,21 +135,16 @@ class RayTransport:
             self._config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise SetupError(f"cannot make the run directory {self._config.run_dir}: {error.strerror}; give another one") from error
-        self._tasks = [
-            asyncio.create_task(self._supervise(), name="kv-agent-supervisor"),
-            asyncio.create_task(self._sweep(), name="kv-ray-sweep"),
-        ]
+        self._threads.start()
+        self._supervisor = asyncio.create_task(self._supervise(), name="kv-agent-supervisor")
 
     async def close(self) -> None:
         self._why_not_ready = "the ray transport is closed"
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
-                await task
-        if self._late_calls:
-            await asyncio.wait(self._late_calls)
-        await asyncio.to_thread(self._threads.shutdown)
+                await self._supervisor
+        await self._threads.close()
 
     async def publish(
         self,
@@ -172,90 +158,64 @@ class RayTransport:
         deadline: float,
     ) -> ChunkInfo:
         num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
-        copy_out = partial(self._copy_out, tuple(block_ids), layers)
-        digest = await self._publish(lease_id, index, num_bytes, copy_out, ttl_s=ttl_s, deadline=deadline)
-        return ChunkInfo(
-            index=index,
-            first_block=first_block,
-            num_blocks=len(block_ids),
-            num_bytes=num_bytes,
-            checksum=digest,
-            first_layer=layers.first if layers else 0,
-            num_layers=layers.num_layers if layers else 0,
-        )
+        fill = partial(self._copy_out, tuple(block_ids), layers)
+        digest = await self._publish(lease_id, index, num_bytes, fill, ttl_s=ttl_s, deadline=deadline)
+        return chunk_info(index, first_block, block_ids, layers, num_bytes=num_bytes, digest=digest)
 
     async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
-        def copy_in(slot: Slot) -> int:
-            slot.bytes[:] = data
-            return checksum(slot.bytes)
+        def fill(out: Bytes) -> int:
+            out[:] = data
+            return checksum(out)
 
-        return await self._publish(lease_id, index, data.size, copy_in, ttl_s=ttl_s, deadline=deadline)
+        return await self._publish(lease_id, index, data.size, fill, ttl_s=ttl_s, deadline=deadline)
 
     async def _publish(
-        self, lease_id: str, index: int, num_bytes: int, fill: Callable[[Slot], int], *, ttl_s: float, deadline: float
+        self, lease_id: str, index: int, num_bytes: int, fill: Callable[[Bytes], int], *, ttl_s: float, deadline: float
     ) -> int:
-        """`fill` puts the chunk's bytes into the slot, in a thread, and returns their checksum, as this does."""
+        """`fill` puts the chunk's bytes into a slot of the ring, in a thread, and returns their checksum, as this does."""
         session = self._running_session()
 
-        def attempt() -> Entry[bool] | None:
-            session.check_alive()
-            return session.book.reserve(lease_id, index, num_bytes, ttl_s=ttl_s, now=time.monotonic())
-
-        entry = await session.room.take(attempt, deadline=deadline)
-        try:
+        async def make() -> tuple[bool, int]:
             slot = await session.take_slot(num_bytes, deadline=deadline)
-            put: asyncio.Task[None] | None = None
             try:
-                digest = await finish(self._in_thread(fill, slot))
-                put = asyncio.create_task(self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline))
-                await finish(session.unless_silent(put))
+                digest = await self._threads.run(fill, slot.bytes)
+                await finish(session.use(slot, self._put(session, lease_id, index, slot, ttl_s=ttl_s, deadline=deadline)))
             finally:
-                self._give_back(put, session, slot)
-            session.book.fill(entry, True, now=time.monotonic())
-        except BaseException:
-            session.book.cancel(entry)
-            session.room.pump()
-            raise
-        return digest
+                session.give_back(slot)
+            return True, digest
+
+        return await session.book.publish(lease_id, index, num_bytes, make, ttl_s=ttl_s, deadline=deadline)
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
         check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
-        session = self._running_session()
-        slot = await self._slot_in_time(session, chunk.num_bytes, deadline=deadline)
-        pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
-        try:
-            await session.unless_silent(pull)
+        async with self._fetched(endpoint, lease_id, chunk, deadline=deadline) as data:
             with scattering():
-                await finish(self._in_thread(write_verified, self._store, chunk, tuple(block_ids), slot.bytes))
-        finally:
-            self._give_back(pull, session, slot)
+                await self._threads.run(write_verified, self._store, chunk, tuple(block_ids), data)
 
     async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
+        async with self._fetched(endpoint, lease_id, chunk, deadline=deadline) as data:
+            await self._threads.run(check_sum, chunk, data)
+            return await self._threads.run(data.copy)
+
+    @asynccontextmanager
+    async def _fetched(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> AsyncIterator[Bytes]:
+        """Gives the chunk's bytes, in a slot of the ring, not verified yet."""
         session = self._running_session()
-        slot = await self._slot_in_time(session, chunk.num_bytes, deadline=deadline)
-        pull = asyncio.create_task(session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
-        try:
-            await session.unless_silent(pull)
-            await finish(self._in_thread(check_sum, chunk, slot.bytes))
-            return await finish(self._in_thread(slot.bytes.copy))
-        finally:
-            self._give_back(pull, session, slot)
+        async with self._slot_in_time(session, chunk.num_bytes, deadline=deadline) as slot:
+            await session.use(slot, session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
+            yield slot.bytes
 
     async def probe(self, endpoint: str, *, deadline: float) -> Probe:
         """The source's agent puts a known pattern into its object store for this one call; `seconds` holds that, the pull and the copy
         into the ring."""
         session = self._running_session()
         num_bytes = max(1, min(PROBE_BYTES, self._config.ring_bytes // 4))
-        slot = await self._slot_in_time(session, num_bytes, deadline=deadline)
-        start = time.monotonic()
-        pull = asyncio.create_task(session.probe(endpoint, slot, deadline=deadline))
-        try:
-            await session.unless_silent(pull)
+        async with self._slot_in_time(session, num_bytes, deadline=deadline) as slot:
+            start = time.monotonic()
+            await session.use(slot, session.probe(endpoint, slot, deadline=deadline))
             seconds = max(time.monotonic() - start, 1e-6)
-            if not await finish(self._in_thread(np.array_equal, slot.bytes, probe_pattern(num_bytes))):
+            if not await self._threads.run(np.array_equal, slot.bytes, probe_pattern(num_bytes)):
                 raise Unavailable(f"a probe of {num_bytes} bytes from {endpoint} arrived altered; look at the machines' memory")
-        finally:
-            self._give_back(pull, session, slot)
         return Probe(num_bytes=num_bytes, seconds=seconds)
 
     async def drop(self, lease_id: str) -> None:
@@ -263,14 +223,13 @@ class RayTransport:
         if session is None:
             return
         session.book.drop(lease_id)
-        session.room.pump()
         try:
             await finish(session.drop(lease_id))
         except TwostepError as error:
             log.debug("lease %s was not dropped at the KV agent, whose time limit will: %s", lease_id, error.message)
 
     async def stats(self) -> TransportStats:
-        """What the agent holds; nothing if there is none."""
+        """Returns what the agent holds; nothing if there is none."""
         nothing = TransportStats(num_leases=0, num_objects=0, stored_bytes=0)
         if self._session is None:
             return nothing
@@ -282,11 +241,11 @@ class RayTransport:
 
     # ---- bytes --------------------------------------------------------------------------------------------------------
 
-    def _copy_out(self, block_ids: Sequence[int], layers: LayerRange | None, slot: Slot) -> int:
-        self._store.read_blocks(block_ids, slot.bytes.reshape(len(block_ids), -1), layers)
-        return checksum(slot.bytes)
+    def _copy_out(self, block_ids: Sequence[int], layers: LayerRange | None, out: Bytes) -> int:
+        self._store.read_blocks(block_ids, out.reshape(len(block_ids), -1), layers)
+        return checksum(out)
 
-    async def _put(self, session: AgentSession, lease_id: str, index: int, slot: Slot, *, ttl_s: float, deadline: float) -> None:
+    async def _put(self, session: AgentSession, lease_id: str, index: int, slot: RingSlot, *, ttl_s: float, deadline: float) -> None:
         """The agent's own book may free a lease a moment later than ours: a full agent is asked again until the deadline."""
         while True:
             try:
@@ -296,45 +255,28 @@ class RayTransport:
                     raise
                 await asyncio.sleep(_RETRY_PUT_S)
 
-    async def _slot_in_time(self, session: AgentSession, num_bytes: int, *, deadline: float) -> Slot:
-        """To fetch into. Raises as `take_slot`, and ResourceExhausted where waiting for it left too little time."""
+    @asynccontextmanager
+    async def _slot_in_time(self, session: AgentSession, num_bytes: int, *, deadline: float) -> AsyncIterator[RingSlot]:
+        """Lends a slot to fetch into. Raises as `take_slot`, and ResourceExhausted where waiting for it left too little time."""
         start = time.monotonic()
         slot = await session.take_slot(num_bytes, deadline=deadline)
-        left_s = deadline - time.monotonic()
-        if left_s >= min(_LEAST_FETCH_S, (deadline - start) / 2):
-            return slot
-        session.give_back(slot)
-        raise ResourceExhausted(
-            f"a fetch waited so long for a slot of this worker's own ring that {max(0.0, left_s):.1f} s were left; try again, or make "
-            "--kv-ring-bytes larger"
-        )
-
-    def _give_back(self, call: asyncio.Task[None] | None, session: AgentSession, slot: Slot) -> None:
-        """Given up while the agent may still use the slot: it stays taken until the agent has answered. None: it was not asked."""
-        if call is None or call.done():
-            if call is not None and not call.cancelled():
-                call.exception()  # whoever was cancelled at this moment does not look
+        try:
+            left_s = deadline - time.monotonic()
+            if left_s < min(_LEAST_FETCH_S, (deadline - start) / 2):
+                raise ResourceExhausted(
+                    f"a fetch waited so long for a slot of this worker's own ring that {max(0.0, left_s):.1f} s were left; try again, or "
+                    "make --kv-ring-bytes larger"
+                )
+            yield slot
+        finally:
             session.give_back(slot)
-            return
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._late_calls.discard(task)
-            if not task.cancelled():
-                task.exception()
-            session.give_back(slot)
-
-        self._late_calls.add(call)
-        call.add_done_callback(ended)
-
-    async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def _running_session(self) -> AgentSession:
         if self._session is None or not self.ready:
             raise Unavailable(f"KV transfer over Ray is not ready: {self.why_not_ready}; try another worker, or later")
         return self._session
 
-    # ---- the agent's lives ----------------------------------------------------------------------------------------------
+    # ---- one agent after another ----------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -356,18 +298,15 @@ class RayTransport:
                 await session.close()
 
     async def _try_launch(self) -> AgentSession | None:
-        """One try, bounded in time."""
+        """Tries once, bounded in time. Returns None, with the reason in the log, if there is no agent."""
         try:
-            await self._reach_ray()
-            self._life += 1
-            return await AgentSession.launch(self._config, endpoint=f"{self._name_prefix}:{self._life}", life=self._life)
+            # An agent costs a second of CPU to find out that Ray is away; a connection costs nothing.
+            await self._connect(self._config.ray_address, _CONNECT_S)
+            self._num_launched += 1
+            return await self._launch(self._config, f"{self._name_prefix}:{self._num_launched}", self._num_launched)
         except (TwostepError, OSError) as error:
             self._say_not_ready(str(error))
             return None
-
-    async def _reach_ray(self) -> None:
-        """A helper costs a second of CPU to find out that Ray is away; a connection costs nothing. Raises Unavailable."""
-        await reach(self._config.ray_address, _CONNECT_S)
 
     def _say_not_ready(self, why: str) -> None:
         """Once for each change, not for each try."""
@@ -377,7 +316,5 @@ class RayTransport:
 
     async def _sweep(self) -> None:
         """Our book of what the agent holds forgets what the agent drops by itself."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            if self._session is not None and self._session.book.expire(time.monotonic(), for_good=False):
-                self._session.room.pump()
+        if self._session is not None:
+            self._session.book.expire(for_good=False)

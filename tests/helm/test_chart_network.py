@@ -10,7 +10,7 @@ from chart_checks import lasting, matches
 from chart_processes import processes
 from chart_render import NAMESPACE, Chart, Object, merged, render
 
-from kv_transfer.ray.ports import RayPorts
+from kv_transfer.ray.node import RayPorts
 
 RESTRICTED_ROUTERS = {"networkPolicy": {"routerFrom": [{"namespaceSelector": {"matchLabels": {"team": "web"}}}]}}
 CHART_VALUES = merged(SWITCHES["autoscaling"], SWITCHES["tls-job"], RESTRICTED_ROUTERS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.nixl.device import DeviceMemory
+from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
 from twostep.errors import DataLoss
@@ -17,7 +17,7 @@ from twostep.model.step.kv_sums import KvSums
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def land(memory: DeviceMemory, offset: int, ids: list[int], part: slice | None) -> np.ndarray:
+def land(memory: NixlMemory, offset: int, ids: list[int], part: slice) -> np.ndarray:
     """As the agent does it; the sums."""
     landing = memory.landing(offset, ids, part)
     landing.prepare()
@@ -28,23 +28,23 @@ def land(memory: DeviceMemory, offset: int, ids: list[int], part: slice | None) 
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "part"), [(8, None), (40, None), (4096, None), (40_008, None), (96, slice(32, 64)), (80, slice(72, 80))]
+    ("block_bytes", "first", "stop"), [(8, 0, 8), (40, 0, 40), (4096, 0, 4096), (40_008, 0, 40_008), (96, 32, 64), (80, 72, 80)]
 )
-def test_sums_and_landing(block_bytes: int, part: slice | None) -> None:
+def test_sums_and_landing(block_bytes: int, first: int, stop: int) -> None:
+    part = slice(first, stop)
     rng = np.random.default_rng(block_bytes)
     host = rng.integers(0, 256, (9, block_bytes), np.uint8)
-    memory = DeviceMemory(torch.from_numpy(host.copy()).to(DEVICE), arena_bytes=1 << 20, probe_bytes=1000)
+    memory = NixlMemory(torch.from_numpy(host.copy()).to(DEVICE), arena_bytes=1 << 20, probe_bytes=1000)
     memory.enter_thread()
-    columns = part or slice(0, block_bytes)
     source, target = [7, 2, 3, 8], [0, 5, 4, 1]
-    rows = host[source, columns]
-    expected = block_sums(rows, columns.start)
+    rows = host[source, part]
+    expected = block_sums(rows, part.start)
     np.testing.assert_array_equal(memory.block_sums(source, part), expected)
     offset = 4096
     arrived = torch.from_numpy(rows.reshape(-1).copy()).to(DEVICE)
     memory._arena[offset : offset + len(arrived)] = arrived
     np.testing.assert_array_equal(land(memory, offset, target, part), expected)
-    host[target, columns] = rows
+    host[target, part] = rows
     np.testing.assert_array_equal(memory._pool.cpu().numpy(), host)
     memory._arena[offset + len(arrived) - 1] ^= 64
     found = land(memory, offset, target, part)
@@ -53,7 +53,7 @@ def test_sums_and_landing(block_bytes: int, part: slice | None) -> None:
 
 
 def test_probes_are_checked() -> None:
-    memory = DeviceMemory(torch.zeros(8, 256, dtype=torch.uint8).to(DEVICE), arena_bytes=8192, probe_bytes=500)
+    memory = NixlMemory(torch.zeros(8, 256, dtype=torch.uint8).to(DEVICE), arena_bytes=8192, probe_bytes=500)
     memory.enter_thread()
     memory._arena[100:600] = memory._pattern
     memory.check_probe(100, 500)
@@ -69,12 +69,11 @@ def test_kept_sums_are_used_and_stay_true() -> None:
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
     cache.sums = KvSums(cache.tensor, cache.shape, 4, 16, slot_sums)
     pool = cache.tensor.view(5, -1).view(torch.uint8)
-    memory = DeviceMemory(pool, arena_bytes=1 << 20, probe_bytes=100, sums=cache.sums)
+    memory = NixlMemory(pool, arena_bytes=1 << 20, probe_bytes=100, sums=cache.sums)
     memory.enter_thread()
-    for part in (None, slice(shape.layer_bytes, 3 * shape.layer_bytes)):
-        columns = part or slice(0, shape.block_bytes)
-        rows = pool[[3, 0]][:, columns].cpu().numpy()
-        expected = block_sums(rows, columns.start)
+    for part in (slice(0, shape.block_bytes), slice(shape.layer_bytes, 3 * shape.layer_bytes)):
+        rows = pool[[3, 0]][:, part].cpu().numpy()
+        expected = block_sums(rows, part.start)
         np.testing.assert_array_equal(memory.block_sums([3, 0], part), expected)
         memory._arena[: rows.size] = torch.from_numpy(rows.reshape(-1).copy()).to(DEVICE)
         np.testing.assert_array_equal(land(memory, 0, [1, 2], part), expected)

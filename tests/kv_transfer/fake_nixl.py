@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -34,7 +35,8 @@ class FakeLibrary:
     """All agents of a test."""
 
     def __init__(self) -> None:
-        self.agents: dict[str, FakeAgent] = {}
+        # One that was closed is gone.
+        self.agents: WeakValueDictionary[str, FakeAgent] = WeakValueDictionary()
         # Reads from these stay on their way, or fail.
         self.held: set[str] = set()
         self.dead: set[str] = set()
@@ -83,6 +85,8 @@ class FakeAgent:
     def initialize_xfer(self, operation: str, near: np.ndarray, far: np.ndarray, name: str) -> FakeHandle:
         assert operation == "READ"
         assert name == self.name or name in self.known
+        if name not in self.library.agents:
+            raise nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
         for rows, agent in ((near, self), (far, self.library.agents[name])):
             for address, size, _ in rows.tolist():
                 if not any(a <= address and address + size <= a + n for a, n in agent.regions):

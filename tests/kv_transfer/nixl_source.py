@@ -12,8 +12,9 @@ import time
 from dataclasses import asdict
 
 import numpy as np
+import torch
 
-from kv_transfer.nixl.memory import HostMemory
+from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
 
 SEED = 11
@@ -24,7 +25,7 @@ def contents(num_blocks: int, block_bytes: int) -> np.ndarray:
 
 
 async def main(params: dict[str, str], num_blocks: int, block_bytes: int) -> None:
-    memory = HostMemory(contents(num_blocks, block_bytes), arena_bytes=1 << 20, probe_bytes=1 << 20)
+    memory = NixlMemory(torch.from_numpy(contents(num_blocks, block_bytes)), arena_bytes=1 << 20, probe_bytes=1 << 20)
     transport = NixlTransport(memory, backend_params=params)
     await transport.start()
     chunk = await transport.publish("a", 0, 0, list(range(num_blocks)), ttl_s=300, deadline=time.monotonic() + 60)

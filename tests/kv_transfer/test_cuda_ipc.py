@@ -1,281 +1,411 @@
-"""The cuda_ipc transport within one process: the real one over the real kernels, on a GPU or in Triton's interpreter."""
+"""The cuda_ipc transport, beyond the contract (test_kv_contract.py): the real one over the real kernels, on a GPU or in Triton's
+interpreter; and how it finds that a peer cannot be read."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
-import pytest_asyncio
 import torch
-from kv_pairs import in_s, wait_for_stats, wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_pairs import Clock, Pair, Shape, Side, cuda_ipc_pair, in_s, wait_until
 
-from kv_transfer.cuda_ipc import transport as cuda_ipc
-from kv_transfer.cuda_ipc.endpoint import IpcEndpoint
+from kv_transfer.cuda_ipc.endpoint import IpcEndpoint, ProcessId, start_time_of
+from kv_transfer.cuda_ipc.peers import IpcPeers, PeerPool
+from kv_transfer.cuda_ipc.pulls import PullBatch, PullBatches
 from kv_transfer.cuda_ipc.transport import CudaIpcTransport
-from kv_transfer.sum64 import block_sums, chunk_sum
-from kv_transfer.transport import ChunkInfo
+from kv_transfer.gpu_pool import gpu_pool_of
 from twostep.engine.batch import KvShape, LayerRange
 from twostep.engine.fake import FakeRunner
-from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, SetupError, Unavailable
-from twostep.model.kernels.triton_pull import PullShape, slot_sums
+from twostep.errors import DataLoss, InvalidRequest, ResourceExhausted, SetupError, Unavailable
+from twostep.model.kernels.triton_pull import slot_sums
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_sums import KvSums
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPE = KvShape(num_blocks=12, block_size=4, num_layers=3, num_kv_heads=2, head_dim=12, dtype="bfloat16")
+LAYER = 1032
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    cache: KvCache
-    transport: CudaIpcTransport
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    source: Side
-    target: Side
-
-    async def publish(self, index: int, blocks: list[int], layers: LayerRange | None = None, *, ttl_s: float = 600.0) -> ChunkInfo:
-        return await self.source.transport.publish("lease", index, 0, blocks, layers=layers, ttl_s=ttl_s, deadline=in_s(60))
-
-    async def fetch(self, chunk: ChunkInfo, blocks: list[int]) -> None:
-        await self.target.transport.fetch(self.source.transport.endpoint, "lease", chunk, blocks, deadline=in_s(60))
-
-
-def side(shape: KvShape) -> Side:
-    cache = KvCache(shape, DEVICE)
-    return Side(cache, CudaIpcTransport(cache, shape=PullShape(num_programs=3, tile_words=256, num_warps=1)))
-
-
-@pytest_asyncio.fixture
-async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(cuda_ipc, "PROBE_BYTES", 1 << 14)
-    monkeypatch.setattr(cuda_ipc, "_PROBE_PIECE", 1 << 12)
-    monkeypatch.setattr(cuda_ipc, "_PROBE_ROUNDS", 2)
-    made = Pair(side(SHAPE), side(SHAPE))
-    made.source.cache.tensor.copy_(torch.randn(made.source.cache.tensor.shape))
-    for one in (made.source, made.target):
-        await one.transport.start()
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = cuda_ipc_pair(Shape(layer_bytes=LAYER, num_layers=3, budget_bytes=0), Clock())
+    made.prefill.write(range(64), np.random.default_rng(5).integers(0, 256, (64, 3 * LAYER), np.uint8))
+    for side in (made.prefill, made.decode):
+        await side.transport.start()
     yield made
-    await made.source.transport.drop("lease")
-    for one in (made.source, made.target):
-        assert (await one.transport.stats()).num_leases == 0
-        await one.transport.close()
-        assert one.transport.peers.num_open == 0
+    for side in (made.prefill, made.decode):
+        await side.transport.close()
+        assert ipc(side).peers.num_open == 0
 
 
-@pytest.mark.parametrize("kept", [False, True])
-async def test_blocks_arrive_bit_for_bit(pair: Pair, kept: bool) -> None:
-    source, target = pair.source.cache, pair.target.cache
-    if kept:
-        source.sums, target.sums = (KvSums(x.tensor, x.shape, 4, 8, slot_sums) for x in (source, target))
-    whole = await pair.publish(0, [7, 0, 3])
-    assert (whole.num_bytes, whole.source_blocks, whole.layers) == (3 * SHAPE.block_bytes, (7, 0, 3), None)
-    data = source.tensor[[7, 0, 3]].contiguous().view(torch.uint8).reshape(3, -1).cpu().numpy()
-    assert whole.checksum == chunk_sum(block_sums(data))
-    await pair.fetch(whole, [2, 11, 5])
-    assert torch.equal(target.tensor[[2, 11, 5]], source.tensor[[7, 0, 3]])
-    some = await pair.publish(1, [4, 9], LayerRange(1, 2))
-    assert some.num_bytes == 2 * SHAPE.bytes_of(LayerRange(1, 2)).stop - 2 * SHAPE.layer_bytes
-    await pair.fetch(some, [8, 6])
-    assert torch.equal(target.tensor[[8, 6], 1:], source.tensor[[4, 9], 1:])
-    others = [block for block in range(12) if block not in (2, 11, 5, 8, 6)]
-    assert not target.tensor[others].any()
-    assert not target.tensor[[8, 6], 0].any()
-    if kept:
-        # What has arrived can be published in turn.
-        again = await pair.target.transport.publish("there", 0, 0, [2, 11, 5], ttl_s=600, deadline=in_s(60))
-        assert again.checksum == whole.checksum
-        await pair.target.transport.drop("there")
+def ipc(side: Side) -> CudaIpcTransport:
+    assert isinstance(side.transport, CudaIpcTransport)
+    return side.transport
 
 
-async def test_what_differs_is_data_loss(pair: Pair) -> None:
-    """A bit that flips after it was summed, two blocks for each other, memory that was given to others."""
-    chunk = await pair.publish(0, [1, 2, 3])
-    words = pair.source.cache.tensor.view(torch.int16)
-    kept = words[2, 1, 0, 1, 3, 5].clone()
-    words[2, 1, 0, 1, 3, 5] ^= 1
-    with pytest.raises(DataLoss, match="checksum"):
-        await pair.fetch(chunk, [1, 2, 3])
-    words[2, 1, 0, 1, 3, 5] = kept
-    await pair.fetch(chunk, [1, 2, 3])
-    for wrong in (replace(chunk, source_blocks=(2, 1, 3)), replace(chunk, source_blocks=(1, 2, 4)), replace(chunk, checksum=0)):
-        with pytest.raises(DataLoss, match="checksum"):
-            await pair.fetch(wrong, [1, 2, 3])
-    with pytest.raises(DataLoss, match="checksum"):
-        await pair.fetch(replace(chunk, first_layer=0, num_layers=1, num_bytes=3 * SHAPE.layer_bytes), [1, 2, 3])
+async def test_sums_that_steps_have_kept_are_used_and_stay_true() -> None:
+    """What has arrived can be published in turn."""
+    shape = KvShape(num_blocks=12, block_size=4, num_layers=3, num_kv_heads=2, head_dim=12, dtype="bfloat16")
+    caches = [KvCache(shape, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(2)]
+    caches[0].tensor.copy_(torch.randn(caches[0].tensor.shape))
+    source, target = (CudaIpcTransport(cache) for cache in caches)
+    for transport in (source, target):
+        await transport.start()
+    bare = await source.publish("a", 0, 0, [7, 0, 3], ttl_s=600, deadline=in_s(60))
+    for cache in caches:
+        cache.sums = KvSums(cache.tensor, shape, 4, 8, slot_sums)
+    for index, layers in enumerate((None, LayerRange(1, 2))):
+        chunk = await source.publish("b", index, 0, [7, 0, 3], layers=layers, ttl_s=600, deadline=in_s(60))
+        await target.fetch(source.endpoint, "b", chunk, [2, 11, 5], deadline=in_s(60))
+        again = await target.publish("b", index, 0, [2, 11, 5], layers=layers, ttl_s=600, deadline=in_s(60))
+        assert again.checksum == chunk.checksum
+        assert layers or chunk.checksum == bare.checksum
+    assert torch.equal(caches[1].tensor[[2, 11, 5]], caches[0].tensor[[7, 0, 3]])
+    for transport in (source, target):
+        await transport.close()
 
 
-async def test_what_cannot_be_is_refused(pair: Pair) -> None:
-    chunk = await pair.publish(0, [1, 2])
-    before = pair.target.cache.tensor.clone()
-    for targets in ([1, 2, 3], [1], [-1, 2], [1, 12]):
+async def test_block_ids_beyond_our_own_pool_are_refused(pair: Pair) -> None:
+    chunk = await pair.publish("a", 0, [1, 2])
+    for targets in ([-1, 2], [1, 64]):
         with pytest.raises(InvalidRequest):
-            await pair.fetch(chunk, targets)
-    for wrong in (replace(chunk, source_blocks=(1,)), replace(chunk, source_blocks=(1, 12)), replace(chunk, source_blocks=(-1, 2))):
-        with pytest.raises(DataLoss):
-            await pair.fetch(wrong, [1, 2])
-    with pytest.raises(InvalidRequest, match="layers"):
-        await pair.fetch(replace(chunk, first_layer=2, num_layers=2), [1, 2])
+            await pair.fetch("a", chunk, targets)
     with pytest.raises(InvalidRequest):
-        await pair.publish(1, [0, 12])
-    with pytest.raises(InvalidRequest, match="published already"):
-        await pair.publish(0, [1])
-    assert torch.equal(pair.target.cache.tensor, before)
-    wide = side(replace(SHAPE, num_kv_heads=4))
-    await wide.transport.start()
-    with pytest.raises(InvalidRequest, match="compare the layouts"):
-        await pair.target.transport.fetch(wide.transport.endpoint, "lease", chunk, [1, 2], deadline=in_s(60))
-    await wide.transport.close()
+        await pair.publish("a", 1, [0, 64])
 
 
-async def test_a_probe_reads_what_the_peer_holds(pair: Pair) -> None:
-    found = await pair.target.transport.probe(pair.source.transport.endpoint, deadline=in_s(60))
-    assert found.num_bytes == 2 << 14
-    assert found.bytes_per_s > 0
-    pattern = pair.source.transport._pattern
+async def test_a_probe_that_reads_something_else_is_data_loss(pair: Pair) -> None:
+    pattern = ipc(pair.prefill)._pattern  # as memory that fails would change it
     assert pattern is not None
     pattern[5000] ^= 1
-    with pytest.raises(DataLoss, match="probe"):
-        await pair.target.transport.probe(pair.source.transport.endpoint, deadline=in_s(60))
-
-
-async def test_leases_end_by_a_drop_or_their_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("kv_transfer.in_place.time", SimpleNamespace(monotonic=lambda: now[0]))
-    await pair.publish(0, [1], ttl_s=5.0)
-    now[0] += 5.0
-    await wait_for_stats(pair.source.transport, num_objects=0)
-    with pytest.raises(NotFound):
-        await pair.publish(1, [2])
-    await pair.source.transport.drop("another")
-    with pytest.raises(NotFound):
-        await pair.source.transport.publish("another", 0, 0, [2], ttl_s=5, deadline=in_s(60))
+    with pytest.raises(DataLoss):
+        await pair.decode.transport.probe(pair.prefill.transport.endpoint, deadline=in_s(60))
 
 
 async def test_sources_that_cannot_be_read_are_unavailable(pair: Pair) -> None:
-    chunk = await pair.publish(0, [1])
-    here = IpcEndpoint.parse(pair.source.transport.endpoint)
-    forgotten = replace(here, life="3" * 16)
-    elsewhere = replace(here, life="0" * 16, process=replace(here.process, boot_id="another", pid_namespace=""))
-    ended = replace(here, life="1" * 16, process=replace(here.process, start_time=here.process.start_time + 1))
-    in_host_memory = replace(here, life="2" * 16, gpu="", process=replace(here.process, pid=1, pid_namespace="1"))
-    for endpoint, why in (
-        (forgotten, "was closed"),
-        (elsewhere, "another host"),
-        (ended, "ended"),
-        (in_host_memory, "host memory"),
-        ("nixl:1:x", "no cuda_ipc"),
-    ):
-        for call in (
-            pair.target.transport.fetch(str(endpoint), "lease", chunk, [1], deadline=in_s(60)),
-            pair.target.transport.probe(str(endpoint), deadline=in_s(60)),
-        ):
-            with pytest.raises(Unavailable, match=why):
-                await call
-
-
-async def test_a_pool_that_claims_to_be_larger_is_not_read_past_its_end(pair: Pair) -> None:
-    chunk = await pair.publish(0, [1])
-    larger = replace(IpcEndpoint.parse(pair.source.transport.endpoint), num_blocks=SHAPE.num_blocks + 1)
-    beyond = replace(chunk, source_blocks=(SHAPE.num_blocks,))
-    with pytest.raises(Unavailable, match="two cuda_ipc endpoints"):
-        await pair.target.transport.fetch(str(larger), "lease", beyond, [1], deadline=in_s(60))
+    chunk = await pair.publish("a", 0, [1])
+    here = IpcEndpoint.parse(pair.prefill.transport.endpoint)
+    forgotten = replace(here, incarnation="3" * 16)
+    elsewhere = replace(here, incarnation="0" * 16, process=replace(here.process, boot_id="another", pid_namespace=""))
+    ended = replace(here, incarnation="1" * 16, process=replace(here.process, start_time=here.process.start_time + 1))
+    in_host_memory = replace(here, incarnation="2" * 16, gpu="", process=replace(here.process, pid=1, pid_namespace="1"))
+    # A pool that claims to be larger would be read past its end.
+    larger = replace(here, num_blocks=65)
+    for endpoint in map(str, (forgotten, elsewhere, ended, in_host_memory, larger)):
+        with pytest.raises(Unavailable):
+            await pair.decode.transport.fetch(endpoint, "a", replace(chunk, source_blocks=(63,)), [1], deadline=in_s(60))
+        with pytest.raises(Unavailable):
+            await pair.decode.transport.probe(endpoint, deadline=in_s(60))
+    assert not pair.decode.read().any()
 
 
 async def test_a_pool_that_is_not_shared_only_reads(pair: Pair) -> None:
-    reader = Side(pair.target.cache, CudaIpcTransport(pair.target.cache, serves=False))
-    await reader.transport.start()
-    assert (reader.transport.ready, reader.transport.endpoint) == (True, "")
-    chunk = await pair.publish(0, [1])
-    await reader.transport.fetch(pair.source.transport.endpoint, "lease", chunk, [2], deadline=in_s(60))
-    assert torch.equal(reader.cache.tensor[2], pair.source.cache.tensor[1])
-    with pytest.raises(InvalidRequest, match="not shared"):
-        await reader.transport.publish("lease", 0, 0, [1], ttl_s=5, deadline=in_s(60))
-    await reader.transport.close()
+    cache = KvCache(KvShape(num_blocks=4, block_size=1, num_layers=3, num_kv_heads=1, head_dim=LAYER // 4, dtype="bfloat16"), "cpu")
+    cache.tensor = cache.tensor.to("cuda" if torch.cuda.is_available() else "cpu")
+    reader = CudaIpcTransport(cache, serves=False)
+    await reader.start()
+    assert (reader.ready, reader.endpoint) == (True, "")
+    chunk = await pair.publish("a", 0, [1])
+    await reader.fetch(pair.prefill.transport.endpoint, "a", chunk, [2], deadline=in_s(60))
+    np.testing.assert_array_equal(Side(reader, cache.tensor.view(4, -1).view(torch.uint8)).read([2]), pair.prefill.read([1]))
+    with pytest.raises(InvalidRequest):
+        await reader.publish("a", 0, 0, [1], ttl_s=5, deadline=in_s(60))
+    await reader.close()
 
 
-async def test_a_closed_source_is_unavailable(pair: Pair) -> None:
-    chunk, endpoint = await pair.publish(0, [1]), pair.source.transport.endpoint
-    await pair.fetch(chunk, [1])
-    await pair.source.transport.close()
-    assert (pair.source.transport.ready, pair.source.transport.endpoint) == (False, "")
-    with pytest.raises(Unavailable):
-        await pair.target.transport.fetch(endpoint, "lease", chunk, [1], deadline=in_s(60))
-    with pytest.raises(Unavailable):
-        await pair.publish(1, [2])
-
-
-async def test_chunks_that_wait_together_travel_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by its own checksum: a broken one harms no other."""
-    whole = [await pair.publish(index, blocks) for index, blocks in enumerate(([1, 5], [3], [8, 9, 2], []))]
-    layer = await pair.publish(4, [7], LayerRange(2, 1))
-    pull, calls = pair.target.transport._pull, []
-
-    def counted(source: IpcEndpoint, part: slice, sources: list[int], targets: list[int], counts: list[int]) -> list[int]:
-        calls.append((part.stop - part.start, sources))
-        return pull(source, part, sources, targets, counts)
-
-    monkeypatch.setattr(pair.target.transport, "_pull", counted)
+async def test_each_of_chunks_that_travel_together_has_its_own_checksum(pair: Pair) -> None:
+    whole = [await pair.publish("a", index, blocks) for index, blocks in enumerate(([1, 5], [3], [8, 9, 2], []))]
+    layer = await pair.publish("a", 4, [7], layers=LayerRange(2, 1))
     done = await asyncio.gather(
-        pair.fetch(whole[0], [0, 1]),
-        pair.fetch(replace(whole[1], checksum=1), [2]),
-        pair.fetch(whole[2], [3, 4, 5]),
-        pair.fetch(layer, [6]),
-        pair.fetch(whole[3], []),
+        pair.fetch("a", whole[0], [0, 1]),
+        pair.fetch("a", replace(whole[1], checksum=1), [2]),
+        pair.fetch("a", whole[2], [3, 4, 5]),
+        pair.fetch("a", layer, [6]),
+        pair.fetch("a", whole[3], []),
         return_exceptions=True,
     )
     assert [type(x) for x in done] == [type(None), DataLoss, type(None), type(None), type(None)]
-    assert sorted(calls) == [(SHAPE.layer_bytes, [7]), (SHAPE.block_bytes, [1, 5, 3, 8, 9, 2])]
-    assert torch.equal(pair.target.cache.tensor[[0, 1, 3, 4, 5]], pair.source.cache.tensor[[1, 5, 8, 9, 2]])
-    assert torch.equal(pair.target.cache.tensor[6, 2], pair.source.cache.tensor[7, 2])
+    np.testing.assert_array_equal(pair.decode.read([0, 1, 3, 4, 5]), pair.prefill.read([1, 5, 8, 9, 2]))
+    np.testing.assert_array_equal(pair.decode.read([6])[0, 2 * LAYER :], pair.prefill.read([7])[0, 2 * LAYER :])
 
 
-async def test_a_fetch_under_way_ends_before_its_caller_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk, parts = await pair.publish(0, [1]), [await pair.publish(1 + i, [1], LayerRange(i, 1)) for i in range(2)]
-    pull, go_on, running, most = pair.target.transport._pull, threading.Event(), [0], [0]
+class Lanes:
+    """Pulls that wait until they are let begin, and then until they are let end. A chunk's sum is that of its source's block ids."""
 
-    def held(*args: Any) -> list[int]:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        assert go_on.wait(300)
-        try:
-            return pull(*args)
-        finally:
-            running[0] -= 1
+    def __init__(self) -> None:
+        self.begin, self.end = asyncio.Event(), asyncio.Event()
+        self.batches = PullBatches(self._run)
+        self.pulled: list[tuple[slice, list[int]]] = []
+        self.error: Exception | None = None
 
-    monkeypatch.setattr(pair.target.transport, "_pull", held)
-    # Two have the lanes, each of its own range of layers; two more wait behind them in one batch.
-    tasks = [asyncio.create_task(pair.fetch(what, [block])) for block, what in enumerate((*parts, chunk, chunk))]
-    await wait_until(lambda: running[0] == 2)
+    async def _run(self, batch: PullBatch) -> list[int]:
+        await self.begin.wait()
+        fetches = self.batches.begin(batch)
+        self.pulled.append((batch.part, [block for fetch in fetches for block in fetch.source_blocks]))
+        await self.end.wait()
+        if self.error is not None:
+            raise self.error
+        return [sum(fetch.source_blocks) for fetch in fetches]
+
+    def pull(self, blocks: list[int], *, part: slice = slice(0, 8), within_s: float = 60.0) -> asyncio.Task[int]:
+        return asyncio.create_task(self.batches.pull(ENDPOINT, part, blocks, blocks, deadline=in_s(within_s)))
+
+
+@pytest.fixture
+async def lanes() -> AsyncIterator[Lanes]:
+    made = Lanes()
+    yield made
+    # A test that fails in between would leave pulls that no cancel ends.
+    made.begin.set()
+    made.end.set()
+    await made.batches.close()
+
+
+async def test_fetches_that_wait_at_the_same_time_become_one_pull(lanes: Lanes) -> None:
+    tasks = [lanes.pull([1, 5]), lanes.pull([3]), lanes.pull([7], part=slice(8, 16)), lanes.pull([])]
+    large = [lanes.pull(list(range(4000))), lanes.pull(list(range(100)))]  # too many for one
+    await asyncio.sleep(0)
+    lanes.end.set()
+    lanes.begin.set()
+    assert await asyncio.gather(*tasks) == [6, 3, 7, 0]
+    assert await asyncio.gather(*large) == [sum(range(4000)), sum(range(100))]
+    assert [(part.start, len(blocks)) for part, blocks in lanes.pulled] == [(0, 4003), (8, 1), (0, 100)]
+    lanes.error = Unavailable("gone")
+    for error in await asyncio.gather(lanes.pull([1]), lanes.pull([2]), return_exceptions=True):
+        assert error is lanes.error
+
+
+async def test_a_pull_under_way_ends_before_its_callers_learn_of_a_cancel(lanes: Lanes) -> None:
+    """Before it begins, one that is cancelled or late is left out of it."""
+    stays, cancelled, late = lanes.pull([1]), lanes.pull([2]), lanes.pull([4], within_s=0.01)
+    await asyncio.sleep(0)
+    cancelled.cancel()
     with pytest.raises(ResourceExhausted):
-        await pair.target.transport.fetch(pair.source.transport.endpoint, "lease", chunk, [6], deadline=time.monotonic() + 0.02)
-    tasks[0].cancel()
-    tasks[3].cancel()
-    await asyncio.wait([tasks[3]], timeout=60)
-    done, _ = await asyncio.wait(tasks[:3], timeout=0.1)
-    assert (done, tasks[3].done()) == (set(), True)  # it had not begun
-    go_on.set()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(x, asyncio.CancelledError) for x in results] == [True, False, False, True]
-    assert results[1:3] == [None, None]
-    assert (running, most) == ([0], [2])
-    target, source = pair.target.cache.tensor, pair.source.cache.tensor
-    assert torch.equal(target[0, 0], source[1, 0])
-    assert torch.equal(target[2], source[1])
-    assert not target[[3, 6]].any()
+        await late
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    also = lanes.pull([8])
+    await asyncio.sleep(0)
+    lanes.begin.set()
+    await wait_until(lambda: bool(lanes.pulled), every_s=0)
+    assert lanes.pulled == [(slice(0, 8), [1, 8])]
+    stays.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not stays.done()
+    lanes.end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stays
+    assert await also == 8
 
 
-def test_what_has_no_pool_on_a_gpu_is_told_so() -> None:
-    with pytest.raises(SetupError, match="leave cuda_ipc out"):
-        cuda_ipc._cache_of(FakeRunner(num_blocks=4, block_size=4))
-    odd = replace(SHAPE, num_kv_heads=1, block_size=1, head_dim=5)
-    with pytest.raises(SetupError, match="64-bit"):
+def test_what_has_no_pool_on_a_gpu_cannot_have_the_transport() -> None:
+    with pytest.raises(SetupError):
+        gpu_pool_of(FakeRunner(num_blocks=4, block_size=4), "cuda_ipc")
+    odd = KvShape(num_blocks=4, block_size=1, num_layers=3, num_kv_heads=1, head_dim=5, dtype="bfloat16")
+    with pytest.raises(SetupError):  # no whole 64-bit words
         CudaIpcTransport(KvCache(odd))
+
+
+# ---- endpoints, processes that end, and peers' pools that are opened once and closed when they are gone ------------------------
+
+
+OWN = ProcessId.own()
+ENDPOINT = IpcEndpoint(
+    process=OWN,
+    incarnation="a",
+    gpu="0b6e8f9e-0000-1111-2222-333344445555",
+    pool_handle=bytes(range(64)),
+    pool_offset=512,
+    num_blocks=100,
+    block_bytes=1 << 21,
+    probe_handle=bytes(range(64, 128)),
+    probe_offset=0,
+)
+
+
+class Driver:
+    """Addresses instead of memory."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        self.error: Unavailable | None = None
+
+    def __call__(self, endpoint: IpcEndpoint) -> tuple[PeerPool, Callable[[], None]]:
+        if self.error is not None:
+            raise self.error
+        self.opened.append(endpoint.incarnation)
+        return PeerPool(len(self.opened), 0), lambda: self.closed.append(endpoint.incarnation)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@settings(max_examples=30)
+@given(
+    st.builds(
+        IpcEndpoint,
+        process=st.builds(
+            ProcessId,
+            boot_id=st.from_regex(r"[0-9a-f-]{36}", fullmatch=True),
+            pid_namespace=st.from_regex(r"[0-9]{0,10}", fullmatch=True),
+            pid=st.integers(1, 2**22),
+            start_time=st.integers(0, 2**40),
+        ),
+        incarnation=st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+        gpu=st.just("") | st.uuids().map(str),
+        pool_handle=st.binary(min_size=0, max_size=64),
+        pool_offset=st.integers(0, 2**40),
+        num_blocks=st.integers(0, 2**31),
+        block_bytes=st.integers(0, 2**31),
+        probe_handle=st.binary(min_size=0, max_size=64),
+        probe_offset=st.integers(0, 2**40),
+    )
+)
+def test_endpoints_travel_as_text(endpoint: IpcEndpoint) -> None:
+    text = str(endpoint)
+    assert text.isascii()
+    assert text.isprintable()
+    assert len(text) < 500
+    assert IpcEndpoint.parse(text) == endpoint
+
+
+@given(st.text(max_size=80) | st.builds(lambda i, c: str(ENDPOINT)[:i] + c + str(ENDPOINT)[i + 1 :], st.integers(0, 300), st.characters()))
+def test_other_text_is_unavailable_or_another_endpoint(text: str) -> None:
+    try:
+        IpcEndpoint.parse(text)
+    except Unavailable:
+        pass
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        str(ENDPOINT).replace("cuda_ipc:1:", "cuda_ipc:2:"),
+        str(ENDPOINT).replace("cuda_ipc", "nixl"),
+        str(ENDPOINT) + ":",
+        str(ENDPOINT).replace(":512:", ":-512:"),
+        str(ENDPOINT).replace(":512:", ":x:"),
+        str(ENDPOINT).replace(":512:", f":{1 << 64}:"),
+        str(ENDPOINT) + "0" * 5000,
+    ],
+)
+def test_damaged_text_is_unavailable(text: str) -> None:
+    with pytest.raises(Unavailable):
+        IpcEndpoint.parse(text)
+
+
+def child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.DEVNULL)
+
+
+def id_of(process: subprocess.Popen[bytes]) -> ProcessId:
+    return replace(OWN, pid=process.pid, start_time=start_time_of(process.pid) or 0)
+
+
+def test_a_process_is_seen_to_end_and_never_mistaken_for_a_later_one() -> None:
+    with child() as running:
+        process = id_of(running)
+        assert OWN.gone(OWN) is False
+        assert process.gone(OWN) is False
+        assert replace(process, start_time=process.start_time - 1).gone(OWN) is True
+        assert replace(process, boot_id="another host").gone(OWN) is None
+        assert replace(process, pid_namespace="1").gone(OWN) is None
+        running.kill()
+        # Its remains count as gone before anybody has waited for it.
+        end = time.monotonic() + 60
+        while not process.gone(OWN):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert process.gone(OWN) is True
+
+
+def test_a_pool_is_opened_once_and_closed_when_its_process_is_gone(driver: Driver) -> None:
+    with child() as running:
+        endpoint = replace(ENDPOINT, process=id_of(running))
+        peers = IpcPeers(driver, OWN, idle_s=0.0)
+        with peers.pool_of(endpoint) as one, peers.pool_of(endpoint) as two:
+            assert one == two
+        peers.sweep()
+        assert (driver.opened, driver.closed) == (["a"], [])
+        with peers.pool_of(endpoint):
+            running.kill()
+            running.wait()
+            peers.sweep()
+            assert driver.closed == []  # a read is under way
+            with pytest.raises(Unavailable), peers.pool_of(endpoint):
+                pass
+        peers.sweep()
+        assert (driver.closed, peers.num_open) == (["a"], 0)
+
+
+def test_a_pool_whose_process_cannot_be_seen_is_closed_when_idle(driver: Driver) -> None:
+    clock = Clock()
+    peers = IpcPeers(driver, OWN, idle_s=10.0, clock=clock)
+    hidden = replace(ENDPOINT, process=replace(OWN, pid_namespace="1"))
+    with peers.pool_of(hidden):
+        clock.now += 100.0
+        peers.sweep()
+    clock.now += 9.0
+    peers.sweep()
+    assert peers.num_open == 1
+    clock.now += 2.0
+    peers.sweep()
+    assert (driver.closed, peers.num_open) == (["a"], 0)
+
+
+def test_the_longest_unused_makes_room(driver: Driver) -> None:
+    peers = IpcPeers(driver, OWN, max_peers=2)
+    one, two, three = (replace(ENDPOINT, incarnation=incarnation) for incarnation in "abc")
+    for endpoint in (one, two, one):
+        with peers.pool_of(endpoint):
+            pass
+    with peers.pool_of(three):
+        assert driver.closed == ["b"]
+        with peers.pool_of(one), pytest.raises(ResourceExhausted), peers.pool_of(two):
+            pass
+    peers.close()
+    assert sorted(driver.closed) == ["a", "b", "c"]
+
+
+def test_a_pool_that_does_not_open_leaves_nothing(driver: Driver) -> None:
+    peers = IpcPeers(driver, OWN)
+    driver.error = Unavailable("no")
+    with pytest.raises(Unavailable), peers.pool_of(ENDPOINT):
+        pass
+    assert peers.num_open == 0
+    driver.error = None
+    with peers.pool_of(ENDPOINT) as pool:
+        assert pool.pool == 1
+    with pytest.raises(Unavailable), peers.pool_of(replace(ENDPOINT, block_bytes=8)):
+        pass
+
+
+def test_many_threads_open_it_once(driver: Driver) -> None:
+    peers = IpcPeers(driver, OWN)
+    barrier = threading.Barrier(8)
+
+    def use() -> None:
+        barrier.wait()
+        for _ in range(50):
+            with peers.pool_of(ENDPOINT):
+                peers.sweep()
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+    assert driver.opened == ["a"]
+    peers.close()
+    assert driver.closed == ["a"]

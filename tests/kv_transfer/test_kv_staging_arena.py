@@ -78,20 +78,3 @@ class Arena(RuleBasedStateMachine):
 
 TestArena = Arena.TestCase
 TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_quarantined_slot_is_not_given_out() -> None:
-    arena = StagingArena(2 * PAGE)
-    slot = arena.take("a", PAGE)
-    assert slot is not None
-    arena.quarantine(slot)
-    with pytest.raises(KeyError):
-        arena.quarantine(slot)
-    other = arena.take("b", PAGE)
-    assert other is not None
-    assert other.offset != slot.offset
-    assert arena.take("c", PAGE) is None
-    arena.give_back(slot)
-    again = arena.take("c", PAGE)
-    assert again is not None
-    assert again.offset == slot.offset

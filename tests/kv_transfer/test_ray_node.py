@@ -8,14 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kv_transfer.ray import node as ray_node
 from kv_transfer.ray.head import free_port
-from kv_transfer.ray.node import NodeConfig, RayNode, node_env, parse_node
-from kv_transfer.ray.ports import RayPorts
+from kv_transfer.ray.node import NodeConfig, RayNode, RayPorts, node_env, parse_node
 from twostep.errors import SetupError
 
 
@@ -90,6 +91,8 @@ def test_it_waits_for_the_head_and_starts_ray_again_each_time_it_ends(tmp_path: 
     assert len(set(lives.read_text().split())) == 3
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
     """While Ray starts: with a head that accepts and never answers."""
     with socket.socket() as head:
@@ -116,13 +119,10 @@ def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
             Path(argv[-1]).rmdir()
 
 
-def _in_session(session: int) -> list[int]:
+def _in_session(session: int) -> list[psutil.Process]:
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if os.getsid(int(entry.name)) == session and "Z" not in (entry / "stat").read_text().rpartition(")")[2].split()[0]:
-                    found.append(int(entry.name))
-            except OSError:
-                continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found

@@ -1,14 +1,14 @@
-"""sum64 notices what goes wrong with memory."""
+"""sum64 is what its definition says, over any way of computing it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer import sum64
-from kv_transfer.sum64 import block_sums, chunk_sum, chunk_sums, mix
+from kv_transfer.sum64 import block_sums, chunk_sum, chunk_sums
 
 BLOCKS = st.integers(1, 4).flatmap(
     lambda count: st.integers(1, 24).flatmap(
@@ -65,44 +65,6 @@ def test_any_flipped_bits_of_a_word_are_found(blocks: np.ndarray, data: st.DataO
     assert sum_of(blocks) != before
 
 
-@given(BLOCKS, st.data())
-def test_swaps_are_found(blocks: np.ndarray, data: st.DataObject) -> None:
-    """Of words, slots or heads (runs of words) and blocks."""
-    before = sum_of(blocks)
-    words = blocks.view(np.uint64)
-    size = data.draw(st.integers(1, words.shape[1]))
-    flat = words.reshape(-1)[: words.size // size * size].reshape(-1, size)
-    a, b = (data.draw(st.integers(0, len(flat) - 1)) for _ in range(2))
-    assume(not np.array_equal(flat[a], flat[b]))
-    flat[[a, b]] = flat[[b, a]]
-    words.reshape(-1)[: flat.size] = flat.reshape(-1)
-    assert sum_of(words.view(np.uint8)) != before
-
-
-@given(BLOCKS, BLOCKS, st.data())
-def test_torn_and_zeroed_ranges_are_found(blocks: np.ndarray, others: np.ndarray, data: st.DataObject) -> None:
-    """A prefix is new, the rest is what was there before: something else, or zeros."""
-    old = np.resize(others, blocks.shape) if data.draw(st.booleans()) else np.zeros_like(blocks)
-    torn = data.draw(st.integers(0, blocks.size - 1))
-    mixture = np.concatenate((blocks.reshape(-1)[:torn], old.reshape(-1)[torn:])).reshape(blocks.shape)
-    assume(not np.array_equal(mixture, blocks))
-    assert sum_of(mixture) != sum_of(blocks)
-
-
-def test_signs_flipped_in_many_words_are_found() -> None:
-    """Each changes the highest bit of its word alone: what cancels out in a plain sum of products."""
-    blocks = np.random.default_rng(0).integers(0, 2**63, (1, 64), np.uint64)
-    before = sum_of(blocks.view(np.uint8))
-    sums = set()
-    for a in range(64):
-        for b in range(a):
-            other = blocks.copy()
-            other[0, [a, b]] ^= np.uint64(1 << 63)
-            sums.add(sum_of(other.view(np.uint8)))
-    assert before not in sums
-    assert len(sums) == 64 * 63 // 2
-
-
 @given(BLOCKS, st.integers(1, 23))
 def test_parts_of_blocks_add_up(blocks: np.ndarray, cut: int) -> None:
     """Layers that travel by themselves have the sums that they have in the block."""
@@ -120,16 +82,6 @@ def test_a_chunk_knows_its_blocks_order_and_number() -> None:
 def test_several_chunks_at_once(chunks: list[list[int]]) -> None:
     flat = np.array([x for chunk in chunks for x in chunk], np.uint64)
     assert chunk_sums(flat, [len(chunk) for chunk in chunks]) == [chunk_sum(chunk) for chunk in chunks]
-
-
-def test_mix_spreads_every_bit() -> None:
-    """One bit of the word changes about half of the sum's bits, wherever it is."""
-    words = np.random.default_rng(2).integers(0, 2**64, 2000, np.uint64, endpoint=False)
-    places = np.arange(2000, dtype=np.uint64)
-    for bit in range(64):
-        changed = mix(words, places) ^ mix(words ^ np.uint64(1 << bit), places)
-        share = np.unpackbits(changed.view(np.uint8)).reshape(2000, 64).mean()
-        assert 0.45 < share < 0.55
 
 
 def test_parts_of_words_are_refused() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from worker_harness import BLOCK, prompt_of, routed, started
 
-from kv_transfer.cuda_ipc import transport as cuda_ipc
-from kv_transfer.cuda_ipc.transport import CudaIpcTransport
+from kv_transfer.cuda_ipc.transport import CudaIpcTransport, IpcProbeSize
 from kv_transfer.transports import Transports
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
@@ -47,14 +46,11 @@ def tokens_of(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
 def transports_of(parts: EdgeParts) -> Transports:
     runner: Any = parts.model.runner
     shape = PullShape(num_programs=2, tile_words=512, num_warps=1)
-    return Transports([CudaIpcTransport(runner.kv_cache, serves=parts.config.role == "prefill", shape=shape)])
+    probe_size = IpcProbeSize(num_bytes=1 << 14, piece_bytes=1 << 12)
+    return Transports([CudaIpcTransport(runner.kv_cache, serves=parts.config.role == "prefill", shape=shape, probe_size=probe_size)])
 
 
-async def test_the_second_worker_goes_on_where_the_first_stopped(
-    redis_url: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_ipc, "PROBE_BYTES", 1 << 14)
-    monkeypatch.setattr(cuda_ipc, "_PROBE_PIECE", 1 << 12)
+async def test_the_second_worker_goes_on_where_the_first_stopped(redis_url: str, tiny_llama_dir: Path) -> None:
     prompts = [prompt_of(length, seed) for seed, length in enumerate((40, 17, 61))]
     want = await asyncio.to_thread(tokens_of, tiny_llama_dir, prompts)
     runners: Any = {"prefill_runner": runner_of(tiny_llama_dir), "decode_runner": runner_of(tiny_llama_dir)}

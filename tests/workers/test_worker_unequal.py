@@ -55,7 +55,7 @@ async def test_layer_groups_are_put_together(redis_url: str) -> None:
 async def test_damaged_bytes_are_fetched_again_and_never_dealt_out(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, num_losses: int
 ) -> None:
-    real, losses = LocalTransport._published, [num_losses]
+    real, losses = LocalTransport.published, [num_losses]
 
     def damaged(self: LocalTransport, lease_id: str, chunk: Any) -> Any:
         data = real(self, lease_id, chunk)
@@ -65,7 +65,7 @@ async def test_damaged_bytes_are_fetched_again_and_never_dealt_out(
             data[5] ^= 1
         return data
 
-    monkeypatch.setattr(LocalTransport, "_published", damaged)
+    monkeypatch.setattr(LocalTransport, "published", damaged)
     async with started(redis_url, **runners(4, 8)) as pair, routed(pair) as router:
         prompt = prompt_of(60)
         await router.reserve("r", prompt, 4)

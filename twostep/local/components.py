@@ -182,7 +182,7 @@ class Components:
         flags += ["--object-store-bytes", str(self._options.store_bytes)]
         return Component(
             name="ray",
-            argv=(sys.executable, "-P", "-m", "kv_transfer.ray.local_head", "--temp-dir", str(directory), *flags),
+            argv=(sys.executable, "-P", "-m", "kv_transfer.ray.head", "--temp-dir", str(directory), *flags),
             env=self._env(),
             ready=lambda: ray_up(directory, RAY_HOST, self._plan.ray_port),
             # An earlier life's sign of being up.

@@ -57,7 +57,7 @@
   value: {{ .Values.ray.ports.workers | quote }}
 {{- end -}}
 
-{{/* The last port of a Ray node: as kv_transfer/ray/ports.py counts them. */}}
+{{/* The last port of a Ray node: as kv_transfer/ray/node.py counts them. */}}
 {{- define "twostep.rayLastPort" -}}
 {{- sub (add (int .Values.ray.ports.first) 9 (int .Values.ray.ports.workers)) 1 -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-"""How long an answer is waited for before whoever owes it is taken for lost: short where answers come fast, longer where they do not.
+"""Timeouts for answers, after which the peer that owes one is taken for lost: short where answers come fast, longer where they do not.
 
 A fixed time would be either long enough for a busy machine, and so for a dead peer too, or so short that a busy machine loses every
 hand-over. So it follows what was seen: the least is for a peer that answers at once; one that was slow lately gets twice what it took.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 # Names are never used twice, so that old ones pile up.
 _MAX_PEERS = 1024
 _TIMES = 2.0
-# Of what was slow once, half is forgotten in so long: after a real fault nobody is waited for much longer than before it.
+# Half of what was slow once is forgotten in so long: after a real fault no peer is waited for much longer than before it.
 _HALF_LIFE_S = 5.0
 
 
@@ -27,20 +27,20 @@ class _Peer:
         return self.slowest_s * math.exp2((self.at - now) / _HALF_LIFE_S)
 
 
-class Patience:
-    """Of one kind of answer; seconds of a monotonic clock, which whoever waits reads."""
+class AnswerTimeouts:
+    """Timeouts for one kind of answer, by peer; in seconds of a monotonic clock, which the caller reads."""
 
     def __init__(self, *, least_s: float, most_s: float) -> None:
         self._least_s, self._most_s = least_s, most_s
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
 
-    def of(self, peer: str, now: float) -> float:
-        """How long its next answer may take."""
+    def timeout_s(self, peer: str, now: float) -> float:
+        """Returns how long its next answer may take."""
         known = self._peers.get(peer)
         return self._least_s if known is None else min(self._most_s, max(self._least_s, _TIMES * known.slowest_at(now)))
 
     def num_answers(self, peer: str) -> int:
-        """Ever growing while it answers: the same twice means that nothing came in between."""
+        """Returns a number that grows while the peer answers: the same twice means that nothing came in between."""
         known = self._peers.get(peer)
         return 0 if known is None else known.num_answers
 
