@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from router.access.account import Account
 from router.access.identity import Identity
-from router.serving.hold_back import HoldBack, HoldBackConfig
+from router.serving.hold_back import HoldBack
 from twostep.hold_back import Held, HeldRequest, Verdict
 from twostep.keys.api_keys import KeyTable, Limits, make_key
 from twostep.rpc.v1 import inference_pb2
@@ -65,7 +65,7 @@ def main() -> None:
     print(f"a request with all limits, taken and settled: {with_limits:.1f} us; without keys: {without:.1f} us")
     print(f"the x-ratelimit headers of an answer: {cpu_us(known.headers):.1f} us")
     for num_pieces in (500, 4000):
-        hold_back = HoldBack(allow, HoldBackConfig(window=64, timeout_s=1.0, fail_open=False))
+        hold_back = HoldBack(allow, window=64, timeout_s=1.0, fail_open=False)
         each = cpu_us(functools.partial(answer, num_pieces, hold_back), times=2) / num_pieces
         print(f"the hold-back hook that allows everything, each of {num_pieces} pieces: {each:.1f} us")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 
-from router.placing.placement import Candidate, Demand, MeanLoad, Snapshot, place
+from router.placing.placement import Candidate, MeanLoad, PlacementRequest, Snapshot, place
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.step_curve import StepCurve
 
@@ -61,7 +61,7 @@ def main() -> None:
         )
         times = []
         for number in range(REPEATS):
-            demand = Demand(request_id=f"r{number}", num_tokens=2600, max_new_tokens=128)
+            demand = PlacementRequest(request_id=f"r{number}", num_tokens=2600, max_new_tokens=128)
             begun = time.thread_time()
             place(snapshot, demand)
             times.append(time.thread_time() - begun)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from google.protobuf.json_format import MessageToDict
 
-from router.placing.load_ratio import Waiting, role_load
+from router.placing.load_ratio import WaitingRequests, role_load
 from router.status.board import HISTORY_POINTS
 from router.status.status import columns, point, router_load, take_sample, worker_status
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
@@ -68,7 +68,7 @@ def main() -> None:
 
     print(f"{num_workers} workers")
     tell("every second: counters", lambda: take_sample(metrics, 1.0))
-    tell("every second: P:D load", lambda: role_load(snapshot, Waiting(num_requests=3)))
+    tell("every second: P:D load", lambda: role_load(snapshot, WaitingRequests(num_requests=3)))
     tell("every second: point of the history", lambda: point(samples, state, 1.5, records, 1e9))
     tell(f"every second while a page is open: status as JSON, {len(status_json()) / 1e3:.0f} kB", status_json)
     tell(f"when a page is opened: history as JSON, {len(history_json()) / 1e3:.0f} kB", history_json)

@@ -19,10 +19,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from decode_worker.history import History
 from decode_worker.sequence import ComputedHere, DecodeSequence, State
 from decode_worker.tracing import SequenceSpans
-from router.request.answer import Answer
-from router.request.job import Job
-from router.request.report import Report
-from router.serving.recorder import recorded
+from router.request.answer import AnswerReader
+from router.request.job import RequestJob
+from router.serving.recorder import name_request, recorded
 from twostep.engine.types import TokenOutput
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
@@ -54,19 +53,19 @@ def requests(tracer: Tracer | None) -> Callable[[int], None]:
     state = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={})
     metrics = RouterMetrics(MetricsRegistry(), lambda: state)
     request = inference_pb2.GenerateRequest(text="x")
-    job = Job(request_id="r", prompt=[1] * 100, sampling=SamplingParams(max_tokens=10), deadline=0.0)
+    job = RequestJob(request_id="r", prompt=[1] * 100, sampling=SamplingParams(max_tokens=10), deadline=0.0)
 
     def serve(count: int) -> None:
         for _ in range(count):
-            with recorded(metrics, request, METADATA, tracer, received=time.monotonic(), model="m") as record:
-                record.named("r")
+            with recorded(metrics, request, METADATA, tracer, received=time.monotonic() - 1.0, model="m") as report:
+                name_request(report, "r")
                 now = time.monotonic()
-                record.job, record.answer = job, cast(Answer, SimpleNamespace(num_tokens=10))
-                report = record.report = Report(num_prompt_tokens=100, started=now - 1.0, metrics=metrics)
+                answer = report.answer = cast(AnswerReader, SimpleNamespace(num_tokens=10, num_reasoning_tokens=0))
+                report.job = job
                 report.begin_attempt("p", "d")
                 report.first_token_at, report.committed_at, report.last_token_at, report.last_decode_at = now - 0.9, now - 0.8, now, now
                 report.transfer.transport = "ray"
-                record.end = report.end(inference_pb2.FINISH_REASON_STOP, "", 10)
+                report.end(answer, inference_pb2.FINISH_REASON_STOP, "")
 
     return serve
 

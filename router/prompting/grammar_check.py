@@ -16,8 +16,7 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from router.prompting.helper_pool import Helper, HelperPool, Line
-from router.prompting.helper_process import Lost
+from router.prompting.helper_pool import Helper, HelperPool, HelperQueue, Lost
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar
 
@@ -43,7 +42,7 @@ class GrammarChecker:
         setup = json.dumps({"model": str(model_dir), "memory_bytes": memory_bytes}).encode()
         helper = Helper(module="twostep.text.grammar_probe", setup=setup, purpose="look at grammars")
         self._pool = HelperPool(helper, _MAX_PROBES)
-        self._line = Line("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)
+        self._line = HelperQueue("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)
 
     @property
     def pool(self) -> HelperPool:

@@ -12,8 +12,7 @@ from typing import TypeVar
 from router.prompting.chat import check_chat, continued_content, num_content_chars
 from router.prompting.grammar_check import GrammarChecker
 from router.prompting.renderer import Renderer
-from router.request.answer import Answer
-from router.request.resume import resumed_tokens
+from router.request.answer import AnswerReader, resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.convert import grammar_from_proto
 from twostep.rpc.v1 import inference_pb2
@@ -57,11 +56,11 @@ class Prompt:
     reasoning: ReasoningFormat | None = None
     begun: Begun = Begun.OVER
 
-    def answer(self, sampling: SamplingParams) -> Answer:
+    def answer(self, sampling: SamplingParams) -> AnswerReader:
         splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
         # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
         before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
-        return Answer(self.tokenizer, sampling, splitter, prompt=before)
+        return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
 
     def held(self, sampling: SamplingParams) -> SamplingParams:
         """A grammar is of the answer: the model thinks freely before it."""
@@ -213,7 +212,7 @@ class PromptReader:
         if sampling.grammar is not None and self._grammars is not None:
             await self._grammars.check(sampling.grammar)
 
-    async def resume(self, answer: Answer, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    async def resume(self, answer: AnswerReader, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Brings `answer` to where a client is that has `token_ids` of it. Raises InvalidRequest, ResourceExhausted."""
         tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
         await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)

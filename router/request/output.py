@@ -26,7 +26,7 @@ _MAX_TAKEN = 64
 _PACKED_BYTES = 41
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Tokens in order, possibly none; `last`: nothing follows them."""
 
     tokens: Sequence[prefill_pb2.Token]
@@ -80,7 +80,7 @@ class Output:
             self._error = error
             self.end()
 
-    async def take(self) -> Batch:
+    async def take(self) -> TokenBatch:
         """Waits for tokens or the end, and takes what is there, so many at most. Raises what `fail` was given once all tokens are taken."""
         self._busy_since = None
         if not self._tokens and not self._packed and not self._ended:
@@ -93,7 +93,7 @@ class Output:
         if self._error is not None and not tokens:
             raise self._error
         self._busy_since = time.monotonic()
-        return Batch(tokens, last=self._ended and self._error is None and not self._packed)
+        return TokenBatch(tokens, last=self._ended and self._error is None and not self._packed)
 
     def cut_if_stuck(self, timeout_s: float) -> None:
         """Cuts a client that has not come back for more in `timeout_s`, though there is nothing else to wait for."""

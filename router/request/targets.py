@@ -9,7 +9,6 @@ The refusal says after how long to come again: by then what is too much should b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -19,14 +18,12 @@ from twostep.request_class import MAX_TARGET_MS, RequestClass
 from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2
 
-# A front that knows who its callers are says so here, and takes away what they say themselves.
+# A front that knows who its callers are names the tenant here, and drops what they say themselves.
 TENANT_HEADER = "x-twostep-tenant"
 _MAX_TENANT_CHARS = 128
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
-# Over how long the pace of the queue is averaged, of the time in which anybody waits.
-_PACE_S = 5.0
 
 
 class Reason(StrEnum):
@@ -81,6 +78,9 @@ class Targets:
         late = self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s)
         slow = self.tpot_s is not None and tpot_s is not None and tpot_s > self.tpot_s
         return frozenset({Reason.TARGET_TTFT} if late else ()) | frozenset({Reason.TARGET_TPOT} if slow else ())
+
+
+NO_TARGETS = Targets()
 
 
 def _seconds(field: str, milliseconds: float) -> float:
@@ -164,34 +164,3 @@ def out_of_time(queue_s: float) -> Refused:
         "ttft_ms was up before there was room for the request; repeat later, or allow more",
         retry_after_s=retry_after(queue_s),
     )
-
-
-class Pace:
-    """How fast a queue is being served, in tokens a second, learnt while anybody waits. Pure: `now` is an argument."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def served(self, num_tokens: int, now: float, *, waiting: bool) -> None:
-        """A turn was given. `waiting`: somebody else still waits, so that the time until the next turn counts."""
-        if self._since is not None:
-            span = max(0.0, now - self._since)
-            keep = math.exp(-span / _PACE_S)
-            self._tokens = self._tokens * keep + num_tokens
-            self._seconds = self._seconds * keep + span
-        self._since = now if waiting else None
-
-    def begins(self, now: float) -> None:
-        """Somebody waits, where nobody did."""
-        if self._since is None:
-            self._since = now
-
-    def ends(self) -> None:
-        """Nobody waits any more."""
-        self._since = None
-
-    def seconds(self, num_tokens: float) -> float:
-        """How long so many tokens will take. 0 while nothing is known: then nobody is refused for it."""
-        return num_tokens * self._seconds / self._tokens if self._tokens > 0.0 else 0.0

@@ -16,8 +16,8 @@ from router.placing.load_ratio import role_load
 from router.status.scaling_watch import SeenDecision
 from router.status.status import (
     WINDOW_S,
+    CounterSample,
     Point,
-    Sample,
     columns,
     point,
     refused_worker,
@@ -29,7 +29,6 @@ from router.status.status import (
     worker_status,
 )
 from router.workers.pool import WorkerPool
-from router.workers.prefix_index import NO_HINTS
 from router.workers.registry import Refusal
 from twostep.errors import ResourceExhausted
 from twostep.metrics.process import package_version
@@ -65,7 +64,7 @@ class StatusBoard:
         self._metrics = metrics
         self._pool = pool
         self._started = time.monotonic()
-        self._samples: deque[Sample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
+        self._samples: deque[CounterSample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._ratio: float | None = None
         self._listeners: set[asyncio.Event] = set()
@@ -141,7 +140,7 @@ class StatusBoard:
         state, records = view.state(), self._pool.records()
         self._samples.append(take_sample(self._metrics, now))
         lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
-        self._ratio = role_load(self._pool.snapshot(NO_HINTS, frozenset()), lengths).ratio
+        self._ratio = role_load(self._pool.snapshot(), lengths).ratio
         self._history.append(point(list(self._samples), state, self._ratio, records, time.time()))
         self._tell()
 

@@ -42,7 +42,7 @@ _MAX_REMEMBERED = 4096
 AttemptId = tuple[str, int]
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """Called in the event loop, must return at once and never raise."""
 
     def on_event(self, event: decode_pb2.DecodeEvent) -> None: ...
@@ -72,7 +72,7 @@ class DecodeStream:
         self._cleanup = cleanup
         self._on_message = on_message
         self._on_lost = on_lost
-        self._sinks: dict[AttemptId, Sink] = {}
+        self._sinks: dict[AttemptId, EventSink] = {}
         self._cancelled: OrderedDict[AttemptId, float] = OrderedDict()
         self._open = asyncio.Event()
         self.num_opened = 0
@@ -93,7 +93,7 @@ class DecodeStream:
             return False
         return True
 
-    def add(self, attempt: AttemptId, sink: Sink) -> None:
+    def add(self, attempt: AttemptId, sink: EventSink) -> None:
         assert attempt not in self._sinks, "an attempt has one sink"
         self._sinks[attempt] = sink
 

@@ -23,10 +23,14 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key
+from router.request.job import RequestJob
+from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key
+from twostep.prefix import derive_key, prefix_hashes
 
 log = logging.getLogger(__name__)
 
+# Hashing so many tokens takes about a millisecond: more is done in a thread.
+_MAX_INLINE_TOKENS = 16384
 _OPEN_S = 1.0
 # Bounds of one lookup: of more workers only the first are asked, and hashes beyond the share of each worker are probed at every
 # second, third ... unit.
@@ -69,8 +73,10 @@ NO_HINTS: Mapping[WorkerLife, CachedPrefix] = {}
 
 
 class PrefixIndex:
-    def __init__(self, redis: Redis, hash_unit: int, *, timeout_s: float) -> None:
+    def __init__(self, redis: Redis, secret: bytes, hash_unit: int, *, timeout_s: float) -> None:
+        """`secret`: the deployment's, from which the keys of hashes are derived."""
         self._redis = redis
+        self._secret = secret
         self._unit = hash_unit
         self._timeout_s = timeout_s
         self._pending: set[asyncio.Task[dict[WorkerLife, CachedPrefix]]] = set()
@@ -86,6 +92,33 @@ class PrefixIndex:
         for ping in pings:
             ping.cancel()
         await asyncio.gather(*pings, return_exceptions=True)
+
+    async def cached_tokens(self, job: RequestJob, workers: Sequence[WorkerRecord]) -> Mapping[WorkerLife, CachedPrefix]:
+        """Returns how much of the job's prompt each worker that takes work holds; empty without an answer in time."""
+        # The last token is always computed: its logits are what the first new token is sampled from.
+        usable = len(job.prompt) - 1
+        if usable < self._unit:
+            return NO_HINTS
+        records = [record for record in workers if record.ready and not record.draining]
+        keys = {record.layout: self._key(job, record.layout) for record in records}
+        hashes: dict[bytes, Sequence[bytes]] = {}
+        for key in set(keys.values()):
+            if usable <= _MAX_INLINE_TOKENS:
+                hashes[key] = prefix_hashes(key, job.prompt[:usable], self._unit)
+            else:
+                hashes[key] = await asyncio.to_thread(prefix_hashes, key, job.prompt[:usable], self._unit)
+        tiered = {WorkerLife.of(r) for r in records if r.num_host_blocks}
+        return await self.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records}, tiered)
+
+    def _key(self, job: RequestJob, layout: LayoutRecord) -> bytes:
+        return derive_key(
+            self._secret,
+            tenant=job.tenant,
+            salt=job.cache_salt,
+            model_fingerprint=layout.model_fingerprint,
+            dtype=layout.dtype,
+            quantization=layout.quantization,
+        )
 
     async def lookup(
         self, hashes_of: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife] = frozenset()
@@ -113,7 +146,7 @@ class PrefixIndex:
 
     async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife]) -> dict[WorkerLife, CachedPrefix]:
         share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
-        probes = [Probe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
+        probes = [PrefixProbe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
         async with self._slots:
             await self._probe({probe: probe.first() for probe in probes})
             rest = {probe: indices for probe in probes if (indices := probe.rest())}
@@ -121,7 +154,7 @@ class PrefixIndex:
                 await self._probe(rest)
         return {probe.life: held for probe in probes if (held := probe.held(self._unit)).num_tokens}
 
-    async def _probe(self, wanted: Mapping[Probe, Sequence[int]]) -> None:
+    async def _probe(self, wanted: Mapping[PrefixProbe, Sequence[int]]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         for probe, indices in wanted.items():
             hashes = [probe.hashes[i] for i in indices]
@@ -164,7 +197,7 @@ def _flags(reply: object) -> Sequence[int]:
     return cast(Sequence[int], reply)
 
 
-class Probe:
+class PrefixProbe:
     """What is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
 
     def __init__(self, life: WorkerLife, hashes: Sequence[bytes], stride: int, *, tiered: bool) -> None:

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.workers.prefix_index import WorkerLife
-from router.workers.witnesses import Lives, Witnesses
+from router.workers.vouching import Lives, Witnesses
 from twostep import __version__
 from twostep.checkpoint.fingerprint import is_same_model
 from twostep.cluster.cancellation import end_if_cancelled
@@ -90,8 +90,8 @@ class Refusal:
 
 
 class Registry:
-    """`workers` is the current set; `on_poll` callbacks get it after every successful look at Redis. `lives` asks a worker itself; None:
-    nobody is asked. `clock` in seconds, does not go back."""
+    """`workers` is the current set; `on_poll` gets it after every successful look at Redis. `lives` asks a worker itself; None:
+    none is asked. `clock` in seconds, does not go back."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Registry:
         deployment: Deployment,
         *,
         lives: Lives | None = None,
+        on_poll: Callable[[Sequence[WorkerRecord]], None] = lambda workers: None,
         poll_s: float = POLL_S,
         missing_grace_s: float = _MISSING_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -108,6 +109,7 @@ class Registry:
         self._poll_s = poll_s
         self._missing_grace_s = missing_grace_s
         self._clock = clock
+        self._on_poll = on_poll
         self._witnesses = None if lives is None else Witnesses(lives, clock)
         self._workers: dict[str, WorkerRecord] = {}
         self._missing_since: dict[str, float] = {}
@@ -116,7 +118,6 @@ class Registry:
         # What was said of whom.
         self._said: dict[str, str] = {}
         self._refusals: Sequence[Refusal] = ()
-        self._callbacks: list[Callable[[Sequence[WorkerRecord]], None]] = []
         self._connected = True
         self._recovered_at = -float("inf")
 
@@ -134,9 +135,6 @@ class Registry:
     def connected(self) -> bool:
         """False while Redis does not answer."""
         return self._connected
-
-    def on_poll(self, callback: Callable[[Sequence[WorkerRecord]], None]) -> None:
-        self._callbacks.append(callback)
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -238,8 +236,7 @@ class Registry:
                     ",".join(record.transports),
                 )
         self._workers = after
-        for callback in self._callbacks:
-            callback(self.workers)
+        self._on_poll(self.workers)
 
     def _read(self, name: str, text: bytes) -> WorkerRecord:
         """Raises TwostepError with what to change."""

@@ -16,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.placing.placement import Candidate, Demand, NoPlacement, Placement, Snapshot
+from router.placing.placement import Candidate, NoPlacement, Placement, PlacementRequest, Snapshot
 from router.workers.load_meter import LoadMeter
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.step_curve import StepCurve
 
-Place = Callable[[Snapshot, Demand], Placement | NoPlacement]
+Place = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 GPU = StepCurve(fixed_s=4.0e-3, per_row_s=20e-6, knee=200, per_pair_s=2e-11, per_sequence_s=4e-6, per_context_s=3e-8)
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
@@ -158,7 +158,7 @@ def simulate(world: World, place: Place) -> Outcome:
             prefill=[router.candidate(w, prefix, world.prefix_tokens, now) for w in prefill],
             decode=[router.candidate(w, prefix, 0, now) for w in decode],
         )
-        placed = place(snapshot, Demand(request_id=f"r{next(order)}", num_tokens=num_tokens, max_new_tokens=world.answer_tokens))
+        placed = place(snapshot, PlacementRequest(request_id=f"r{next(order)}", num_tokens=num_tokens, max_new_tokens=world.answer_tokens))
         assert isinstance(placed, Placement)
         assert placed.prefill is not None
         p, d = by_name[placed.prefill.worker_id], by_name[placed.decode.worker_id]
@@ -212,14 +212,14 @@ def simulate(world: World, place: Place) -> Outcome:
     )
 
 
-def affinity(snapshot: Snapshot, demand: Demand) -> Placement:
+def affinity(snapshot: Snapshot, demand: PlacementRequest) -> Placement:
     """What to compare with: the longest cached prefix, whatever the load; among equals the shortest queue that records tell of."""
     p = min(snapshot.prefill, key=lambda c: (-c.cached_tokens, c.record.load.num_queued_tokens, c.record.worker_id))
     d = min(snapshot.decode, key=lambda c: (c.record.load.num_running, c.record.worker_id))
     return Placement(prefill=p.record, decode=d.record, cost=0.0, reason="affinity")
 
 
-def by_lot(snapshot: Snapshot, demand: Demand) -> Placement:
+def by_lot(snapshot: Snapshot, demand: PlacementRequest) -> Placement:
     """What to compare with: no view at all."""
     number = int.from_bytes(hashlib.blake2b(demand.request_id.encode(), digest_size=8).digest(), "little")
     p = snapshot.prefill[number % len(snapshot.prefill)]

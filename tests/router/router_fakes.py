@@ -109,6 +109,14 @@ class RedisServer:
                 time.sleep(0.01)
         client.close()
 
+    def reset(self) -> None:
+        """As new, whatever a test has done to it."""
+        if self._process is None:
+            self.start()
+        self.thaw()
+        with redis.Redis.from_url(self.url) as client:
+            client.flushall()
+
     def freeze(self) -> None:
         """It answers nothing until it thaws."""
         assert self._process is not None
@@ -527,6 +535,14 @@ class Cluster:
         self.router: Router
         self.stub: inference_pb2_grpc.InferenceAsyncStub
         self._beat_task: asyncio.Task[None] | None = None
+
+    @property
+    def prefills(self) -> list[FakePrefill]:
+        return [worker for worker in self.workers if isinstance(worker, FakePrefill)]
+
+    @property
+    def decodes(self) -> list[FakeDecode]:
+        return [worker for worker in self.workers if isinstance(worker, FakeDecode)]
 
     async def prefill(self, name: str = "p0") -> FakePrefill:
         worker = FakePrefill(name, self.exchange, self.template)

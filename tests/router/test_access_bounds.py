@@ -134,6 +134,6 @@ async def test_a_client_that_reads_nothing_is_cut_and_its_neighbours_are_not(clu
             await cluster.all_free()
         finally:
             stuck.close()
-        refused = cluster.router._inference._metrics.requests.labels("RESOURCE_EXHAUSTED", "", "standard")._value
+        refused = cluster.router.inference._metrics.requests.labels("RESOURCE_EXHAUSTED", "", "standard")._value
         await until(lambda: refused.get() > 0, "it is counted")
         assert refused.get() == 1

@@ -132,7 +132,7 @@ async def test_a_whole_answer_is_kept_small_and_told_in_pieces(cluster: Cluster)
     decode.script = Script(tokens_per_step=50, once=False)
     num, n = 300, 16
     async with cluster.serving(), open_http(cluster) as http:
-        memory = cluster.router._inference.memory
+        memory = cluster.router.inference.memory
         async with http.post(CHAT, json=chat(max_tokens=num, logprobs=True, top_logprobs=20, n=n, return_token_ids=True)) as answer:
             assert answer.status == 200
             assert "content-length" not in answer.headers, "it is nowhere whole"
@@ -160,7 +160,7 @@ async def test_an_answer_that_finds_no_room_fails_and_leaves_none_behind(cluster
     decode = await cluster.decode()
     decode.script = Script(tokens_per_step=50, once=False)
     async with cluster.serving(), open_http(cluster) as http:
-        inference = cluster.router._inference
+        inference = cluster.router.inference
         memory = inference.memory
         async with memory.hold("127.0.0.1") as holding:
             holding.add(memory.of_caller - 1000)
@@ -275,7 +275,7 @@ async def test_whatever_is_not_read_is_cut_and_its_memory_free(cluster: Cluster,
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(send(), 60)
         sock.close()
-        await until(lambda: cluster.router._inference.memory.num_held == 0, "what it held is free")
+        await until(lambda: cluster.router.inference.memory.num_held == 0, "what it held is free")
         async with http.post(CHAT, json=chat(max_tokens=5)) as answer:
             assert answer.status == 200
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.prompting.helper_pool import Helper, HelperPool, Line
-from router.prompting.helper_process import MEMORY, TIME, Lost
+from router.prompting.helper_pool import MEMORY, TIME, Helper, HelperPool, HelperQueue, Lost
 from twostep.errors import ResourceExhausted, SetupError
 
 # Answers with its number and what it was asked, or does as it is told.
@@ -53,8 +52,8 @@ async def pool_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         await pool.close()
 
 
-def line(*, most: int = 64, at_once: int = 2) -> Line:
-    return Line("questions wait", most=most, at_once=at_once)
+def line(*, most: int = 64, at_once: int = 2) -> HelperQueue:
+    return HelperQueue("questions wait", most=most, at_once=at_once)
 
 
 async def test_one_that_is_lost_is_replaced_and_says_of_what(pool_of: Callable[..., HelperPool]) -> None:

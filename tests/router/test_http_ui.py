@@ -16,7 +16,7 @@ import pytest
 from router_fakes import Cluster
 
 from router.http.ui import PAGE_HEADERS, load_page
-from router.status.status import Sample, columns, point
+from router.status.status import CounterSample, columns, point
 from twostep.metrics.router import RouterState
 
 FOLDER = Path(__file__).parents[2] / "router" / "ui"
@@ -202,7 +202,7 @@ def test_every_colour_has_both_schemes() -> None:
 
 def _history() -> dict[str, Any]:
     state = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={})
-    return dict(columns([point([Sample(at=0.0), Sample(at=1.0)], state, None, [], 0.0)]))
+    return dict(columns([point([CounterSample(at=0.0), CounterSample(at=1.0)], state, None, [], 0.0)]))
 
 
 def test_charts_and_figures_ask_for_what_the_history_has() -> None:

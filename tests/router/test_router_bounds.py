@@ -16,26 +16,33 @@ from router_fakes import until
 from router.request.cleanup import Cleanup
 from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
-from router.request.targets import Pace, Reason, Refused
-from router.waiting.admission import Admission
-from router.waiting.fair_queue import AGEING_S, Claim
+from router.request.targets import Reason, Refused
+from router.waiting.fair_queue import AGEING_S, QueueEntry
+from router.waiting.queues import Admission, QueueRate, WorkerQueue
 from router.waiting.quota import Quota
-from router.waiting.room import Room
 from twostep.errors import InternalError, InvalidRequest, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import prefill_pb2
 
 
-def claim(num_tokens: int = 1, tenant: str = "", request_class: RequestClass = RequestClass.STANDARD, ttft_s: float | None = None) -> Claim:
+def entry(
+    num_tokens: int = 1, tenant: str = "", request_class: RequestClass = RequestClass.STANDARD, ttft_s: float | None = None
+) -> QueueEntry:
     now = time.monotonic()
     lapses = None if ttft_s is None else now + ttft_s
-    return Claim(
-        request_class=request_class, tenant=tenant, num_tokens=num_tokens, arrived=now, due=lapses or now + AGEING_S, lapses=lapses
+    return QueueEntry(
+        request_class=request_class,
+        tenant=tenant,
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_tokens,
+        arrived=now,
+        due=lapses or now + AGEING_S,
+        lapses=lapses,
     )
 
 
 async def enter(admission: Admission, num_tokens: int, log: list[int], hold: asyncio.Event) -> None:
-    async with admission.slot(claim(num_tokens), num_tokens):
+    async with admission.slot(entry(num_tokens)):
         log.append(num_tokens)
         await hold.wait()
 
@@ -92,7 +99,7 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
 
         async def one(num_tokens: int, tenant: str, held_turns: int) -> None:
             nonlocal ended
-            async with admission.slot(claim(num_tokens, tenant), num_tokens, lambda: 7):
+            async with admission.slot(entry(num_tokens, tenant), lambda: 7):
                 inside[tenant] += 1
                 assert inside[tenant] <= 1
                 try:
@@ -113,20 +120,20 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
             assert result is None or isinstance(result, asyncio.CancelledError)
         assert (admission.num_inflight, admission.num_waiting) == (0, 0)
         assert charged.total() == 7 * ended, "everybody is charged with what was really used, and nobody for nothing"
-        async with admission.slot(claim(100), 100):
+        async with admission.slot(entry(100)):
             pass
 
     asyncio.run(run())
 
 
-async def filled(admission: Admission, hold: asyncio.Event, *claims: Claim) -> list[asyncio.Task[None]]:
+async def filled(admission: Admission, hold: asyncio.Event, *entries: QueueEntry) -> list[asyncio.Task[None]]:
     """Whoever waits, behind one that holds the only place."""
 
-    async def one(its: Claim) -> None:
-        async with admission.slot(its, its.num_tokens):
+    async def one(its: QueueEntry) -> None:
+        async with admission.slot(its):
             await hold.wait()
 
-    tasks = [asyncio.create_task(one(its)) for its in claims]
+    tasks = [asyncio.create_task(one(its)) for its in entries]
     await asyncio.sleep(0)
     return tasks
 
@@ -134,16 +141,16 @@ async def filled(admission: Admission, hold: asyncio.Event, *claims: Claim) -> l
 async def test_a_full_queue_sends_away_who_holds_most_of_it() -> None:
     admission = Admission(max_inflight=1, max_waiting=3, max_prompt_tokens=1000)
     hold = asyncio.Event()
-    greedy = [claim(tenant="greedy") for _ in range(4)]
+    greedy = [entry(tenant="greedy") for _ in range(4)]
     tasks = await filled(admission, hold, *greedy)
-    modest = (await filled(admission, hold, claim(tenant="modest")))[0]
+    modest = (await filled(admission, hold, entry(tenant="modest")))[0]
     with pytest.raises(Refused, match="--max-waiting") as refused:
         await tasks[3]
     assert refused.value.reason is Reason.BOUNDED
-    (refused_too,) = await filled(admission, hold, claim(tenant="greedy"))
+    (refused_too,) = await filled(admission, hold, entry(tenant="greedy"))
     with pytest.raises(Refused):
         await refused_too
-    urgent = (await filled(admission, hold, claim(tenant="greedy", request_class=RequestClass.INTERACTIVE)))[0]
+    urgent = (await filled(admission, hold, entry(tenant="greedy", request_class=RequestClass.INTERACTIVE)))[0]
     with pytest.raises(Refused):
         await tasks[2]
     assert admission.num_waiting == 3
@@ -155,12 +162,12 @@ async def test_a_tenant_has_bounds_of_its_own_and_others_pass_it_by() -> None:
     quota = Quota(max_inflight=2, max_waiting=1)
     admission = Admission(max_inflight=10, max_waiting=10, max_prompt_tokens=1000, quota=quota)
     hold = asyncio.Event()
-    tasks = await filled(admission, hold, *(claim(tenant="a") for _ in range(3)))
+    tasks = await filled(admission, hold, *(entry(tenant="a") for _ in range(3)))
     assert (admission.num_inflight, admission.num_waiting) == (2, 1)
-    (over,) = await filled(admission, hold, claim(tenant="a"))
+    (over,) = await filled(admission, hold, entry(tenant="a"))
     with pytest.raises(Refused, match="tenant 'a' wait already"):
         await over
-    others = await filled(admission, hold, *(claim(tenant=t) for t in "bc"))
+    others = await filled(admission, hold, *(entry(tenant=t) for t in "bc"))
     assert (admission.num_inflight, admission.num_waiting) == (4, 1)
     hold.set()
     await asyncio.gather(*tasks, *others)
@@ -170,7 +177,7 @@ async def test_a_tenant_has_bounds_of_its_own_and_others_pass_it_by() -> None:
 async def test_who_waits_beyond_its_target_is_refused_and_frees_its_place_in_the_queue() -> None:
     admission = Admission(max_inflight=1, max_waiting=10, max_prompt_tokens=1000)
     hold = asyncio.Event()
-    tasks = await filled(admission, hold, claim(), claim(ttft_s=0.05), claim())
+    tasks = await filled(admission, hold, entry(), entry(ttft_s=0.05), entry())
     with pytest.raises(Refused, match="ttft_ms was up") as refused:
         await tasks[1]
     assert refused.value.reason is Reason.TARGET_TTFT
@@ -183,10 +190,10 @@ async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: 
     admission = Admission(max_inflight=1, max_waiting=10, max_prompt_tokens=1000)
     hold = asyncio.Event()
     # As has been learnt: a tenth of a second a token.
-    monkeypatch.setattr(Pace, "seconds", lambda self, num_tokens: 0.1 * num_tokens)
-    tasks = await filled(admission, hold, claim(), claim(100, request_class=RequestClass.INTERACTIVE))
-    its = claim(ttft_s=5.0)
-    monkeypatch.setattr("router.waiting.admission.time", SimpleNamespace(monotonic=lambda: its.arrived))
+    monkeypatch.setattr(QueueRate, "seconds", lambda self, num_tokens: 0.1 * num_tokens)
+    tasks = await filled(admission, hold, entry(), entry(100, request_class=RequestClass.INTERACTIVE))
+    its = entry(ttft_s=5.0)
+    monkeypatch.setattr("router.waiting.queues.time", SimpleNamespace(monotonic=lambda: its.arrived))
     (late,) = await filled(admission, hold, its)
     with pytest.raises(Refused, match="ttft_ms") as refused:
         await late
@@ -199,17 +206,17 @@ async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: 
 # ---- room --------------------------------------------------------------------------------------------------------------------
 
 
-def resting(room: Room) -> bool:
+def resting(room: WorkerQueue) -> bool:
     """Whoever is first has tried in vain."""
-    return room._rest is not None
+    return room.resting
 
 
 async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
-    room = Room(retry_s=1000.0)
+    room = WorkerQueue(retry_s=1000.0)
     order: list[int] = []
     free = trying = 0
 
-    async def wanting(i: int, its: Claim) -> None:
+    async def wanting(i: int, its: QueueEntry) -> None:
         nonlocal free, trying
         async with room.place(its):
             await room.turn(its)
@@ -225,7 +232,7 @@ async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
             free -= 1
             order.append(i)
 
-    tasks = [asyncio.create_task(wanting(i, claim())) for i in range(4)]
+    tasks = [asyncio.create_task(wanting(i, entry())) for i in range(4)]
     await until(lambda: room.num_queued == 4 and resting(room), "they wait")
     tasks[1].cancel()
     for i in range(3):
@@ -239,11 +246,11 @@ async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) -> None:
-    room = Room(retry_s=0.02)
+    room = WorkerQueue(retry_s=0.02)
     full, tries = True, list[int]()
     trying = 0
 
-    async def wanting(its: Claim) -> None:
+    async def wanting(its: QueueEntry) -> None:
         nonlocal trying
         async with room.place(its):
             await room.turn(its)
@@ -258,7 +265,7 @@ async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) 
                 await room.again(its, refused=refused)
             room.took(its)
 
-    tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
+    tasks = [asyncio.create_task(wanting(entry())) for _ in range(100)]
     await until(lambda: len(tries) > (2 if refused else 60), "tries")
     assert room.num_queued == 100
     assert max(tries) == (1 if refused else 16)
@@ -273,11 +280,11 @@ async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) 
 
 async def test_a_release_for_one_does_not_make_everybody_look() -> None:
     """What holds one back holds back those behind it: choosing workers for each of them would be for nothing."""
-    room = Room(retry_s=1000.0)
+    room = WorkerQueue(retry_s=1000.0)
     served = asyncio.Event()
     free = num_tries = 0
 
-    async def wanting(its: Claim) -> None:
+    async def wanting(its: QueueEntry) -> None:
         nonlocal free, num_tries
         async with room.place(its):
             await room.turn(its)
@@ -291,7 +298,7 @@ async def test_a_release_for_one_does_not_make_everybody_look() -> None:
             room.took(its)
             served.set()
 
-    tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
+    tasks = [asyncio.create_task(wanting(entry())) for _ in range(100)]
     await until(lambda: room.num_queued == 100 and resting(room), "they wait")
     num_tries = 0
     async with asyncio.timeout(60.0):
@@ -307,11 +314,11 @@ async def test_a_release_for_one_does_not_make_everybody_look() -> None:
 
 
 async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
-    room = Room(retry_s=1000.0)
+    room = WorkerQueue(retry_s=1000.0)
     order: list[str] = []
     free = 0
 
-    async def wanting(name: str, its: Claim) -> None:
+    async def wanting(name: str, its: QueueEntry) -> None:
         nonlocal free
         async with room.place(its):
             await room.turn(its)
@@ -323,9 +330,9 @@ async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
 
     batch, interactive = RequestClass.BATCH, RequestClass.INTERACTIVE
     # What a was given without waiting counts.
-    room.took(claim(100, "a"))
-    wishes = [("batch", claim(10, "a", batch)), ("a1", claim(10, "a")), ("a2", claim(10, "a")), ("b1", claim(10, "b"))]
-    wishes += [("b2", claim(10, "b")), ("now", claim(10, "a", interactive))]
+    room.took(entry(100, "a"))
+    wishes = [("batch", entry(10, "a", batch)), ("a1", entry(10, "a")), ("a2", entry(10, "a")), ("b1", entry(10, "b"))]
+    wishes += [("b2", entry(10, "b")), ("now", entry(10, "a", interactive))]
     tasks = [asyncio.create_task(wanting(*wish)) for wish in wishes]
     await until(lambda: room.num_queued == len(wishes) and resting(room), "they wait")
     for i in range(len(wishes)):
@@ -339,10 +346,10 @@ async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
 
 
 async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once() -> None:
-    room = Room(retry_s=0.05)
+    room = WorkerQueue(retry_s=0.05)
     tries: list[str] = []
 
-    async def wanting(name: str, its: Claim, enough: int) -> None:
+    async def wanting(name: str, its: QueueEntry, enough: int) -> None:
         async with room.place(its):
             await room.turn(its)
             tries.append(name)
@@ -351,21 +358,21 @@ async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once()
                 tries.append(name)
             room.took(its)
 
-    slow = Room(retry_s=1000.0)
-    await asyncio.wait_for(wanting("alone", claim(), 3), 60.0)
+    slow = WorkerQueue(retry_s=1000.0)
+    await asyncio.wait_for(wanting("alone", entry(), 3), 60.0)
     assert tries == ["alone"] * 3
     room, tries = slow, []
-    waiting = asyncio.create_task(wanting("batch", claim(request_class=RequestClass.BATCH), 2))
+    waiting = asyncio.create_task(wanting("batch", entry(request_class=RequestClass.BATCH), 2))
     await until(lambda: resting(slow), "it has tried")
     assert tries == ["batch"]
-    await asyncio.wait_for(wanting("urgent", claim(request_class=RequestClass.INTERACTIVE), 1), 60.0)
+    await asyncio.wait_for(wanting("urgent", entry(request_class=RequestClass.INTERACTIVE), 1), 60.0)
     await asyncio.wait_for(waiting, 60.0)
     assert tries == ["batch", "urgent", "batch"], "nobody has waited for its time"
 
 
 async def test_what_is_released_during_a_try_is_not_slept_over() -> None:
-    room = Room(retry_s=1000.0)
-    its = claim()
+    room = WorkerQueue(retry_s=1000.0)
+    its = entry()
     async with asyncio.timeout(60.0), room.place(its):
         await room.turn(its)
         room.release()
@@ -374,21 +381,21 @@ async def test_what_is_released_during_a_try_is_not_slept_over() -> None:
 
 
 async def test_a_try_that_ends_otherwise_costs_its_tenant_nothing() -> None:
-    room = Room(retry_s=60.0)
+    room = WorkerQueue(retry_s=60.0)
 
-    async def fails(its: Claim) -> None:
+    async def fails(its: QueueEntry) -> None:
         async with room.place(its):
             await room.turn(its)
             raise Unavailable("a worker is gone")
 
     for _ in range(5):
         with pytest.raises(Unavailable):
-            await fails(claim(1000, "unlucky"))
+            await fails(entry(1000, "unlucky"))
     order: list[str] = []
-    blocker = claim(1, "z", RequestClass.INTERACTIVE)
+    blocker = entry(1, "z", RequestClass.INTERACTIVE)
 
     async def wanting(tenant: str) -> None:
-        its = claim(10, tenant)
+        its = entry(10, tenant)
         async with room.place(its):
             await room.turn(its)
             order.append(tenant)
@@ -405,10 +412,10 @@ async def test_a_try_that_ends_otherwise_costs_its_tenant_nothing() -> None:
 
 
 async def test_room_refuses_who_waits_beyond_its_target() -> None:
-    room = Room(retry_s=60.0)
-    first, late = claim(), claim(ttft_s=0.03)
+    room = WorkerQueue(retry_s=60.0)
+    first, late = entry(), entry(ttft_s=0.03)
 
-    async def waits(its: Claim) -> None:
+    async def waits(its: QueueEntry) -> None:
         async with room.place(its):
             await room.turn(its)
             await room.again(its, refused=True)
@@ -426,11 +433,11 @@ async def test_room_refuses_who_waits_beyond_its_target() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
 def test_room_wakes_somebody_as_long_as_there_is_anybody(plan: list[tuple[str, int, bool]], tries_needed: int) -> None:
     async def run() -> None:
-        room = Room(retry_s=0.001)
+        room = WorkerQueue(retry_s=0.001)
         served: list[int] = []
 
         async def wanting(i: int, tenant: str) -> None:
-            its = claim(1, tenant)
+            its = entry(1, tenant)
             async with room.place(its):
                 await room.turn(its)
                 for _ in range(tries_needed):

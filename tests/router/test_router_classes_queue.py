@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.waiting.fair_queue import Claim, FairQueue
+from router.waiting.fair_queue import FairQueue, QueueEntry
 from router.waiting.quota import OutputLengths, Quota, tenant_weights
 from twostep.request_class import RequestClass
 
@@ -22,12 +22,12 @@ AGEING_S = 10.0
 
 def claim(
     tenant: str = "", num_tokens: int = 10, request_class: RequestClass = STANDARD, arrived: float = 0.0, ttft_s: float | None = None
-) -> Claim:
+) -> QueueEntry:
     due = arrived + (AGEING_S if ttft_s is None else ttft_s)
-    return Claim(request_class=request_class, tenant=tenant, num_tokens=num_tokens, arrived=arrived, due=due)
+    return QueueEntry(request_class=request_class, tenant=tenant, num_tokens=num_tokens, arrived=arrived, due=due)
 
 
-def serve(queue: FairQueue, now: float = 0.0) -> Claim:
+def serve(queue: FairQueue, now: float = 0.0) -> QueueEntry:
     first = queue.first()
     assert first is not None, "a turn is never left unused while anybody waits"
     queue.take(first, now)
@@ -35,7 +35,7 @@ def serve(queue: FairQueue, now: float = 0.0) -> Claim:
     return first
 
 
-def served(queue: FairQueue, now: float = 0.0) -> list[Claim]:
+def served(queue: FairQueue, now: float = 0.0) -> list[QueueEntry]:
     return [serve(queue, now) for _ in range(len(queue))]
 
 
@@ -112,7 +112,7 @@ def test_newcomers_never_begin_lower_than_those_before_them(turns: list[tuple[st
     level = 0.0
     for tenant in "abc":
         queue.join(claim(tenant))
-    running: list[Claim] = []
+    running: list[QueueEntry] = []
     for tenant, expected, real in turns:
         queue.join(claim(tenant, expected))
         running.append(serve(queue))
@@ -173,7 +173,7 @@ def test_a_turn_that_is_given_back_changes_nothing(wishes: list[tuple[str, int, 
     def order(tries: int) -> list[int]:
         queue, now = FairQueue(Quota(weights=WEIGHTS), ageing_s=AGEING_S), 2 * AGEING_S
         claims = [claim(tenant, size, request_class) for tenant, size, request_class in wishes]
-        got: list[Claim] = []
+        got: list[QueueEntry] = []
         for i, one in enumerate(claims):
             queue.join(one)
             if i == at % len(claims):
@@ -204,7 +204,7 @@ def test_a_tenant_that_may_not_go_is_passed_by_and_holds_nobody_up() -> None:
 def test_counts_stay_true_whoever_leaves_when(plan: list[tuple[str, RequestClass, bool]], seed: int) -> None:
     rng = random.Random(seed)
     queue = FairQueue()
-    inside: list[Claim] = []
+    inside: list[QueueEntry] = []
     for tenant, request_class, leaves in plan:
         if leaves and inside:
             gone = inside.pop(rng.randrange(len(inside)))

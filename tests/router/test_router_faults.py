@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,9 +14,8 @@ import grpc.aio
 import pytest
 from router_fakes import Cluster, FakePrefill, FakeWorker, Hook, Reply, Script, after, refuse, until
 
-from router.request.job import Job
 from router.serving.dispatch import Dispatcher
-from router.waiting.room import Room
+from router.waiting.queues import WorkerQueue
 from twostep.cluster.records import HEARTBEAT_S
 from twostep.rpc.v1 import inference_pb2_grpc
 
@@ -94,7 +91,7 @@ async def test_when_all_are_full_requests_wait_in_the_order_they_came(cluster: C
         tasks = []
         for i in range(6):
             tasks.append(asyncio.create_task(ask(i)))
-            await until(lambda: cluster.router._room.num_queued == i + 1, "it is the last in the queue")  # noqa: B023
+            await until(lambda: cluster.router.worker_queue.num_queued == i + 1, "it is the last in the queue")  # noqa: B023
         assert order == []
         decode.max_held = 1
         await asyncio.gather(*tasks)
@@ -105,37 +102,8 @@ async def test_when_all_are_full_requests_wait_in_the_order_they_came(cluster: C
     assert served == [f"r{i}" for i in range(6)]
 
 
-async def test_full_workers_are_asked_ten_times_a_second_and_no_more(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = defaultdict[str, list[float]](list)
-    a_round = Dispatcher._round
-
-    async def timed(dispatcher: Dispatcher, job: Job, *args: Any) -> Any:
-        rounds[job.request_id].append(time.monotonic())
-        return await a_round(dispatcher, job, *args)
-
-    monkeypatch.setattr(Dispatcher, "_round", timed)
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.max_held = 0
-    async with cluster.serving():
-        started = time.monotonic()
-        tasks = [asyncio.create_task(cluster.ask(max_tokens=3)) for _ in range(5)]
-        await until(lambda: max(map(len, rounds.values()), default=0) >= 6, "they are asked again and again")
-        # Of the one that is first in the queue: it may have asked when it came, and does so when it is first. Then it tries again after a
-        # time; any one of these times a busy machine may have made longer.
-        first = max(rounds.values(), key=len)
-        assert 0.09 < min(after - before for before, after in itertools.pairwise(first[1:])) < 0.3
-        # Each of the five when it comes, as long as nobody waits, and when it is first in the queue.
-        assert len(decode.requests) <= 10 + (time.monotonic() - started) / 0.1
-        decode.max_held = 9
-        before, freed = len(decode.requests), time.monotonic()
-        prefill.hooks.extend([FULL] * 4)
-        await asyncio.gather(*tasks)
-        assert len(decode.requests) - before <= 10 + (time.monotonic() - freed) / 0.1
-        await cluster.all_free()
-
-
 async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=1000.0))
+    monkeypatch.setattr("router.server.WorkerQueue", lambda *args, **options: WorkerQueue(*args, **options, retry_s=1000.0))
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 1
@@ -144,52 +112,8 @@ async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypa
         await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(12)))
 
 
-async def test_waiting_for_room_ends_with_the_deadline_and_leaves_nothing(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.max_held = 0
-    async with cluster.serving(request_timeout=0.5):
-        code, message = await failure(cluster)
-        assert code == "DEADLINE_EXCEEDED"
-        assert "time is up" in message
-        decode.max_held = 5
-        inference = cluster.router._inference
-        inference._config = dataclasses.replace(inference._config, request_timeout_s=60.0)
-        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
-        await cluster.all_free()
-
-
-async def test_too_many_waiting_requests_are_refused(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(hold_at=5)
-    go_on = decode.script.go_on
-    async with cluster.serving(max_inflight=1, max_waiting=1):
-        first = asyncio.create_task(cluster.ask(max_tokens=16))
-        await until(lambda: bool(decode.held), "the first is served")
-        second = asyncio.create_task(cluster.ask(max_tokens=2))
-        await until(lambda: cluster.router.admission.num_waiting == 1, "the second waits")
-        code, message = await failure(cluster)
-        assert (code, "--max-waiting" in message) == ("RESOURCE_EXHAUSTED", True)
-        go_on.set()
-        assert (await first).token_ids == cluster.expected(16)
-        assert (await second).token_ids == cluster.expected(2)
-
-
-async def test_a_request_that_a_worker_calls_wrong_is_not_tried_elsewhere(cluster: Cluster) -> None:
-    await cluster.prefill()
-    for name in ("d0", "d1"):
-        decode = await cluster.decode(name)
-        decode.hooks.append(refuse(grpc.StatusCode.INVALID_ARGUMENT, "it can never fit"))
-    async with cluster.serving():
-        code, message = await failure(cluster)
-        assert code == "INVALID_ARGUMENT"
-        assert "it can never fit" in message
-        assert sum(len(worker.requests) for worker in cluster.workers) == 1
-        await cluster.all_free()
-
-
 @pytest.mark.parametrize(
-    ("role", "bound"), [("decode", "router.serving.attempt._UNARY_TIMEOUT_S"), ("prefill", "router.serving.prefill_run._ACCEPT_TIMEOUT_S")]
+    ("role", "bound"), [("decode", "router.serving.attempt._UNARY_TIMEOUT_S"), ("prefill", "router.serving.attempt._ACCEPT_TIMEOUT_S")]
 )
 async def test_a_worker_that_never_answers_is_passed_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str, bound: str) -> None:
     monkeypatch.setattr(bound, 0.3)
@@ -245,7 +169,7 @@ async def test_a_worker_that_comes_back_within_the_grace_serves_the_request(clus
     async with cluster.serving(no_worker_grace=60.0):
         await decode.die()
         task = asyncio.create_task(cluster.ask(max_tokens=5))
-        await until(lambda: cluster.router._room.num_queued == 1, "it waits for the worker")
+        await until(lambda: cluster.router.worker_queue.num_queued == 1, "it waits for the worker")
         assert not task.done()
         await cluster.revive(decode)
         assert (await task).token_ids == cluster.expected(5)
@@ -279,7 +203,7 @@ async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_que
     decode.max_held = 0
     async with cluster.serving(no_worker_grace=1000.0):
         task = asyncio.create_task(cluster.ask(max_tokens=5))
-        await until(lambda: cluster.router._room.num_queued == 1, "it waits for room")
+        await until(lambda: cluster.router.worker_queue.num_queued == 1, "it waits for room")
         clock.ahead_s += 2000.0  # longer in the queue than the grace
         asked = len(decode.requests)
         await until(lambda: len(decode.requests) > asked + 1, "it asks again")
@@ -307,7 +231,7 @@ async def test_a_transport_that_is_away_is_waited_for_as_missing_workers_are(clu
         assert "KV transport ray is not ready on p0" in message
     async with cluster.serving(no_worker_grace=1000.0):
         waiting = asyncio.create_task(cluster.ask(max_tokens=3))
-        await until(lambda: cluster.router._room.num_queued == 1, "it waits for a transport")
+        await until(lambda: cluster.router.worker_queue.num_queued == 1, "it waits for a transport")
         prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
         await cluster.seen()
         assert (await waiting).token_ids == cluster.expected(3)
@@ -392,34 +316,6 @@ async def test_a_prefill_that_dies_after_its_first_token_while_decode_is_silent_
         await cluster.all_free()
     assert reply.token_ids == cluster.expected(8)
     assert attempts(reply) == 2
-
-
-async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on_where_it_was(cluster: Cluster) -> None:
-    prefill = await cluster.prefill()
-    workers = [await cluster.decode(f"d{i}") for i in range(2)]
-    lost = asyncio.Event()
-    for worker in workers:
-        worker.script = Script(hold_at=20, go_on=lost)
-    async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=60), timeout=60)
-        reply = Reply()
-        async for response in call:
-            reply.add(response)
-            if len(reply.token_ids) >= 10 and not lost.is_set():
-                lost.set()
-                await next(w for w in workers if w.held).die()
-        for worker in workers:
-            if not worker.beating:
-                worker.held.clear()
-        await cluster.all_free()
-    assert reply.token_ids == cluster.expected(60)
-    assert reply.text == cluster.text_of(cluster.expected(60))
-    assert attempts(reply) == 2
-    resumed = prefill.requests[1]
-    received = len(resumed.token_ids) - resumed.num_prompt_tokens
-    assert received >= 10
-    assert list(resumed.token_ids)[resumed.num_prompt_tokens :] == cluster.expected(received)
-    assert all(len(w.requests) == 1 for w in workers)
 
 
 async def test_a_broken_token_stream_is_opened_again_and_replayed(cluster: Cluster) -> None:
@@ -631,18 +527,6 @@ async def test_a_frozen_worker_is_noticed_by_its_silence(cluster: Cluster, monke
     assert attempts(reply) == 2
 
 
-async def test_a_new_life_under_the_same_name_replaces_the_old_one(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    async with cluster.serving():
-        await cluster.ask(max_tokens=3)
-        old = decode.record.epoch
-        await decode.die()
-        await cluster.revive(decode)
-        await until(lambda: [life.epoch for life in cluster.router.pool.decode] == [old + 1], "one life is left")
-        assert (await cluster.ask(max_tokens=5)).token_ids == cluster.expected(5)
-
-
 async def test_a_draining_worker_gets_nothing_new_but_ends_what_it_has(cluster: Cluster) -> None:
     await cluster.prefill()
     first, second = await cluster.decode("d0"), await cluster.decode("d1")
@@ -794,7 +678,7 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
 
 
 async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("registry", "demand_meter", "quota_share"):
+    for module in ("workers.registry", "waiting.demand_meter", "waiting.quota_share"):
         monkeypatch.setattr(f"router.{module}._TIMEOUT_S", 0.3)
     # It is those bounds that end the waiting, not the connections' own.
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 1000.0)
@@ -802,7 +686,7 @@ async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, mo
     await cluster.decode()
     async with cluster.serving(prefix_lookup_timeout=0.01):
         router = cluster.router
-        looking = (router.registry, router._demand, router._quota_share)
+        looking = (router.registry, router.demand, router.quota_share)
         await until(lambda: all(each.connected for each in looking), "Redis has answered them")
         cluster.redis_server.freeze()
         await until(lambda: not any(each.connected for each in looking), "they have given it up")

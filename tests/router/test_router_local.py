@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 from router_fakes import Cluster, FakeDecode, Reply, Script, refuse, until
-from scraping import scrape
 
 from twostep.rpc.v1 import inference_pb2
 
@@ -75,15 +74,6 @@ async def test_answers_of_one_token_and_two(cluster: Cluster, max_tokens: int) -
     assert decode.cancels == []
 
 
-async def test_requests_are_counted_by_the_way_they_took(cluster: Cluster) -> None:
-    await cluster.decode(local=True)
-    async with cluster.serving():
-        for _ in range(3):
-            await cluster.ask(max_tokens=2, ignore_eos=True)
-        told = scrape(cluster.router.metrics_port)
-        assert told("twostep_request_placements_total", path="local") == told("twostep_request_placements_total") == 3
-
-
 async def test_who_would_not_compute_the_prompt_may_still_take_its_kv(cluster: Cluster) -> None:
     """Its queue is full: the next choice is the pair of the prefill worker and the same decode worker."""
     prefill = await cluster.prefill()
@@ -119,7 +109,7 @@ async def test_all_full_the_request_waits_for_room(cluster: Cluster) -> None:
         first = asyncio.create_task(cluster.ask(max_tokens=8, ignore_eos=True))
         await until(lambda: bool(decode.held), "the first is there")
         waiting = asyncio.create_task(cluster.ask(max_tokens=3, ignore_eos=True))
-        await until(lambda: cluster.router._room.num_queued == 1, "the second waits")
+        await until(lambda: cluster.router.worker_queue.num_queued == 1, "the second waits")
         go_on.set()
         second = await waiting
         assert (await first).token_ids == cluster.expected(8)
@@ -218,7 +208,7 @@ async def test_a_client_that_leaves_frees_the_worker(cluster: Cluster, moment: s
         await cluster.all_free()
         assert len(decode.cancels) == 1
         link = next(iter(cluster.router.pool.decode.values()))
-        await until(lambda: not link.tenants, "the router has nothing there any more")
+        await until(lambda: not link.users, "the router has nothing there any more")
         assert link.queued_tokens == 0
 
 

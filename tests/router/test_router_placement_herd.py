@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from placement_simulation import GPU, World, affinity, by_lot, simulate
 
-from router.placing.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
+from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Snapshot, place
 from router.workers.load_meter import LoadMeter
 from twostep.cluster.records import WorkerLoad
 
@@ -61,7 +61,7 @@ def test_routers_that_look_at_records_alone_run_over_each_other() -> None:
     """What the meters are for: without them a router takes a late record for now, and knows nothing of what it did since."""
     world = World(num_routers=8, rate=100.0, num_prefixes=100)
 
-    def forgetful(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+    def forgetful(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
         return place(Snapshot(prefill=[_bare(c) for c in snapshot.prefill], decode=[_bare(c) for c in snapshot.decode]), demand)
 
     ours, theirs = simulate(world, place), simulate(world, forgetful)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.workers.prefix_index import CachedPrefix, Probe, WorkerLife
+from router.workers.prefix_index import CachedPrefix, PrefixProbe, WorkerLife
 
 UNIT = 64
 LIFE = WorkerLife("a", 1)
 
 
-def ask(probe: Probe, pool: list[bool], host: list[bool], stride: int) -> int:
+def ask(probe: PrefixProbe, pool: list[bool], host: list[bool], stride: int) -> int:
     """Both trips; returns how many units were asked for."""
     num_asked = 0
     for trip in (probe.first, probe.rest):
@@ -40,7 +40,7 @@ def test_two_trips_find_what_one_question_for_all_would(pool: list[bool], host: 
     pool, host = pool + [False] * (size - len(pool)), host + [False] * (size - len(host))
     if not tiered:
         host = pool
-    probe = Probe(LIFE, [bytes([i % 256]) for i in range(size)], stride, tiered=tiered)
+    probe = PrefixProbe(LIFE, [bytes([i % 256]) for i in range(size)], stride, tiered=tiered)
     ask(probe, pool, host, stride)
     asked = range(stride - 1, size, stride)
     in_pool = next((k for k, i in enumerate(asked) if not pool[i]), len(asked))
@@ -49,6 +49,6 @@ def test_two_trips_find_what_one_question_for_all_would(pool: list[bool], host: 
 
 
 def test_a_worker_that_holds_nothing_is_asked_little() -> None:
-    probe = Probe(LIFE, [b""] * 1000, 1, tiered=False)
+    probe = PrefixProbe(LIFE, [b""] * 1000, 1, tiered=False)
     assert ask(probe, [False] * 1000, [False] * 1000, 1) == 10
     assert probe.held(UNIT) == CachedPrefix(0)

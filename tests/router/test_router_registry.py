@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed, until
 
-from router.placing.prefix_lookup import PrefixLookup
 from router.request.cleanup import Cleanup
-from router.request.job import Job
+from router.request.job import RequestJob
 from router.workers.pool import WorkerPool
 from router.workers.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
 from router.workers.registry import Deployment, Registry
@@ -85,9 +84,8 @@ def described(cluster: Cluster, name: str, **options: Any) -> WorkerRecord:
 
 
 async def test_workers_come_change_and_go(cluster: Cluster) -> None:
-    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.2)
     seen: list[int] = []
-    registry.on_poll(lambda workers: seen.append(len(workers)))
+    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.2, on_poll=lambda workers: seen.append(len(workers)))
     await registry.poll()
     await write(cluster.redis, described(cluster, "d0"))
     await write(cluster.redis, described(cluster, "p0", role="prefill"))
@@ -235,7 +233,7 @@ async def test_the_longest_unbroken_prefix_of_each_life_is_found(cluster: Cluste
     await cluster.redis.sadd(prefix_key("a", 1), *units[:4])
     await cluster.redis.sadd(prefix_key("b", 1), *units[:2], *units[5:])
     await cluster.redis.sadd(prefix_key("c", 2), *units)
-    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
     found = await index.lookup(dict.fromkeys((A, B, C), units))
     assert found == {A: CachedPrefix(4 * HASH_UNIT), B: CachedPrefix(2 * HASH_UNIT)}, "C's prefixes were another life's"
     assert await index.lookup({A: []}) == {}
@@ -248,7 +246,7 @@ async def test_what_is_in_host_memory_goes_on_where_the_pool_s_prefix_ends(clust
     await cluster.redis.sadd(host_prefix_key("a", 1), *units[2:7], units[9])
     await cluster.redis.sadd(host_prefix_key("b", 1), *units[:3])
     await cluster.redis.sadd(host_prefix_key("c", 2), *units)
-    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
     found = await index.lookup(dict.fromkeys((A, B, C), units), {A, B, C})
     assert found == {A: CachedPrefix(4 * HASH_UNIT, 3 * HASH_UNIT), B: CachedPrefix(0, 3 * HASH_UNIT)}
     assert await index.lookup(dict.fromkeys((A, B), units), {B}) == {A: CachedPrefix(4 * HASH_UNIT), B: CachedPrefix(0, 3 * HASH_UNIT)}
@@ -259,7 +257,7 @@ async def test_very_long_prompts_are_probed_at_fewer_places(cluster: Cluster, mo
     monkeypatch.setattr("router.workers.prefix_index._MAX_PROBES", 250)
     units = hashes(1000)
     await cluster.redis.sadd(prefix_key("a", 1), *units[:602])
-    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
     found = await index.lookup({A: units})
     assert found == {A: CachedPrefix(600 * HASH_UNIT)}
     await index.close()
@@ -269,11 +267,11 @@ async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, 
     """The index is in Redis alone, and its connections are there before the first request, which would else be too late for its hints."""
     units = hashes(4)
     await cluster.redis.sadd(prefix_key("a", 1), *units)
-    before = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
+    before = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
     assert await before.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await before.close()
     monkeypatch.setattr("router.workers.prefix_index._OPEN_S", 60.0)
-    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
     await index.open()
     connected = (await cluster.redis.info("stats"))["total_connections_received"]
     found = await asyncio.gather(*(index.lookup({A: units}) for _ in range(20)))
@@ -283,7 +281,7 @@ async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, 
 
 
 async def test_a_router_starts_where_redis_does_not_answer_lookups(redis_server: RedisServer, connection: Connect) -> None:
-    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=0.1)
+    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=0.1)
     redis_server.kill()
     await index.open()
     assert await index.lookup({A: hashes(4)}) == {}
@@ -323,7 +321,7 @@ async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(
 ) -> None:
     units = hashes(4)
     await cluster.redis.sadd(prefix_key("a", 1), *units)
-    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=0.002)
+    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=0.002)
     await index.lookup({A: units})
     await until(lambda: not index._pending, "its connection is there")
     asked = counted(index, monkeypatch)
@@ -342,7 +340,7 @@ async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(
     # Any one of them may have been held up by a busy machine.
     assert 0.001 < min(waits) < 0.2
     await index.close()
-    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
     assert await index.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await index.close()
 
@@ -350,7 +348,7 @@ async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(
 async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisServer, connection: Connect, monkeypatch: Any) -> None:
     monkeypatch.setattr("router.workers.prefix_index._OPEN_S", 0.2)
     units = hashes(4)
-    index = PrefixIndex(connection(), HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
     redis_server.kill()
     asked = counted(index, monkeypatch)
     started = time.monotonic()
@@ -370,21 +368,24 @@ async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster
     ids = list(range(10, 10 + 3 * HASH_UNIT))
     pool = WorkerPool(router_id="r", signer=CallSigner(SECRET, "r"), cleanup=Cleanup())
     pool.sync([worker.record])
-    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
-    lookup = PrefixLookup(index, SECRET, HASH_UNIT)
+    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
 
-    def job(salt: str, prompt: list[int], tenant: str = "") -> Job:
+    def job(salt: str, prompt: list[int], tenant: str = "") -> RequestJob:
         sampling, deadline = SamplingParams(max_tokens=1), time.monotonic() + 60
-        return Job(request_id="r", prompt=prompt, sampling=sampling, deadline=deadline, cache_salt=salt, tenant=tenant)
+        return RequestJob(request_id="r", prompt=prompt, sampling=sampling, deadline=deadline, cache_salt=salt, tenant=tenant)
 
     key = derive_key(SECRET, tenant="", salt="s", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
     await cluster.announce(worker, prefix_hashes(key, ids, HASH_UNIT))
     life = WorkerLife.of(worker.record)
-    assert await lookup.cached_tokens(job("s", [*ids, 1]), pool) == {life: CachedPrefix(3 * HASH_UNIT)}
-    assert await lookup.cached_tokens(job("s", ids), pool) == {life: CachedPrefix(2 * HASH_UNIT)}, "the last token is computed anyway"
-    assert await lookup.cached_tokens(job("other", [*ids, 1]), pool) == {}
-    assert await lookup.cached_tokens(job("s", [*ids, 1], tenant="another"), pool) == {}, "a tenant's prompts are found by nobody else"
-    assert await lookup.cached_tokens(job("s", [*ids, 1] * 100), pool) == {life: CachedPrefix(3 * HASH_UNIT)}, "hashed in a thread"
+    assert await index.cached_tokens(job("s", [*ids, 1]), pool.records()) == {life: CachedPrefix(3 * HASH_UNIT)}
+    assert await index.cached_tokens(job("s", ids), pool.records()) == {life: CachedPrefix(2 * HASH_UNIT)}, (
+        "the last token is computed anyway"
+    )
+    assert await index.cached_tokens(job("other", [*ids, 1]), pool.records()) == {}
+    assert await index.cached_tokens(job("s", [*ids, 1], tenant="another"), pool.records()) == {}, (
+        "a tenant's prompts are found by nobody else"
+    )
+    assert await index.cached_tokens(job("s", [*ids, 1] * 100), pool.records()) == {life: CachedPrefix(3 * HASH_UNIT)}, "hashed in a thread"
     await pool.close()
     await index.close()
 
@@ -579,7 +580,7 @@ async def test_a_prefix_set_of_any_other_kind_is_an_empty_one(cluster: Cluster) 
     units = hashes(4)
     await cluster.redis.sadd(prefix_key("a", 1), *units)
     await cluster.redis.set(prefix_key("b", 1), "no set")
-    index = PrefixIndex(cluster.redis, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
     for _ in range(2):
         assert await index.lookup({A: units, B: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await index.close()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from otlp_receiver import Collector, collecting
 from router_fakes import Cluster, Script, refuse
 
-from router.request.report import Report
-from router.serving.tracing import parts_of
+from router.request.report import RequestReport
+from router.serving.recorder import span_parts
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
 
@@ -47,13 +47,13 @@ def test_parts_follow_one_another_within_the_request(
     def at(seconds: float | None) -> float | None:
         return None if seconds is None else started + seconds
 
-    report = Report(num_prompt_tokens=3, started=started, metrics=cast(RouterMetrics, None))
+    report = RequestReport(started=started, metrics=cast(RouterMetrics, None))
     report.route_s, report.queue_s = route_s, queue_s
     report.first_token_at, report.committed_at, report.last_decode_at = at(first), at(committed), at(decoded)
     report.transfer.transport = transport
     # An end after all that is known of it.
     ended_at = started + max(last, first or 0.0, committed or 0.0, decoded or 0.0)
-    parts = list(parts_of(report, ended_at))
+    parts = list(span_parts(report, ended_at))
     names = [part.name for part in parts]
     assert names == [name for name in ("route", "queue", "prefill", "hand_over", "decode") if name in names]
     assert names[0] == "route"
@@ -106,7 +106,7 @@ async def test_without_tracing_the_clients_context_goes_on_as_it_came(cluster: C
     decode.hooks.append(look)
     async with cluster.serving():
         await ask(cluster)
-        assert cluster.router._tracer is None
+        assert cluster.router.tracer is None
     assert seen == [METADATA[0][1]] * 2
 
 

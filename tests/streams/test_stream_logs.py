@@ -117,7 +117,7 @@ async def test_what_is_refused_is_logged_with_its_id(fake_model_dir: Path, tmp_p
         async def fails(*_: Any, **__: Any) -> None:
             raise RuntimeError("a bug, for the test")
 
-        monkeypatch.setattr(system.routers[0]._inference._prompts, "resume", fails)
+        monkeypatch.setattr(system.routers[0].inference._prompts, "resume", fails)
         with pytest.raises(Exception, match="internal error"):
             await generate(system, "asked")
         await system.settled()

@@ -171,7 +171,7 @@ async def test_a_collector_that_is_away_costs_a_line_and_nothing_else(
         for _ in range(3):
             await generate(system)
         await system.settled()
-        tracer = system.routers[0]._tracer
+        tracer = system.routers[0].tracer
         assert tracer is not None
     assert collector.num_calls > 0
     assert collector.spans == []

@@ -83,7 +83,7 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str)
         ):
             call: Any = method(request, timeout=WAIT_S)  # type: ignore[operator]
             # The prefill worker has handed everything over and may be at its end: gRPC cancels what comes then, and routers take either for
-            # a worker that is gone (router/serving/losses.py).
+            # a worker that is gone (router/serving/attempt.py).
             with pytest.raises(grpc.aio.AioRpcError, match=refused):
                 await (call.read() if hasattr(call, "read") else call)
         runner.let_go()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord
-from twostep.cluster.snapshot import Candidate, Demand, MeanLoad
+from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
 
@@ -255,7 +255,7 @@ def _miss(predicted_s: float, target_ms: float | None) -> float:
 class Predictor:
     """For one demand: what each worker of a side would do for it."""
 
-    def __init__(self, demand: Demand, fallback: StepCurve) -> None:
+    def __init__(self, demand: PlacementRequest, fallback: StepCurve) -> None:
         """`fallback`: of workers that have not measured themselves."""
         self._demand = demand
         self._fallback = fallback

@@ -55,7 +55,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class PlacementRequest:
     """What a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from now;
     None: as soon as can be."""
 
