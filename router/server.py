@@ -155,7 +155,7 @@ class Router:
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         self._grammars = GrammarChecker(config.model)
         self._renderer = Renderer(Setup.of(card, chat_format, None if config.special_tokens_in_messages == "tokens" else tokenizer))
-        self._prompts = PromptReader(
+        prompts = PromptReader(
             tokenizer,
             card,
             self._renderer,
@@ -179,7 +179,7 @@ class Router:
                 client_write_timeout_s=config.client_write_timeout,
                 ageing_s=config.ageing,
             ),
-            prompts=self._prompts,
+            prompts=prompts,
             admission=self.admission,
             dispatcher=self._dispatcher(),
             pool=self.pool,
@@ -325,7 +325,7 @@ class Router:
         return 0 if self._metrics_server is None else self._metrics_server.port
 
     async def warm(self) -> None:
-        """What else the first chat would wait for. Raises SetupError for a chat template that cannot be compiled within bounds."""
+        """Prepares what else the first chat would wait for. Raises SetupError for a chat template that cannot be compiled within bounds."""
         await self._renderer.start()
 
     async def start(self) -> None:
@@ -395,7 +395,7 @@ class Router:
             await self.batches.close()
         await self._index.close()
         await self.pool.close()
-        self._prompts.close()
+        self.inference.prompts.close()
         if self._hold_back is not None:
             self._hold_back.close()
         await self._grammars.close()

@@ -22,7 +22,7 @@ from twostep.step_curve import StepCurve
 # Less than that is nothing: means over the last seconds fade, and never quite end.
 _LEAST_S = 1e-3
 _MOST = 1000.0
-# Where nobody has asked anything yet.
+# Before the first request.
 _PROMPT_TOKENS = 256.0
 
 

@@ -131,7 +131,7 @@ class PlacementEncoder:
 
 
 def choice_of(result: Placement | NoPlacement) -> dict[str, Any]:
-    """What is compared when a decision is made again."""
+    """Returns what is compared when a decision is made again."""
     if isinstance(result, NoPlacement):
         return {"shortage": result.shortage.value, "reason": result.reason}
     return {

@@ -35,7 +35,7 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who serves a request. `prefill` is None where the decode worker computes the prompt itself.
+    """The workers that serve a request. `prefill` is None where the decode worker computes the prompt itself.
 
     Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
     not, after how many seconds it is worth asking again (0 otherwise). Not `attainable`: these workers would miss them without any load.
@@ -62,7 +62,7 @@ class Shortage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPlacement:
-    """Why nobody can serve the request now; `reason` is a sentence for the client."""
+    """Says why no workers can serve the request now; `reason` is a sentence for the client."""
 
     shortage: Shortage
     reason: str
@@ -118,7 +118,7 @@ class _Choice:
     def __init__(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], demand: PlacementRequest, *, skip_excluded: bool) -> None:
         self._demand = demand
         self._predictor = Predictor(demand, fallback_curve((*prefill, *decode)))
-        # The excluded ones count where it is about loads: what is on them is somebody's.
+        # The excluded ones count where it is about loads: there is work on them.
         self._prefill = [(c, mean_load(c, demand.num_tokens)) for c in prefill]
         decoding = [(c, mean_load(c, demand.num_tokens)) for c in decode]
         self._prefill_share, share = shares(self._prefill), shares(decoding)

@@ -60,7 +60,7 @@ def versions_apart(prefill: Sequence[Candidate], decode: Sequence[Candidate]) ->
 
 
 def no_transport(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    """Who lacks what, for workers whose KV could travel."""
+    """Says which transport is lacking where, for workers whose KV could travel."""
     sides = (("prefill", prefill), ("decode", decode))
     names = sorted({t for c in (*prefill, *decode) for t in c.record.transports})
     ids = {role: ", ".join(sorted(c.record.worker_id for c in workers)[:8]) for role, workers in sides}

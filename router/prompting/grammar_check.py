@@ -1,4 +1,4 @@
-"""What is wrong with a grammar is said before its request waits for anything, and by a process that may die of it.
+"""Grammars are checked before their requests wait for anything, and by a process that may die of it.
 
     grammar ─ known? ─┬─ yes ───────────────────────────────────────▶ verdict
                       └─ no ─ a probe that is free ─ tries it ──────▶ verdict, remembered
@@ -31,7 +31,7 @@ _MEMORY_BYTES = 512 << 20
 
 
 class GrammarChecker:
-    """Of one router. Belongs to its event loop."""
+    """Checks the grammars of one router's requests. Belongs to its event loop."""
 
     def __init__(self, model_dir: Path, *, check_s: float = _CHECK_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         """`check_s`, `memory_bytes`: what one grammar may take."""
@@ -80,7 +80,7 @@ class GrammarChecker:
             self._verdicts.popitem(last=False)
 
     async def _ask(self, grammar: Grammar) -> str | None:
-        """What is wrong."""
+        """Returns what is wrong, if anything is."""
         question = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
             trouble: str | None = json.loads(await self._pool.ask(self._line, question, cpu_s=self._check_s))["error"]

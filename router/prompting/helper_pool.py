@@ -111,7 +111,7 @@ class HelperQueue:
 
 
 class HelperPool:
-    """Of one router. Belongs to its event loop."""
+    """Keeps the processes of one kind. Belongs to one event loop."""
 
     def __init__(self, helper: Helper, num_processes: int) -> None:
         """Starts nothing yet."""
@@ -119,7 +119,7 @@ class HelperPool:
         self._places = asyncio.Semaphore(num_processes)
         self._idle: list[HelperProcess] = []
         self._busy: set[HelperProcess] = set()
-        # What goes on whoever waits for it: answers, processes that are ended, those that are started in their place.
+        # These go on without their callers: answers, processes that are ended, those that are started in their place.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -153,7 +153,7 @@ class HelperPool:
             line.num -= 1
 
     async def close(self) -> None:
-        """When nobody waits for an answer any more."""
+        """Ends all processes. Called when no caller waits for an answer any more."""
         self._closed = True
         while self._tasks or self._idle:
             while self._idle or self._busy:
@@ -162,6 +162,10 @@ class HelperPool:
 
     async def _answer(self, question: tuple[bytes, ...], cpu_s: float) -> bytes:
         process = self._idle.pop() if self._idle else await self._started()
+        if self._closed:
+            # It was started while close() ended the others.
+            self._begin(process.end())
+            raise SetupError("the router is closing")
         self._busy.add(process)
         try:
             answer = await process.ask(*question, cpu_s=cpu_s, timeout_s=_WAIT_S)
@@ -210,5 +214,5 @@ class HelperPool:
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Seen, so that nobody logs what it may quote if its caller is gone.
+            # Seen, so that it is not logged, with what it may quote, if its caller is gone.
             task.exception()

@@ -135,7 +135,7 @@ class PromptReader:
         return Prompt(await self._in_thread_if_long(encoded, len(text)), tokenizer, reasoning, begun)
 
     async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
-        """Of a Generate request: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
+        """Reads a Generate request's: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
         ResourceExhausted."""
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -155,7 +155,7 @@ class PromptReader:
         if not num_ids:
             raise InvalidRequest("token_ids is empty; send at least one id")
         if num_ids >= self._card.max_model_len:
-            # Looking at each of millions would hold up everybody else.
+            # Looking at each of millions would hold up all other requests.
             raise _no_room(num_ids, self._card.max_model_len)
         ids = list(given)
         if max(ids) >= self._card.vocab_size:
@@ -168,7 +168,7 @@ class PromptReader:
     def sampling(
         self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int
     ) -> SamplingParams:
-        """What the client asked for, then the model's defaults, then neutral ones; bounded by the context, and where
+        """Resolves the client's values, then the model's defaults, then neutral ones; bounded by the context, and where
         max_tokens is not given by `pool_tokens`, the most that a worker could hold.
 
         Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
@@ -222,7 +222,7 @@ class PromptReader:
         return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
 
     def _check_length(self, num_chars: int) -> None:
-        """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""
+        """Megabytes that can never fit would keep the tokenizer's threads from other requests for seconds."""
         if (least := self._tokenizer.least_tokens(num_chars)) >= self._card.max_model_len:
             raise ContextExceeded(
                 f"the prompt has {num_chars} characters, at least {least} tokens, and the context {self._card.max_model_len}; shorten it"

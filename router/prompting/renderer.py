@@ -1,4 +1,4 @@
-"""Chats are rendered beside the router, in processes that may die of it: a template is a program of the model's, its input anybody's.
+"""Chats are rendered beside the router, in processes that may die of it: a template is a program of the model's, its input a stranger's.
 
     chat ─ short? ─┬─ yes ─ a process that is free, few steps ─────────▶ text
                    │           └─ it takes more ─┐
@@ -35,7 +35,7 @@ _MAX_SHORT = 4096
 
 
 class Renderer:
-    """Of one router. Belongs to its event loop."""
+    """Renders the chats of one router. Belongs to its event loop."""
 
     def __init__(self, setup: Setup, *, short_s: float = _SHORT_S, long_s: float = _LONG_S) -> None:
         """Starts nothing yet. `short_s`, `long_s`: what a render may take of the processor."""
@@ -69,7 +69,7 @@ class Renderer:
         return await self._ask(self._long, MAX_STEPS, data, self._long_s)
 
     async def close(self) -> None:
-        """When nobody waits for an answer any more."""
+        """Ends all processes. Called when no caller waits for an answer any more."""
         await self._pool.close()
 
     async def _ask(self, line: HelperQueue, max_steps: int, data: bytes, cpu_s: float) -> Rendered:

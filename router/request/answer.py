@@ -55,7 +55,7 @@ class AnswerReader:
         self.num_reasoning_tokens = 0
         self._counted = False
         self.finish: Finish | None = None
-        # The workers know nothing of it: whoever reads the answer ends the request.
+        # The workers know nothing of it: the reader of the answer has to end the request.
         self.stopped_by_text = False
 
     def resume(self, tokens: Sequence[prefill_pb2.Token]) -> None:

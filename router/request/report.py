@@ -1,4 +1,4 @@
-"""What is learnt about one request while it is served: usage, the phases of its latency, how its KV cache travelled, how it ended."""
+"""A record of one request: its usage, the phases of its latency, how its KV cache travelled, how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostep.process.tracing import Span
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 
-# Refused ones are many where nobody has room.
+# Refused ones are many where all workers are full.
 _MAX_BEGUN = 32
 
 

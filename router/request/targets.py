@@ -1,4 +1,4 @@
-"""What a request was promised, and whether it can be kept: decided before anything is asked of a worker, by pure functions.
+"""A request's targets, and whether they can be kept: decided before anything is asked of a worker, by pure functions.
 
 A request with targets is refused as soon as they cannot be met any more: what it has waited, what it would still wait in the router's
 queue, and what placement predicts on the workers, add up to more than its time to the first token; or a token would take longer than its
@@ -51,7 +51,7 @@ class Expired(DeadlineExceeded):
 
 
 def retry_after(seconds: float) -> float:
-    """What a client is told to wait: not so little that it comes for nothing, not so much that it finds everything idle."""
+    """Bounds how long a client is asked to wait: not so little that it comes for nothing, not so much that it finds everything idle."""
     return min(_MAX_RETRY_S, max(_MIN_RETRY_S, seconds))
 
 
@@ -98,7 +98,7 @@ def class_of(request: inference_pb2.GenerateRequest) -> RequestClass:
 
 
 def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
-    """Whose share the request uses: what is `known` of its caller, else its own word. Raises InvalidRequest."""
+    """Returns the tenant whose share the request uses: the one `known` of its caller, else its own word. Raises InvalidRequest."""
     tenant = request.tenant if known is None else known
     if len(tenant) > _MAX_TENANT_CHARS or not tenant.isprintable():
         where = "tenant" if known is None else f"the metadata {TENANT_HEADER}"
@@ -110,7 +110,7 @@ def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
 
 
 class Predicted(Protocol):
-    """What placement says of its choice (router.placing.placement.Placement)."""
+    """Describes placement's choice (router.placing.placement.Placement)."""
 
     @property
     def predicted_ttft_s(self) -> float: ...
@@ -143,7 +143,7 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predic
     late = (not placed.meets_targets or waited_s > targets.ttft_s) and waited_s + placed.predicted_ttft_s > targets.ttft_s
     if not late and not (queue_s > 0.0 and ttft_s > targets.ttft_s):
         return None
-    # What it has waited is nobody's queue the next time.
+    # The time that it has waited counts no more the next time.
     excess_s = max(placed.predicted_ttft_s + queue_s - targets.ttft_s, placed.retry_after_s)
     return Refused(
         Reason.TARGET_TTFT,

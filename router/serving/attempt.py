@@ -78,7 +78,7 @@ class _CallFailed(Exception):
 @contextmanager
 def _call_errors() -> Iterator[None]:
     """Turns whatever ends a call into _CallFailed. Closing a channel ends the calls on it with CancelledError, and those begun later with
-    UsageError; the first is told apart from the cancellation of the task that waits."""
+    UsageError; the first must not be taken for the cancellation of the task that waits."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Text is shown to the operator's hook before it goes to the client (see twostep/hold_back.py for what the hook is told).
+"""Text is shown to the operator's hook before it goes to the client (see twostep/hold_back.py for what the hook gets).
 
     pieces -> waiting, the last `window` characters of text and of reasoning -> the client
                  └ hook: allow | replace what waits | stop the answer
@@ -62,7 +62,7 @@ class HoldBack:
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = self._check(await self._ask(held))
-        except Exception as error:  # noqa: BLE001  # the hook is anybody's code
+        except Exception as error:  # noqa: BLE001  # the hook is foreign code
             # Its message may quote what it was shown.
             if not self._complained:
                 log.error("the hold-back hook gave no verdict (%s); said once until it gives one", type(error).__name__)
@@ -124,7 +124,7 @@ class HeldAnswer:
         return "".join(getattr(piece, kind) for piece in self._waiting)
 
     def _replace(self, kind: Kind, text: str) -> None:
-        """What waits of the other kind stays."""
+        """Replaces what waits of one kind; the other stays."""
         self._replaced = True
         other: Kind = "text" if kind == "reasoning" else "reasoning"
         kept = [_piece(other, getattr(piece, other)) for piece in self._waiting if getattr(piece, other)]
@@ -149,7 +149,7 @@ class HeldAnswer:
         for kind in _KINDS:
             self._sent[kind] += getattr(piece, kind)
         if self._replaced:
-            # Ids, and what came with them, would tell what was replaced; positions go on from the last that was told.
+            # Ids, and what came with them, would reveal what was replaced; positions go on from the last that was sent.
             piece = inference_pb2.Piece(text=piece.text, reasoning=piece.reasoning, position=self._position)
             if not piece.text and not piece.reasoning:
                 return

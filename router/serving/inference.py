@@ -87,11 +87,11 @@ class Caller(Protocol):
         ...
 
     async def begin(self, request_id: str, seed: int) -> None:
-        """What the request is called, and what it is sampled with: known before anything else is."""
+        """Gets the request's name and its seed, before anything else is known."""
         ...
 
     def accepted(self, prompt: Sequence[int]) -> None:
-        """The prompt's token ids, before the first piece."""
+        """Gets the prompt's token ids, before the first piece."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class Inference:
         self._tracer = tracer
         self._hold_back = hold_back
         self._metrics = metrics
-        self._prompts = prompts
+        self.prompts = prompts
         self._admission = admission
         self._dispatcher = dispatcher
         self._pool = pool
@@ -149,21 +149,13 @@ class Inference:
         with about as report:
             return await self._generate(request, caller, report, read_prompt)
 
-    async def read_prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
-        """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
-        return await self._prompts.prompt(request)
-
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         self.check_model(request.model)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("the input is missing; set text or chat")
-        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat))
+        ids = await (self.prompts.text_ids(request.text) if kind == "text" else self.prompts.chat_ids(request.chat))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self.max_model_len)
-
-    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Raises InvalidRequest for an empty text or one too long, ResourceExhausted if too many long ones are being tokenized."""
-        return await self._prompts.text_ids(text, add_special_tokens=add_special_tokens)
 
     def models(self) -> inference_pb2.ListModelsResponse:
         roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
@@ -182,7 +174,7 @@ class Inference:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model, its configuration and its tokenizer."""
+        """Identifies the model, its configuration and its tokenizer."""
         return self._config.fingerprint
 
     # ---- a Generate request -------------------------------------------------------------------------------------------
@@ -202,16 +194,16 @@ class Inference:
             if len(request.cache_salt) > _MAX_SALT_CHARS:
                 raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
             caller.identity.check_solvent()
-            prompt = await (self.read_prompt(request) if read_prompt is None else read_prompt())
+            prompt = await (self.prompts.prompt(request) if read_prompt is None else read_prompt())
             job = report.job = self._job(request, prompt, name, caller, report)
-            await self._prompts.check_grammar(job.sampling)
+            await self.prompts.check_grammar(job.sampling)
             with caller.identity.spending(len(job.prompt)) as spending:
                 if self._demand is not None:
                     report.offered = True
                     self._demand.arrived(job)
                 caller.accepted(job.prompt)
                 answer = report.answer = prompt.answer(job.sampling)
-                await self._prompts.resume(answer, job.resumed, job.sampling)
+                await self.prompts.resume(answer, job.resumed, job.sampling)
                 try:
                     # What the client has may be all of it but the end.
                     finish = answer.finish or await self._stream(job, report, answer, caller, begun)
@@ -228,7 +220,7 @@ class Inference:
         request_class, targets = class_of(request), Targets.of(request)
         tenant = tenant_of(request, caller.identity.tenant) or caller.identity.fallback
         caller.identity.check_class(request_class)
-        sampling = self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
+        sampling = self.prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
         return RequestJob(
             request_id=name,
             prompt=prompt.ids,
@@ -299,7 +291,7 @@ class Inference:
             key_id=caller.identity.key_id,
             request_class=class_name(job.request_class),
         )
-        return hold_back.begin(request, write, sent=self._prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
+        return hold_back.begin(request, write, sent=self.prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
 
     @asynccontextmanager
     async def _serving(self, job: RequestJob, entry: QueueEntry, output: Output, report: RequestReport) -> AsyncIterator[None]:
@@ -338,8 +330,8 @@ class Inference:
 
     @property
     def most_tokens(self) -> int:
-        """Of an answer that says nothing of it."""
-        return self._prompts.most_unasked(self.max_model_len)
+        """Returns the most tokens of an answer whose request does not bound it."""
+        return self.prompts.most_unasked(self.max_model_len)
 
     def _pool_tokens(self) -> int:
         """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""

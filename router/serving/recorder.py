@@ -1,4 +1,4 @@
-"""What one request leaves behind, however it ends: metrics, its part in the deployment's demand, its id in every line of the log meanwhile,
+"""Each request leaves behind, however it ends: metrics, its part in the deployment's demand, its id in every line of the log meanwhile,
 and its span if it is traced.
 
 A span has parts, made at its end from what was recorded: nothing is traced while tokens flow. The names of attributes are OpenTelemetry's

@@ -1,4 +1,4 @@
-"""The router looks at itself once a second: what `GetStatus`, `twostep status` and the page are told, and the last minutes of it."""
+"""The router looks at itself once a second: what `GetStatus`, `twostep status` and the page show, and the last minutes of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MAX_REFUSED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
-    """Who the router is, and what it knows of itself now. Called on the event loop; all return at once."""
+    """Tells who the router is, and what it knows of itself now. Called on the event loop; all return at once."""
 
     router_id: str
     model: str
@@ -77,7 +77,7 @@ class StatusBoard:
         return self._ratio
 
     def status(self) -> status_pb2.ClusterStatus:
-        """Of now; what is counted, as of the last second."""
+        """Returns the status of now; what is counted, as of the last second."""
         before, now = sample_before(self._samples, WINDOW_S), self._samples[-1]
         state = self._view.state()
         records = sorted(self._pool.records(), key=lambda record: (record.role, record.worker_id))
@@ -113,27 +113,27 @@ class StatusBoard:
     def close(self) -> None:
         """Listeners get what there is now, and then their end."""
         self._closed = True
-        self._tell()
+        self._notify()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """One JSON object a second: {"status": as status_json(), "point": the second in the history}. Who is too slow for that misses some.
-        Raises ResourceExhausted: too many listen."""
+        """Yields a JSON object a second: {"status": as status_json(), "point": the second in the history}. A listener that is too slow
+        for that misses some. Raises ResourceExhausted: too many listen."""
         if len(self._listeners) >= MAX_LISTENERS:
             raise ResourceExhausted(
                 f"{MAX_LISTENERS} pages listen to this router already; close one, or ask /ui/api/status now and then", retry_after_s=5.0
             )
-        told = asyncio.Event()
-        told.set()
-        self._listeners.add(told)
+        changed = asyncio.Event()
+        changed.set()
+        self._listeners.add(changed)
         try:
             while True:
-                await told.wait()
-                told.clear()
+                await changed.wait()
+                changed.clear()
                 yield self._latest()
                 if self._closed:
                     return
         finally:
-            self._listeners.discard(told)
+            self._listeners.discard(changed)
 
     def _look(self) -> None:
         view, now = self._view, time.monotonic()
@@ -142,15 +142,15 @@ class StatusBoard:
         lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
         self._ratio = role_load(self._pool.snapshot(), lengths).ratio
         self._history.append(point(list(self._samples), state, self._ratio, records, time.time()))
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._event = None
-        for told in self._listeners:
-            told.set()
+        for changed in self._listeners:
+            changed.set()
 
     def _latest(self) -> bytes:
-        """Made once a second, for all who listen, if anybody does."""
+        """Made once a second, for all listeners together, if there are any."""
         if self._event is None:
             last = self._history[-1] if self._history else None
             self._event = json.dumps({"status": self.status_json(), "point": last}, separators=(",", ":")).encode()

@@ -1,5 +1,5 @@
-"""What a router shows of itself, of its workers and of the autoscaler's decision: pure functions from records in Redis, and from what its
-counters said before and now.
+"""The status that a router shows, of itself, its workers and the autoscaler's decision: pure functions from records in Redis, and from its
+counters, before and now.
 
     CounterSample   everything that the router has counted so far, taken once a second (router/status/board.py)
     load     two samples: what came between them, as rates and percentiles
@@ -156,7 +156,7 @@ def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSa
 
 
 def router_load(before: CounterSample, now: CounterSample, state: RouterState, ratio: float | None) -> status_pb2.RouterLoad:
-    """What came between two samples."""
+    """Returns what came between two samples."""
     load = status_pb2.RouterLoad(
         window_s=now.at - before.at,
         num_running=state.num_running,

@@ -75,7 +75,8 @@ class DemandBook:
             totals["tpot_met"] += Reason.TARGET_TPOT not in missed
 
     def totals(self, window: int, *, queued: int, left: bool = False) -> Mapping[int, DemandTotals]:
-        """What to write now, by window: nothing that came is something to say too. `left`: for the last time. Forgets older windows."""
+        """Returns what to write now, by window: that no request came is worth writing too. `left`: for the last time. Forgets older
+        windows."""
         current = range(window - _NUM_WINDOWS + 1, window + 1)
         for old in [known for known in self._totals if known not in current]:
             del self._totals[old]

@@ -1,17 +1,17 @@
-"""Whose turn it is among requests that wait: classes by urgency, tenants of a class by fair shares, a tenant's own by deadline. Pure: time
+"""The order of requests that wait: classes by urgency, tenants of a class by fair shares, a tenant's own by deadline. Pure: time
 is an argument, and nothing waits here.
 
-    classes   the most urgent one that has anybody waiting. Ageing: a class whose oldest request has waited for `ageing_s` gets one turn in
+    classes   the most urgent one with requests waiting. Ageing: a class whose oldest request has waited for `ageing_s` gets one turn in
               every nine, however much comes before it
     tenants   weighted fair queueing by tokens. Each tenant has a counter of what it was given, divided by its weight; the lowest is next.
-              Who has had nothing waiting begins at the level of the others, so that idleness earns no credit. A request is charged with the
-              tokens that it is expected to take when its turn comes, and with the real ones when it is over
+              One that had nothing waiting begins at the level of the others, so that idleness earns no credit. A request is charged with
+              the tokens that it is expected to take when its turn comes, and with the real ones when it is over
     a tenant  the earliest due; requests without a target are due `ageing_s` after they came
 
 Counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), the virtual token counter. The level that newcomers begin
 at is the virtual time of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), whose bound holds: while two tenants of a class both
 wait, what they are charged, divided by their weights, grows apart by no more than one request of each, however long it goes on. A turn is
-never left unused while anybody may take it.
+never left unused while any request may take it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class QueueEntry:
 
 @dataclass(frozen=True, slots=True)
 class QueueTurn:
-    """What a turn changed but the charge: for whoever gives it back."""
+    """Keeps what a turn changed besides the charge, so that it can be given back."""
 
     number: int
     passed_over: int
@@ -78,8 +78,8 @@ class QueueTurn:
 
 
 class FairQueue:
-    """join() or leave() a entry; first() says whose turn it is; take() charges whoever gets it, waiting or not; give_back() if nothing
-    came of it, settle() with what came of it."""
+    """join() or leave() an entry; first() says whose turn it is; take() charges the one that gets it, waiting or not; give_back() if
+    nothing came of it, settle() with what came of it."""
 
     def __init__(self, quota: Quota = EVERYBODY_ALIKE, *, ageing_s: float = AGEING_S) -> None:
         self._quota = quota
@@ -107,7 +107,7 @@ class FairQueue:
         self._lanes[entry.request_class].leave(entry)
 
     def first(self, may_go: Callable[[str], bool] = lambda tenant: True) -> QueueEntry | None:
-        """Whose turn it is, of the tenants that `may_go`. The same until something changes."""
+        """Returns the entry whose turn it is, of the tenants that `may_go`: the same one until something changes."""
         lanes = self._lanes.values()
         for lane in itertools.chain((lane for lane in lanes if lane.passed_over >= _AGED_TURNS), lanes):
             entry = lane.first(may_go)
@@ -148,19 +148,19 @@ class FairQueue:
         self._lanes[entry.request_class].charge(entry.tenant, num_tokens - entry.num_tokens)
 
     def elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
-        """What tenants were given by other routers since the last call."""
+        """Takes note of what tenants were given by other routers since the last call."""
         for request_class, lane in self._lanes.items():
             lane.elsewhere({tenant: count for (its_class, tenant), count in tokens.items() if its_class == request_class})
 
     def tokens_before(self, entry: QueueEntry) -> float:
-        """Tokens that will be given out before `entry`, which need not be here, gets its turn, if nobody else comes. As in a fluid: all
+        """Tokens that will be given out before `entry`, which need not be here, gets its turn, if no others come. As in a fluid: all
         that is more urgent, its tenant's own earlier ones, and what these drag along of the others' by their shares."""
         urgent = sum(lane.num_tokens for known, lane in self._lanes.items() if known < entry.request_class)
         return urgent + self._lanes[entry.request_class].tokens_before(entry)
 
     def gives_way(self, entry: QueueEntry) -> QueueEntry | None:
-        """Who should be sent away when there is no place left for `entry`: the last of what is less urgent, else of the tenant that holds
-        most places for its weight, if that is more than this one's would. None: `entry` itself should."""
+        """Returns which one to send away when there is no place left for `entry`: the last of a less urgent class, else of the tenant
+        that holds most places for its weight, if that is more than this one's would. None: `entry` itself."""
         for request_class in sorted(RequestClass, reverse=True):
             if request_class < entry.request_class:
                 return None
@@ -183,9 +183,9 @@ class _Lane:
         self.waiting: dict[QueueEntry, int] = {}  # with the number of its coming
         self.num_tokens = 0
         self.passed_over = 0
-        self.level = 0.0  # the virtual time: the highest counter that anybody had when a turn came
+        self.level = 0.0  # the virtual time: the highest counter that any tenant had when a turn came
         self._level_heard = 0.0
-        self._tenants: dict[str, _Backlog] = {}  # those with somebody waiting
+        self._tenants: dict[str, _Backlog] = {}  # those with requests waiting
         self._counters: dict[str, float] = {}
         self._most_counters = _FEW_COUNTERS  # above so many, those that say nothing are looked for
         self._numbers = itertools.count(1)
@@ -237,7 +237,7 @@ class _Lane:
         return self._tenants[tenant].last()
 
     def largest(self) -> str | None:
-        """Who holds most places for its weight."""
+        """Returns the tenant that holds most places for its weight."""
         return max(self._tenants, key=lambda t: self.num_waiting(t) / self._quota.weight(t), default=None)
 
     def take(self, entry: QueueEntry) -> None:
@@ -275,7 +275,7 @@ class _Lane:
         return own + min(others_tokens, (own + entry.num_tokens) * others / self._quota.weight(entry.tenant))
 
     def _forget_level_ones(self) -> None:
-        """Who does not wait and is not above the level begins there anyway."""
+        """Drops counters that say nothing: a tenant that does not wait and is not above the level begins there anyway."""
         if len(self._counters) <= self._most_counters:
             return
         for tenant in [t for t, counter in self._counters.items() if t not in self._tenants and counter <= self.level]:

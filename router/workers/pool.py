@@ -71,7 +71,7 @@ class WorkerLink:
         return time.monotonic() - self._last_event
 
     def lose(self, error: TwostepError) -> None:
-        """Tells everybody who has something there."""
+        """Notifies all attempts that have something there."""
         for user in list(self.users):
             user.on_worker_lost(self.life, error)
 

@@ -189,7 +189,7 @@ class PrefixIndex:
 
 
 def _flags(reply: object) -> Sequence[int]:
-    """Empty for a key that is no set: nobody of ours wrote it. Raises RedisError for everything else that went wrong."""
+    """Returns nothing for a key that is no set: no worker wrote it. Raises RedisError for everything else that went wrong."""
     if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
         return ()
     if isinstance(reply, RedisError):
@@ -198,7 +198,7 @@ def _flags(reply: object) -> Sequence[int]:
 
 
 class PrefixProbe:
-    """What is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
+    """Keeps what is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
 
     def __init__(self, life: WorkerLife, hashes: Sequence[bytes], stride: int, *, tiered: bool) -> None:
         self.life = life

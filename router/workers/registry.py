@@ -6,7 +6,7 @@ poll ok        a worker is there as long as its record is; one whose record goes
 poll failed    the last known workers stay; said once, and once more when Redis is back
 refused        a record that does not fit this deployment (other model, secret, hash unit, a version too far from the router's) is left
                out, with its reason logged once
-no record      one that is not signed, or has another's name: nobody of this deployment wrote it there. So is a copy of an earlier
+no record      one that is not signed, or has another's name: no worker of this deployment wrote it there. So is a copy of an earlier
                heartbeat, and a life before the newest that was seen, unless that one is gone and the earlier one answers itself
 """
 
@@ -44,14 +44,14 @@ _AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
 _VOUCHED_S = HEARTBEAT_TTL_S
 # A record that says the same heartbeat for so long is no worker's; no worker's own lasts as long.
 _SAME_BEAT_S = 30.0
-# Listed, and logged by one poll: whoever can write to Redis can make up more.
+# Listed, and logged by one poll: others who can write to Redis can make up more.
 _MAX_REFUSALS = 256
 _MAX_SAID_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What every worker of this deployment has in common with the router."""
+    """Describes what every worker of this deployment has in common with the router."""
 
     model_fingerprint: str
     secret_check: str
@@ -128,7 +128,7 @@ class Registry:
 
     @property
     def refusals(self) -> Sequence[Refusal]:
-        """Of the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
+        """Lists the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
         return self._refusals
 
     @property

@@ -362,7 +362,7 @@ async def test_what_nobody_expected_is_told_as_a_reference(
         async def fails(*_: Any, **__: Any) -> None:
             raise RuntimeError("a detail of the inside")
 
-        monkeypatch.setattr(cluster.router._prompts, "prompt", fails)
+        monkeypatch.setattr(cluster.router.inference.prompts, "prompt", fails)
         async with http.post(CHAT, json=chat(max_tokens=1), headers=bearer(told)) as answer:
             text = await answer.text()
             assert answer.status == 500

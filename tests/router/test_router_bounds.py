@@ -203,259 +203,166 @@ async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: 
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# ---- room --------------------------------------------------------------------------------------------------------------------
+# ---- the queue for workers ---------------------------------------------------------------------------------------------------
 
 
-def resting(room: WorkerQueue) -> bool:
-    """Whoever is first has tried in vain."""
-    return room.resting
+class Workers:
+    """They take as many requests as are `free`; each that wants one tries when the queue gives it a turn."""
 
+    def __init__(self, *, retry_s: float = 1000.0, refuse: bool = True, try_rounds: int = 1) -> None:
+        self.queue = WorkerQueue(retry_s=retry_s)
+        self.free = self.num_tries = 0
+        self.served: list[str] = []
+        self.tries: list[int] = []  # how many tried at once, at each try
+        self._refuse, self._try_rounds, self._trying = refuse, try_rounds, 0
 
-async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
-    room = WorkerQueue(retry_s=1000.0)
-    order: list[int] = []
-    free = trying = 0
-
-    async def wanting(i: int, its: QueueEntry) -> None:
-        nonlocal free, trying
-        async with room.place(its):
-            await room.turn(its)
+    async def want(self, name: str, its: QueueEntry) -> None:
+        async with self.queue.place(its):
+            await self.queue.turn(its)
             while True:
-                trying += 1
-                assert trying == 1, "while workers are full one tries at a time"
-                await asyncio.sleep(0)
-                trying -= 1
-                if free:
+                self._trying += 1
+                self.tries.append(self._trying)
+                for _ in range(self._try_rounds):
+                    await asyncio.sleep(0)
+                self._trying -= 1
+                if self.free:
                     break
-                await room.again(its, refused=True)
-            room.took(its)
-            free -= 1
-            order.append(i)
+                await self.queue.again(its, refused=self._refuse)
+            self.free -= 1
+            self.queue.took(its)
+            self.served.append(name)
 
-    tasks = [asyncio.create_task(wanting(i, entry())) for i in range(4)]
-    await until(lambda: room.num_queued == 4 and resting(room), "they wait")
+    def wanted_by(self, *entries: QueueEntry) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self.want(str(i), its)) for i, its in enumerate(entries)]
+
+    async def tried_in_vain(self, num_queued: int) -> None:
+        await until(lambda: self.queue.num_queued == num_queued and self.queue.resting, "they wait")
+
+    async def release(self, num: int = 1) -> None:
+        """So many places, one after the other."""
+        for _ in range(num):
+            wanted = len(self.served) + 1
+            self.free += 1
+            self.queue.release()
+            await until(lambda wanted=wanted: len(self.served) >= wanted, "one is served")  # type: ignore[misc]
+
+
+async def test_one_tries_at_a_time_and_a_release_wakes_it() -> None:
+    workers = Workers()
+    tasks = workers.wanted_by(*(entry() for _ in range(4)))
+    await workers.tried_in_vain(4)
     tasks[1].cancel()
-    for i in range(3):
-        free += 1
-        room.release()
-        await until(lambda: len(order) == i + 1, "one is served")  # noqa: B023
+    await workers.release(3)
     await asyncio.wait_for(asyncio.wait(tasks), 60.0)
-    assert order == [0, 2, 3]
-    assert room.num_queued == 0
+    assert (workers.served, workers.queue.num_queued, max(workers.tries)) == (["0", "2", "3"], 0, 1)
 
 
 @pytest.mark.parametrize("refused", [True, False])
-async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) -> None:
-    room = WorkerQueue(retry_s=0.02)
-    full, tries = True, list[int]()
-    trying = 0
-
-    async def wanting(its: QueueEntry) -> None:
-        nonlocal trying
-        async with room.place(its):
-            await room.turn(its)
-            while True:
-                trying += 1
-                tries.append(trying)
-                for _ in range(40):
-                    await asyncio.sleep(0)
-                trying -= 1
-                if not full:
-                    break
-                await room.again(its, refused=refused)
-            room.took(its)
-
-    tasks = [asyncio.create_task(wanting(entry())) for _ in range(100)]
-    await until(lambda: len(tries) > (2 if refused else 60), "tries")
-    assert room.num_queued == 100
-    assert max(tries) == (1 if refused else 16)
-    full = False
-    tries.clear()
+async def test_several_try_where_workers_do_not_refuse(refused: bool) -> None:
+    workers = Workers(retry_s=0.02, refuse=refused, try_rounds=40)
+    tasks = workers.wanted_by(*(entry() for _ in range(100)))
+    await until(lambda: len(workers.tries) > (2 if refused else 60), "tries")
+    assert workers.queue.num_queued == 100
+    assert max(workers.tries) == (1 if refused else 16)
+    workers.tries.clear()
+    workers.free = 100
     await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
-    assert max(tries) == 16
+    assert max(workers.tries) == 16
     if refused:
-        assert max(tries[:16]) == 1, "they have to be seen to succeed first"
-    assert room.num_queued == 0
+        assert max(workers.tries[:16]) == 1, "they have to be seen to succeed first"
+    assert workers.queue.num_queued == 0
 
 
-async def test_a_release_for_one_does_not_make_everybody_look() -> None:
+async def test_a_release_for_one_does_not_make_all_of_them_look() -> None:
     """What holds one back holds back those behind it: choosing workers for each of them would be for nothing."""
-    room = WorkerQueue(retry_s=1000.0)
-    served = asyncio.Event()
-    free = num_tries = 0
-
-    async def wanting(its: QueueEntry) -> None:
-        nonlocal free, num_tries
-        async with room.place(its):
-            await room.turn(its)
-            while True:
-                num_tries += 1
-                if free:
-                    free -= 1
-                    await asyncio.sleep(0.001)  # workers are asked
-                    break
-                await room.again(its, refused=False)
-            room.took(its)
-            served.set()
-
-    tasks = [asyncio.create_task(wanting(entry())) for _ in range(100)]
-    await until(lambda: room.num_queued == 100 and resting(room), "they wait")
-    num_tries = 0
-    async with asyncio.timeout(60.0):
-        for _ in range(40):
-            free += 1
-            room.release()
-            await served.wait()
-            served.clear()
-    assert num_tries <= 3 * 40 + 2, "one that finds room, one that finds none, and one more when the first has left"
-    free = 60
-    room.release()
+    workers = Workers(refuse=False)
+    tasks = workers.wanted_by(*(entry() for _ in range(100)))
+    await workers.tried_in_vain(100)
+    workers.tries.clear()
+    await workers.release(40)
+    assert len(workers.tries) <= 3 * 40 + 2, "one that finds room, one that finds none, and one more when the first has left"
+    workers.free = 60
+    workers.queue.release()
     await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
 
 
-async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
-    room = WorkerQueue(retry_s=1000.0)
-    order: list[str] = []
-    free = 0
-
-    async def wanting(name: str, its: QueueEntry) -> None:
-        nonlocal free
-        async with room.place(its):
-            await room.turn(its)
-            while not free:
-                await room.again(its, refused=True)
-            free -= 1
-            room.took(its)
-            order.append(name)
-
+async def test_turns_go_by_class_and_share_in_whatever_order_requests_came() -> None:
+    workers = Workers()
     batch, interactive = RequestClass.BATCH, RequestClass.INTERACTIVE
     # What a was given without waiting counts.
-    room.took(entry(100, "a"))
-    wishes = [("batch", entry(10, "a", batch)), ("a1", entry(10, "a")), ("a2", entry(10, "a")), ("b1", entry(10, "b"))]
-    wishes += [("b2", entry(10, "b")), ("now", entry(10, "a", interactive))]
-    tasks = [asyncio.create_task(wanting(*wish)) for wish in wishes]
-    await until(lambda: room.num_queued == len(wishes) and resting(room), "they wait")
-    for i in range(len(wishes)):
-        free += 1
-        room.release()
-        await until(lambda: len(order) == i + 1, "one is served")  # noqa: B023
+    workers.queue.took(entry(100, "a"))
+    wishes = [entry(10, "a", batch), entry(10, "a"), entry(10, "a"), entry(10, "b"), entry(10, "b"), entry(10, "a", interactive)]
+    tasks = workers.wanted_by(*wishes)
+    await workers.tried_in_vain(len(wishes))
+    await workers.release(len(wishes))
     await asyncio.wait_for(asyncio.wait(tasks), 60.0)
-    assert order[0] == "now"
-    assert order[1:3] == ["b1", "b2"] or order[1:3] == ["b1", "a1"]
-    assert order[-1] == "batch"
+    assert (workers.served[0], workers.served[-1]) == ("5", "0")
+    assert workers.served[1:3] in (["3", "4"], ["3", "1"])
 
 
-async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once() -> None:
-    room = WorkerQueue(retry_s=0.05)
-    tries: list[str] = []
-
-    async def wanting(name: str, its: QueueEntry, enough: int) -> None:
-        async with room.place(its):
-            await room.turn(its)
-            tries.append(name)
-            while tries.count(name) < enough:
-                await room.again(its, refused=True)
-                tries.append(name)
-            room.took(its)
-
-    slow = WorkerQueue(retry_s=1000.0)
-    await asyncio.wait_for(wanting("alone", entry(), 3), 60.0)
-    assert tries == ["alone"] * 3
-    room, tries = slow, []
-    waiting = asyncio.create_task(wanting("batch", entry(request_class=RequestClass.BATCH), 2))
-    await until(lambda: resting(slow), "it has tried")
-    assert tries == ["batch"]
-    await asyncio.wait_for(wanting("urgent", entry(request_class=RequestClass.INTERACTIVE), 1), 60.0)
+async def test_a_newcomer_that_is_first_tries_at_once_and_so_does_the_next_when_it_has_left() -> None:
+    workers = Workers()
+    waiting = asyncio.create_task(workers.want("batch", entry(request_class=RequestClass.BATCH)))
+    await workers.tried_in_vain(1)
+    workers.free = 2
+    await asyncio.wait_for(workers.want("urgent", entry(request_class=RequestClass.INTERACTIVE)), 60.0)
     await asyncio.wait_for(waiting, 60.0)
-    assert tries == ["batch", "urgent", "batch"], "nobody has waited for its time"
+    assert (workers.served, len(workers.tries)) == (["urgent", "batch"], 3)
 
 
 async def test_what_is_released_during_a_try_is_not_slept_over() -> None:
-    room = WorkerQueue(retry_s=1000.0)
-    its = entry()
-    async with asyncio.timeout(60.0), room.place(its):
-        await room.turn(its)
-        room.release()
-        await room.again(its, refused=True)
-        room.took(its)
+    queue, its = WorkerQueue(retry_s=1000.0), entry()
+    async with asyncio.timeout(60.0), queue.place(its):
+        await queue.turn(its)
+        queue.release()
+        await queue.again(its, refused=True)
+        queue.took(its)
 
 
 async def test_a_try_that_ends_otherwise_costs_its_tenant_nothing() -> None:
-    room = WorkerQueue(retry_s=60.0)
-
-    async def fails(its: QueueEntry) -> None:
-        async with room.place(its):
-            await room.turn(its)
-            raise Unavailable("a worker is gone")
-
+    workers = Workers()
     for _ in range(5):
-        with pytest.raises(Unavailable):
-            await fails(entry(1000, "unlucky"))
-    order: list[str] = []
-    blocker = entry(1, "z", RequestClass.INTERACTIVE)
-
-    async def wanting(tenant: str) -> None:
-        its = entry(10, tenant)
-        async with room.place(its):
-            await room.turn(its)
-            order.append(tenant)
-            room.took(its)
-
-    async with room.place(blocker):
-        await room.turn(blocker)
-        tasks = [asyncio.create_task(wanting(tenant)) for tenant in ("unlucky", "other", "unlucky", "other")]
-        await until(lambda: room.num_queued == 5, "they wait")
-        assert order == []
-        room.took(blocker)
+        its = entry(1000, "unlucky")
+        with contextlib.suppress(Unavailable):
+            async with workers.queue.place(its):
+                await workers.queue.turn(its)
+                raise Unavailable("a worker is gone")
+    tasks = workers.wanted_by(*(entry(10, tenant) for tenant in ("unlucky", "other", "unlucky", "other")))
+    await workers.tried_in_vain(4)
+    await workers.release(4)
     await asyncio.gather(*tasks)
-    assert order == ["unlucky", "other", "unlucky", "other"]
+    assert workers.served == ["0", "1", "2", "3"]
 
 
-async def test_room_refuses_who_waits_beyond_its_target() -> None:
-    room = WorkerQueue(retry_s=60.0)
-    first, late = entry(), entry(ttft_s=0.03)
-
-    async def waits(its: QueueEntry) -> None:
-        async with room.place(its):
-            await room.turn(its)
-            await room.again(its, refused=True)
-
-    task = asyncio.create_task(waits(first))
+async def test_the_queue_for_workers_refuses_at_the_target() -> None:
+    workers = Workers()
+    task = asyncio.create_task(workers.want("first", entry()))
     await asyncio.sleep(0)
-    with pytest.raises(Refused, match="ttft_ms"):
-        await waits(late)
-    assert room.num_queued == 1
+    with pytest.raises(Refused) as refused:
+        await workers.want("late", entry(ttft_s=0.03))
+    assert refused.value.reason is Reason.TARGET_TTFT
+    assert workers.queue.num_queued == 1
     task.cancel()
     await asyncio.wait([task])
-    assert room.num_queued == 0
+    assert workers.queue.num_queued == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
-def test_room_wakes_somebody_as_long_as_there_is_anybody(plan: list[tuple[str, int, bool]], tries_needed: int) -> None:
+def test_one_is_woken_as_long_as_there_is_any(plan: list[tuple[str, int, bool]], tries_needed: int) -> None:
     async def run() -> None:
-        room = WorkerQueue(retry_s=0.001)
-        served: list[int] = []
-
-        async def wanting(i: int, tenant: str) -> None:
-            its = entry(1, tenant)
-            async with room.place(its):
-                await room.turn(its)
-                for _ in range(tries_needed):
-                    await asyncio.sleep(0)
-                    await room.again(its, refused=True)
-                room.took(its)
-                served.append(i)
-
-        tasks = [asyncio.create_task(wanting(i, tenant)) for i, (tenant, _, _) in enumerate(plan)]
+        workers = Workers(retry_s=0.001)
+        tasks = workers.wanted_by(*(entry(1, tenant) for tenant, _, _ in plan))
         for turn in range(4):
             await asyncio.sleep(0)
             for task, (_, at, cancelled) in zip(tasks, plan, strict=True):
                 if cancelled and at == turn:
                     task.cancel()
         async with asyncio.timeout(60):
+            await until(lambda: len(workers.tries) >= tries_needed or all(task.done() for task in tasks), "tries in vain")
+            workers.free = len(plan)
             await asyncio.gather(*tasks, return_exceptions=True)
-        assert set(served) >= {i for i, (_, _, cancelled) in enumerate(plan) if not cancelled}
-        assert room.num_queued == 0
+        assert set(workers.served) >= {str(i) for i, (_, _, cancelled) in enumerate(plan) if not cancelled}
+        assert workers.queue.num_queued == 0
 
     asyncio.run(run())
 
@@ -493,16 +400,20 @@ async def test_output_cuts_who_is_too_far_behind_or_away_too_long() -> None:
         output.push(token(output.next_position))
     assert cuts == ["behind"]
     assert output.cut is not None
-    waiting = Output(max_buffered=5, on_cut=lambda: cuts.append("away"), holding=MemoryBudget().hold("a"))
-    waiting.cut_if_stuck(0.0)
+    now = 0.0
+    waiting = Output(max_buffered=5, on_cut=lambda: cuts.append("away"), holding=MemoryBudget().hold("a"), clock=lambda: now)
     taking = asyncio.create_task(waiting.take())
-    await asyncio.sleep(0.01)
-    waiting.cut_if_stuck(0.0)
+    await asyncio.sleep(0)
+    now = 100.0
+    waiting.cut_if_stuck(30.0)
     assert cuts == ["behind"], "who waits for tokens is not stuck"
     waiting.push(token(0))
     await taking
-    await asyncio.sleep(0.01)
-    waiting.cut_if_stuck(0.001)
+    now = 130.0
+    waiting.cut_if_stuck(30.0)
+    assert cuts == ["behind"]
+    now = 130.1
+    waiting.cut_if_stuck(30.0)
     assert cuts == ["behind", "away"]
 
 

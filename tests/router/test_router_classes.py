@@ -211,22 +211,6 @@ async def test_a_prompt_that_is_computed_makes_room_for_the_next_at_once(cluster
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_with_no_bound_on_what_is_staged_all_of_it_is_sent(cluster: Cluster) -> None:
-    prefill, _ = await both(cluster)
-    await described(cluster, prefill, step_tokens=1)
-    release = asyncio.Event()
-
-    async def held(_request: Any, _context: Any) -> None:
-        await release.wait()
-
-    prefill.before_first.extend([held] * 6)
-    async with cluster.serving(staged_steps=0):
-        tasks = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(6)]
-        await until(lambda: len(prefill.requests) == 6, "nobody waits here")
-        release.set()
-        await asyncio.gather(*tasks)
-
-
 async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     await cluster.prefill()
     first, second = await cluster.decode("d0"), await cluster.decode("d1")
@@ -344,18 +328,6 @@ async def test_workers_that_have_not_measured_themselves_get_the_benefit_of_the_
     await described(cluster, prefill, load=WorkerLoad(num_free_blocks=1024, num_queued_tokens=10_000_000))
     async with cluster.serving():
         await cluster.ask(with_targets(asking(cluster), ttft_ms=100))
-
-
-async def test_who_waits_for_full_workers_beyond_its_target_is_refused(cluster: Cluster) -> None:
-    prefill, decode = await both(cluster)
-    await described(cluster, prefill, decode, curve=CURVE)
-    decode.max_held = 0
-    async with cluster.serving():
-        error = await refused(cluster, with_targets(asking(cluster), ttft_ms=300))
-        assert error.retry_after_s is not None
-        assert not prefill.requests
-        assert told_by(cluster)("twostep_requests_refused_total", reason="target_ttft") == 1
-        assert cluster.router.worker_queue.num_queued == 0
 
 
 # ---- what was promised, and kept -------------------------------------------------------------------------------------------

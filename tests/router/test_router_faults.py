@@ -306,32 +306,6 @@ async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_
     assert second.sampling == first.sampling, "seed and bounds stay"
 
 
-async def test_a_prefill_that_dies_after_its_first_token_while_decode_is_silent_is_noticed(cluster: Cluster, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.serving.attempt._VERDICT_TIMEOUT_S", 0.2)
-    prefill = await cluster.prefill()
-    await cluster.decode()
-    prefill.after_first.append(refuse(grpc.StatusCode.UNAVAILABLE, "it crashed"))
-    async with cluster.serving():
-        reply = await cluster.ask(max_tokens=8)
-        await cluster.all_free()
-    assert reply.token_ids == cluster.expected(8)
-    assert attempts(reply) == 2
-
-
-async def test_a_broken_token_stream_is_opened_again_and_replayed(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(break_stream_at=5)
-    async with cluster.serving():
-        reply = await cluster.ask(max_tokens=12)
-        assert reply.token_ids == cluster.expected(12)
-        assert attempts(reply) == 1
-        assert decode.num_streams == 2
-        first, again = decode.positions
-        assert first == []
-        assert [(p.attempt, p.next_position, p.committed, p.reserving) for p in again] == [(1, 5, True, False)]
-        await cluster.all_free()
-
-
 @pytest.mark.parametrize("arrived", [False, True], ids=["ticket lost", "answer lost"])
 async def test_a_ticket_whose_connection_breaks_is_handed_over_again(cluster: Cluster, arrived: bool) -> None:
     _, decode = await cluster.prefill(), await cluster.decode()
@@ -359,38 +333,47 @@ async def test_a_ticket_whose_connection_breaks_is_handed_over_again(cluster: Cl
         await cluster.all_free()
 
 
-async def test_a_ticket_that_the_worker_itself_refuses_is_not_handed_over_again(cluster: Cluster) -> None:
+# What a decode worker does, and how many attempts that costs on a pair, and on the decode worker alone.
+SCRIPTS = {
+    "tokens come twice": (Script(repeat=True), 1),
+    "tokens come in another order": (Script(swap=True), 1),
+    "both": (Script(swap=True, repeat=True), 1),
+    "it fails before the first token": (Script(fail_before_commit=True), 2),
+    "it fails later": (Script(fail_at=4), 2),
+    "the stream breaks": (Script(break_stream_at=5), 1),
+    "the stream breaks and it has lost the sequence": (Script(break_stream_at=5, forget_at_break=True), 2),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["pair", "alone"])
+@pytest.mark.parametrize("what", SCRIPTS)
+async def test_whatever_a_decode_worker_does_each_token_comes_once_in_order(cluster: Cluster, what: str, alone: bool) -> None:
+    if not alone:
+        await cluster.prefill()
+    decode = await cluster.decode(local=alone)
+    script, num_attempts = SCRIPTS[what]
+    decode.script = dataclasses.replace(script)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=31, ignore_eos=True)
+        await cluster.all_free()
+    assert (reply.token_ids, attempts(reply)) == (cluster.expected(31), num_attempts)
+    if script.break_stream_at:
+        first, again = decode.positions
+        assert first == []
+        assert [(p.attempt, p.next_position, p.committed, p.reserving) for p in again] == [(1, 5, True, False)]
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_worker_that_gives_up_what_it_accepted_is_asked_again(cluster: Cluster, monkeypatch: Any, role: str, code: Any) -> None:
+    """The decode worker refuses the ticket, or the prefill worker ends its call after the first token while the decode worker is silent."""
+    monkeypatch.setattr("router.serving.attempt._VERDICT_TIMEOUT_S", 0.2)
     prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.attach_hooks.append(refuse(grpc.StatusCode.UNAVAILABLE, "the ticket expired"))
+    (decode.attach_hooks if role == "decode" else prefill.after_first).append(refuse(code, "it is gone"))
     async with cluster.serving():
         reply = await cluster.ask(max_tokens=12)
-        assert reply.token_ids == cluster.expected(12)
-        assert attempts(reply) == 2
         await cluster.all_free()
-    assert len(prefill.requests) == 2
-
-
-async def test_what_a_worker_has_lost_with_the_stream_is_begun_again(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(break_stream_at=5, forget_at_break=True)
-    async with cluster.serving():
-        reply = await cluster.ask(max_tokens=12)
-        assert reply.token_ids == cluster.expected(12)
-        assert attempts(reply) == 2
-        assert decode.num_streams == 2
-        await cluster.all_free()
-
-
-async def test_decode_failures_are_repeated_only_if_that_may_help(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving():
-        decode.script = Script(fail_at=4)
-        reply = await cluster.ask(max_tokens=8)
-        assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
-        decode.script = Script(fail_at=4, fail_code="DATA_LOSS", fail_retryable=False)
-        code, message = await failure(cluster, max_tokens=8)
-        assert (code, "scripted" in message) == ("DATA_LOSS", True)
-        await cluster.all_free()
+    assert (reply.token_ids, attempts(reply), len(prefill.requests)) == (cluster.expected(12), 2, 2)
 
 
 @pytest.mark.parametrize("fail_at", [1, 4])
@@ -426,15 +409,6 @@ async def test_a_request_is_given_up_after_three_attempts_with_the_last_reason(c
     assert len(prefill.requests) == 3
 
 
-async def test_an_attach_that_finds_no_reservation_begins_again(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    decode.attach_hooks.append(refuse(grpc.StatusCode.NOT_FOUND, "the reservation has expired"))
-    async with cluster.serving():
-        reply = await cluster.ask(max_tokens=8)
-        await cluster.all_free()
-    assert (reply.token_ids, attempts(reply)) == (cluster.expected(8), 2)
-
-
 @pytest.mark.parametrize("committed", [True, False])
 async def test_the_worker_that_is_to_blame_is_avoided_if_there_is_another(cluster: Cluster, committed: bool) -> None:
     """Before the commit a failure is the source's, after it the decode worker's own."""
@@ -453,17 +427,6 @@ async def test_the_worker_that_is_to_blame_is_avoided_if_there_is_another(cluste
             used = decodes if committed else prefills
             assert all(worker.requests for worker in used), "the second attempt went to the other one"
         await cluster.all_free()
-
-
-async def test_tokens_repeated_or_out_of_order_are_forwarded_once_in_order(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving():
-        decode.script = Script(repeat=True)
-        assert (await cluster.ask(max_tokens=30)).token_ids == cluster.expected(30)
-        decode.script = Script(swap=True)
-        assert (await cluster.ask(max_tokens=30)).token_ids == cluster.expected(30)
-        decode.script = Script(swap=True, repeat=True)
-        assert (await cluster.ask(max_tokens=31)).token_ids == cluster.expected(31)
 
 
 async def test_a_token_that_never_comes_begins_the_attempt_again(cluster: Cluster, monkeypatch: Any) -> None:
@@ -551,55 +514,40 @@ async def test_a_draining_worker_gets_nothing_new_but_ends_what_it_has(cluster: 
 # ---- clients that leave --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["reserving", "accepting", "before first", "decoding"])
-@pytest.mark.parametrize("how", ["cancel", "deadline"])
-async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, when: str, how: str) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
+@pytest.mark.parametrize("when", ["reserving", "accepting", "before first", "decoding", "out of time"])
+@pytest.mark.parametrize("alone", [False, True], ids=["pair", "alone"])
+async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, when: str, alone: bool) -> None:
+    """It cancels, or its own deadline does."""
+    if alone and when in ("accepting", "before first"):
+        return
+    prefill = None if alone else await cluster.prefill()
+    decode = await cluster.decode(local=alone)
     decode.script = Script(hold_at=10, once=False)
-
-    async def begun(timeout: float) -> Any:
-        """The call, once it is where it is to end. None if its time was up before."""
-        if when == "reserving":
-            decode.hooks.append(after(600))
-        elif when == "accepting":
-            prefill.hooks.append(after(600))
-        elif when == "before first":
-            prefill.before_first.append(after(600))
-        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=timeout)
-        if when == "decoding":
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                for _ in range(5):
-                    await call.read()
-        reached = {
-            "reserving": lambda: decode.requests,
-            "accepting": lambda: prefill.requests,
-            "before first": lambda: prefill.held,
-            "decoding": lambda: decode.held and prefill.requests and not prefill.held,
-        }[when]
-        await until(lambda: bool(reached()) or call.done(), "it is under way")
-        if not call.done():
-            return call
-        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
-        await cluster.all_free()
-        for what in (decode.hooks, prefill.hooks, prefill.before_first, decode.requests, prefill.requests, prefill.cancelled):
-            what.clear()
-        return None
-
+    if when == "reserving":
+        decode.hooks.append(after(600))
+    elif prefill is not None and when == "accepting":
+        prefill.hooks.append(after(600))
+    elif prefill is not None and when == "before first":
+        prefill.before_first.append(after(600))
+    reached = {
+        "reserving": lambda: decode.requests,
+        "accepting": lambda: prefill is not None and prefill.requests,
+        "before first": lambda: prefill is not None and prefill.held,
+    }.get(when, lambda: decode.held and (prefill is None or (prefill.requests and not prefill.held)))
     async with cluster.serving():
-        # A busy machine may need more than half a second to get there.
-        call = await begun(0.5 if how == "deadline" else 60.0)
-        while call is None:
-            call = await begun(8.0)
-        if how == "cancel":
+        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=1.0 if when == "out of time" else 60.0)
+        await until(lambda: bool(reached()) or call.done(), "it is under way")
+        if when != "out of time":
             call.cancel()
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
             await read_to_end(call)
         await cluster.all_free()
+        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
         attempt = (decode.requests[0].request_id, decode.requests[0].attempt)
         await until(lambda: attempt in decode.cancels, "decode is told")
-        await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
-        if when in ("before first", "decoding"):
-            assert len(prefill.cancelled) == (when == "before first")
+        assert prefill is None or len(prefill.cancelled) == (when == "before first") or when in ("accepting", "out of time")
+        links = (*cluster.router.pool.prefill.values(), *cluster.router.pool.decode.values())
+        await until(lambda: not any(link.users or link.queued_tokens for link in links), "the router has nothing there any more")
         # Nothing of it stands in anybody's way.
         decode.script = Script()
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
@@ -646,6 +594,7 @@ async def test_a_client_that_takes_nothing_at_the_end_is_cut_too(cluster: Cluste
 # ---- Redis ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     prefill = await cluster.prefill()
     await cluster.decode()
@@ -677,6 +626,7 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
     assert len(prefill.requests) >= 12
 
 
+@pytest.mark.system
 async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("workers.registry", "waiting.demand_meter", "waiting.quota_share"):
         monkeypatch.setattr(f"router.{module}._TIMEOUT_S", 0.3)

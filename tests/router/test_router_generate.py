@@ -59,23 +59,6 @@ async def test_the_request_id_is_the_clients_or_a_new_one(cluster: Cluster) -> N
                 assert len(name) >= 16
 
 
-async def test_a_request_id_may_be_used_twice_at_once_and_again_later(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.script.step_s = 0.01
-    async with cluster.serving():
-
-        async def ask() -> list[int]:
-            request = cluster.request(max_tokens=8)
-            request.request_id = "r" * 128
-            return (await cluster.ask(request)).token_ids
-
-        answers = [*await asyncio.gather(ask(), ask()), await ask()]
-        assert answers == [cluster.expected(8)] * 3
-        assert decode.cancels == []
-        assert len({request.request_id for request in prefill.requests}) == 3
-        await cluster.all_free()
-
-
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 9, "stop_token_ids": "first"}])
 async def test_a_first_token_that_ends_the_answer_frees_both_sides(cluster: Cluster, sampling: dict[str, Any]) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from router_fakes import Cluster, FakeDecode, Reply, Script, refuse, until
+from router_fakes import Cluster, Reply, Script, refuse, until
 
 from twostep.rpc.v1 import inference_pb2
 
@@ -61,17 +60,6 @@ async def test_the_context_is_that_of_whoever_can_do_it_alone(cluster: Cluster, 
         if local:
             reply = await cluster.ask(max_tokens=60, ignore_eos=True)
             assert len(reply.token_ids) == 60
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2])
-async def test_answers_of_one_token_and_two(cluster: Cluster, max_tokens: int) -> None:
-    decode = await cluster.decode(local=True)
-    async with cluster.serving():
-        reply = await cluster.ask(max_tokens=max_tokens, ignore_eos=True)
-        await cluster.all_free()
-    assert reply.token_ids == cluster.expected(max_tokens)
-    assert end_of(reply).transfer.transport == "none"
-    assert decode.cancels == []
 
 
 async def test_who_would_not_compute_the_prompt_may_still_take_its_kv(cluster: Cluster) -> None:
@@ -145,20 +133,6 @@ async def test_a_lost_decode_worker_is_replaced_by_another(cluster: Cluster, los
         await until(lambda: not idle.held, "it is free")
 
 
-@pytest.mark.parametrize("script", [Script(fail_before_commit=True), Script(fail_at=4)], ids=["before the first token", "later"])
-async def test_what_fails_on_one_goes_on_on_another(cluster: Cluster, script: Script) -> None:
-    workers = [await cluster.decode(f"d{i}", local=True) for i in range(2)]
-    for worker in workers:
-        worker.script = script
-    # Only the first sequence of each fails; the second attempt is the first one of the other worker.
-    workers[1].script = Script()
-    async with cluster.serving():
-        replies = [await cluster.ask(max_tokens=9, ignore_eos=True) for _ in range(6)]
-        await cluster.all_free()
-    assert all(reply.token_ids == cluster.expected(9) for reply in replies)
-    assert max(end_of(reply).attempts for reply in replies) <= 2
-
-
 async def test_from_a_pair_to_a_decode_worker_alone(cluster: Cluster) -> None:
     """The prefill worker dies for good while its prompt's answer is under way on a decode worker that dies too."""
     prefill = await cluster.prefill()
@@ -190,42 +164,3 @@ async def test_from_a_decode_worker_alone_to_a_pair(cluster: Cluster) -> None:
         reply = await call
     assert reply.token_ids == cluster.expected(30)
     assert end_of(reply).transfer.prefill_worker == "p0"
-
-
-@pytest.mark.parametrize("moment", ["prefilling", "decoding"])
-async def test_a_client_that_leaves_frees_the_worker(cluster: Cluster, moment: str) -> None:
-    decode = await cluster.decode(local=True)
-    decode.script = Script(hold_at=0 if moment == "prefilling" else 5)
-    async with cluster.serving():
-        call = cluster.stub.Generate(cluster.request(max_tokens=500, ignore_eos=True), timeout=60)
-        if moment == "decoding":
-            await call.read()
-        else:
-            await until(lambda: bool(decode.held), "the prompt is there")
-        call.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await call.read()
-        await cluster.all_free()
-        assert len(decode.cancels) == 1
-        link = next(iter(cluster.router.pool.decode.values()))
-        await until(lambda: not link.users, "the router has nothing there any more")
-        assert link.queued_tokens == 0
-
-
-@pytest.mark.parametrize("at", [0, 1, 5])
-async def test_a_stream_that_breaks_costs_no_attempt(cluster: Cluster, at: int) -> None:
-    """`at` 0: before the first token has come."""
-    decode: FakeDecode = await cluster.decode(local=True)
-    decode.script = Script(hold_at=0 if at == 0 else None, break_stream_at=at or None)
-    go_on = decode.script.go_on
-    async with cluster.serving():
-        call = asyncio.create_task(cluster.ask(max_tokens=12, ignore_eos=True))
-        if at == 0:
-            await until(lambda: bool(decode.held), "the prompt is there")
-            decode.break_stream()
-            await until(lambda: decode.num_streams == 2, "it is open again")
-            go_on.set()
-        reply = await call
-    assert reply.token_ids == cluster.expected(12)
-    assert end_of(reply).attempts == 1
-    assert [(p.next_position, p.committed) for p in decode.positions[-1]] == [(at, at > 0)]

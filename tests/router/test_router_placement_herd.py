@@ -22,7 +22,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [name if name == "four routers" else pytest.param(name, marks=pytest.mark.system) for name in WORLDS])
 def test_load_is_spread_no_worker_starves_and_hits_are_kept(name: str) -> None:
     world = WORLDS[name]
     ours, herd = simulate(world, place), simulate(world, affinity)
@@ -37,6 +37,7 @@ def test_load_is_spread_no_worker_starves_and_hits_are_kept(name: str) -> None:
     assert max(ours.peak_seqs) < 0.6 * max(herd.peak_seqs)
 
 
+@pytest.mark.system
 def test_one_prefix_for_all_is_soon_everywhere() -> None:
     world = World(num_prefixes=1, rate=150.0)
     ours, herd = simulate(world, place), simulate(world, affinity)
@@ -46,6 +47,7 @@ def test_one_prefix_for_all_is_soon_everywhere() -> None:
     assert herd.ttft(0.99) > 1.0
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("num_routers", [1, 4, 16])
 def test_late_views_are_better_than_none(num_routers: int) -> None:
     """A router that draws by lot is never misled. Sixteen that look, each with a sixteenth of what happens, must do better than that."""
@@ -57,6 +59,7 @@ def test_late_views_are_better_than_none(num_routers: int) -> None:
     assert max(ours.peak_seqs) <= max(drawn.peak_seqs)
 
 
+@pytest.mark.system
 def test_routers_that_look_at_records_alone_run_over_each_other() -> None:
     """What the meters are for: without them a router takes a late record for now, and knows nothing of what it did since."""
     world = World(num_routers=8, rate=100.0, num_prefixes=100)
@@ -73,6 +76,7 @@ def _bare(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, mean=None, queued_tokens=0, num_attempts=0, recent_tokens=0.0)
 
 
+@pytest.mark.system
 def test_the_work_is_split_by_speed() -> None:
     half = dataclasses.replace(GPU, fixed_s=2 * GPU.fixed_s, per_row_s=2 * GPU.per_row_s)
     outcome = simulate(World(num_prefill=3, num_prefixes=100_000, hot=0.0, rate=35.0, curves=(GPU, GPU, half)), place)

@@ -80,6 +80,7 @@ async def renderer_of() -> AsyncIterator[Callable[..., Renderer]]:
         await renderer.close()
 
 
+@pytest.mark.system
 async def test_every_evil_template_ends(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of(EVIL_TEMPLATE, short_s=0.05, long_s=0.2)
     for name in EVIL:
@@ -150,6 +151,7 @@ async def test_the_same_as_in_this_process(renderer_of: Callable[..., Renderer])
     assert (await renderer_of(QWEN3).render(sent)).text == expected
 
 
+@pytest.mark.system
 async def test_whatever_a_template_does_with_a_text(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of(INTERPRETER, short_s=0.05, long_s=0.1)
     loop = asyncio.get_running_loop()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_system import make_model_dir
+from bare_deployment import make_bare_model_dir
 
 
 @pytest.fixture(scope="session")
 def fake_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("streams") / "m")
+    return make_bare_model_dir(tmp_path_factory.mktemp("streams") / "m")
 
 
 @pytest.fixture(autouse=True)

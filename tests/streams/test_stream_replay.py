@@ -122,6 +122,7 @@ async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: l
         await asyncio.sleep(0.002)
 
 
+@pytest.mark.smoke
 @both_ways
 async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size

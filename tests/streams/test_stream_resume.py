@@ -142,6 +142,7 @@ async def ask_and_kill(
     return completion, answer.seed
 
 
+@pytest.mark.smoke
 async def test_an_answer_outlives_its_router(fake_model_dir: Path, tmp_path: Path) -> None:
     """Greedy, with logprobs and a stop string that no piece of the first router completes."""
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
