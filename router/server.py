@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.access.control import Access
@@ -75,6 +76,27 @@ _TICK_S = 0.25
 _STUCK_S = 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ServedModel:
+    """The model directory, as far as a router needs it."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    chat_format: ChatFormat
+    fingerprint: str
+
+    @classmethod
+    def load(cls, config: RouterConfig) -> _ServedModel:
+        card = ModelCard.load(config.model)
+        check_syntax(card)
+        return cls(
+            card=card,
+            tokenizer=Tokenizer.load(config.model, card.eos_token_ids),
+            chat_format=ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser),
+            fingerprint=(dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model),
+        )
+
+
 class Router:
     """start(), then drain(). Constructing it reads the model directory and the secret, and raises SetupError for either."""
 
@@ -87,93 +109,123 @@ class Router:
         self._draining = self._able = False
         self._last_tick = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
-        self._redis = connect(config.redis_url)
-        self._index_redis = connect(config.redis_url)
+        self._secret = load_secret(config.secret_file)
+        self._model = _ServedModel.load(config)
+        self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         self._clock = SharedClock()
-        self._compression = compression_of(config.grpc_compression)
-        secret = load_secret(config.secret_file)
 
-        # What is served.
-        card = ModelCard.load(config.model)
-        check_syntax(card)
-        tokenizer = Tokenizer.load(config.model, card.eos_token_ids)
-        fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
-        chat_format = ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
-
-        # By whom: the workers, and what they hold.
+        # Who serves: the workers, and what they hold.
         self.cleanup = Cleanup()
-        self.pool = WorkerPool(
-            router_id=self.router_id,
-            signer=CallSigner(secret, self.router_id),
-            cleanup=self.cleanup,
-            tls=config.tls,
-            stream_lease_s=config.stream_lease,
-            compression=self._compression,
-        )
-        deployment = Deployment(
-            model_fingerprint=fingerprint,
-            secret_check=secret_check(secret),
-            signer=Signer(secret, RECORDS),
-            hash_unit=config.hash_unit,
-        )
-        vouching = Vouching(secret, self.pool.channel_of, self.pool.open_to)
-        self.registry = Registry(self._redis, deployment, lives=vouching.lives, on_poll=self.pool.sync)
-        self._index = PrefixIndex(self._index_redis, secret, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
+        self.pool = self._worker_pool()
+        self.registry = self._worker_registry()
+        self._index = PrefixIndex(self._index_redis, self._secret, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
 
-        # For whom: clients, their quotas, and the queues they wait in.
-        source = source_of(config.api_keys_file, config.api_keys, self._redis, secret)
-        self.access = Access(source, secret=secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
+        # For whom: clients, and the queues that they wait in.
+        source = source_of(config.api_keys_file, config.api_keys, self._redis, self._secret)
+        self.access = Access(source, secret=self._secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         self.quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
-        self.admission = Admission(
-            max_inflight=config.max_inflight,
-            max_waiting=config.max_waiting,
-            max_prompt_tokens=config.max_inflight_prompt_tokens,
-            quota=quota,
-            ageing_s=config.ageing,
-            on_charge=self.quota_share.charge,
-        )
+        self.admission = self._admission(quota)
         self.worker_queue = WorkerQueue(quota, ageing_s=config.ageing)
 
         # What is measured.
-        registry = MetricsRegistry()
+        self._metrics_registry = MetricsRegistry()
         self.tracer = start_tracer(config.otlp_endpoint, role="router", instance=self.router_id, version=package_version())
-        register_process(registry, "router", self.tracer)
-        self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
-        metrics = RouterMetrics(registry, self._state)
-        self.demand = DemandMeter(
-            self._redis,
-            self.router_id,
-            Signer(secret, DEMAND),
-            Targets(ttft_s=config.target_ttft_ms / 1e3, tpot_s=config.target_tpot_ms / 1e3),
-            lambda: self.admission.num_waiting + self.worker_queue.num_queued,
-            clock=self._clock,
+        register_process(self._metrics_registry, "router", self.tracer)
+        self._metrics_server = MetricsServer.beside(
+            self._metrics_registry, host=config.host, port=config.port, metrics_port=config.metrics_port
         )
-        self._scaling = ScalingWatch(self._redis, Signer(secret, DECISIONS))
+        self._metrics = RouterMetrics(self._metrics_registry, self._state)
+        self.demand = self._demand_meter()
+        self._scaling = ScalingWatch(self._redis, Signer(self._secret, DECISIONS))
 
-        # How it is served, whatever protocol it is asked for by.
+        # How a request is served, whatever protocol it comes by.
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         self._grammars = GrammarChecker(config.model)
-        self._renderer = Renderer(Setup.of(card, chat_format, None if config.special_tokens_in_messages == "tokens" else tokenizer))
-        prompts = PromptReader(
-            tokenizer,
-            card,
-            self._renderer,
-            default_max_tokens=config.default_max_tokens,
-            chat_format=chat_format,
-            grammars=self._grammars,
-        )
+        client_tokens = config.special_tokens_in_messages == "tokens"
+        self._renderer = Renderer(Setup.of(self._model.card, self._model.chat_format, None if client_tokens else self._model.tokenizer))
         self._hold_back = hold_back_of(
             config.hold_back,
             window=config.hold_back_chars,
             timeout_s=config.hold_back_timeout,
             fail_open=config.hold_back_failure == "open",
         )
-        self.inference = Inference(
+        self.inference = self._request_service()
+
+        # The fronts.
+        self.board = self._status_board()
+        self._server = self._grpc_server()
+        self.batches = self._open_batches()
+        self._http = None if config.http_port == -1 else self._http_server()
+        self._admin = None if config.admin_port == -1 else self._admin_server()
+
+    # ---- its parts ------------------------------------------------------------------------------------------------------
+
+    def _worker_pool(self) -> WorkerPool:
+        return WorkerPool(
+            router_id=self.router_id,
+            signer=CallSigner(self._secret, self.router_id),
+            cleanup=self.cleanup,
+            tls=self.config.tls,
+            stream_lease_s=self.config.stream_lease,
+            compression=compression_of(self.config.grpc_compression),
+        )
+
+    def _worker_registry(self) -> Registry:
+        deployment = Deployment(
+            model_fingerprint=self._model.fingerprint,
+            secret_check=secret_check(self._secret),
+            signer=Signer(self._secret, RECORDS),
+            hash_unit=self.config.hash_unit,
+        )
+        vouching = Vouching(self._secret, self.pool.channel_of, self.pool.open_to)
+        return Registry(self._redis, deployment, lives=vouching.lives, on_poll=self.pool.sync)
+
+    def _admission(self, quota: Quota) -> Admission:
+        return Admission(
+            max_inflight=self.config.max_inflight,
+            max_waiting=self.config.max_waiting,
+            max_prompt_tokens=self.config.max_inflight_prompt_tokens,
+            quota=quota,
+            ageing_s=self.config.ageing,
+            on_charge=self.quota_share.charge,
+        )
+
+    def _demand_meter(self) -> DemandMeter:
+        default = Targets(ttft_s=self.config.target_ttft_ms / 1e3, tpot_s=self.config.target_tpot_ms / 1e3)
+        signer = Signer(self._secret, DEMAND)
+        return DemandMeter(
+            self._redis,
+            self.router_id,
+            signer,
+            default,
+            lambda: self.admission.num_waiting + self.worker_queue.num_queued,
+            clock=self._clock,
+        )
+
+    def _request_service(self) -> Inference:
+        config, model = self.config, self._model
+        prompts = PromptReader(
+            model.tokenizer,
+            model.card,
+            self._renderer,
+            default_max_tokens=config.default_max_tokens,
+            chat_format=model.chat_format,
+            grammars=self._grammars,
+        )
+        dispatcher = Dispatcher(
+            self.pool,
+            self._index,
+            self.cleanup,
+            self.worker_queue,
+            DispatchConfig(max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace, staged_steps=config.staged_steps),
+            place if self._placement_log is None else self._placement_log.place,
+        )
+        return Inference(
             InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
-                fingerprint=fingerprint,
-                max_model_len=card.max_model_len,
+                fingerprint=model.fingerprint,
+                max_model_len=model.card.max_model_len,
                 max_buffered_tokens=config.max_buffered_tokens,
                 request_timeout_s=config.request_timeout,
                 client_write_timeout_s=config.client_write_timeout,
@@ -181,15 +233,15 @@ class Router:
             ),
             prompts=prompts,
             admission=self.admission,
-            dispatcher=self._dispatcher(),
+            dispatcher=dispatcher,
             pool=self.pool,
-            metrics=metrics,
+            metrics=self._metrics,
             tracer=self.tracer,
             hold_back=self._hold_back,
             demand=self.demand,
         )
 
-        # The fronts.
+    def _status_board(self) -> StatusBoard:
         view = RouterView(
             router_id=self.router_id,
             model=self.inference.model_name,
@@ -199,38 +251,7 @@ class Router:
             refusals=lambda: self.registry.refusals,
             decision=lambda: self._scaling.seen,
         )
-        self.board = StatusBoard(view, metrics, self.pool)
-        self._server = self._grpc_server()
-        self.batches = self._open_batches(registry)
-        self._http: HttpServer | None = None
-        if config.http_port != -1:
-            front = Front(
-                inference=self.inference,
-                access=self.access,
-                tokenizer=tokenizer,
-                token_bytes=TokenBytes(tokenizer),
-                card=card,
-                chat_format=chat_format,
-                metrics=registry,
-                board=self.board,
-                alive=self._alive,
-                ready=self._ready,
-                started_unix_s=int(time.time()),
-                max_body_bytes=config.max_body_bytes,
-                allowed_origins=config.allowed_origins,
-                tracer=self.tracer,
-                batches=self.batches,
-            )
-            self._http = self._http_server(front)
-        self._admin = None if config.admin_port == -1 else self._admin_server(secret)
-
-    def _dispatcher(self) -> Dispatcher:
-        config = self.config
-        dispatch_config = DispatchConfig(
-            max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace, staged_steps=config.staged_steps
-        )
-        decide = place if self._placement_log is None else self._placement_log.place
-        return Dispatcher(self.pool, self._index, self.cleanup, self.worker_queue, dispatch_config, decide)
+        return StatusBoard(view, self._metrics, self.pool)
 
     def _grpc_server(self) -> GrpcServer:
         config = self.config
@@ -242,7 +263,7 @@ class Router:
             # Room to answer those that are refused, and for health checks.
             max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
             max_connections=config.max_connections,
-            compression=self._compression,
+            compression=compression_of(config.grpc_compression),
         )
         server = GrpcServer(server_config, alive=self._alive, admit=[KeyGate(self.access).admit])
         service = InferenceService(self.inference, self.access)
@@ -250,8 +271,25 @@ class Router:
         server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
         return server
 
-    def _http_server(self, front: Front) -> HttpServer:
-        config = self.config
+    def _http_server(self) -> HttpServer:
+        config, model = self.config, self._model
+        front = Front(
+            inference=self.inference,
+            access=self.access,
+            tokenizer=model.tokenizer,
+            token_bytes=TokenBytes(model.tokenizer),
+            card=model.card,
+            chat_format=model.chat_format,
+            metrics=self._metrics_registry,
+            board=self.board,
+            alive=self._alive,
+            ready=self._ready,
+            started_unix_s=int(time.time()),
+            max_body_bytes=config.max_body_bytes,
+            allowed_origins=config.allowed_origins,
+            tracer=self.tracer,
+            batches=self.batches,
+        )
         if self.batches is not None:
             self.batches.answer_with(BatchEndpoints(front))
         return HttpServer(
@@ -264,14 +302,14 @@ class Router:
             allowed_hosts=config.allowed_hosts,
         )
 
-    def _admin_server(self, secret: bytes) -> AdminServer:
+    def _admin_server(self) -> AdminServer:
         config = self.config
         administration = Administration(
-            key=load_admin_key(config.admin_key_file, secret),
+            key=load_admin_key(config.admin_key_file, self._secret),
             access=self.access,
             board=self.board,
             pool=self.pool,
-            secret=secret,
+            secret=self._secret,
             tls=config.tls,
             drain=self.drain_asked.set,
         )
@@ -283,7 +321,7 @@ class Router:
             allowed_hosts=config.allowed_hosts,
         )
 
-    def _open_batches(self, metrics: MetricsRegistry) -> Batches | None:
+    def _open_batches(self) -> Batches | None:
         config = self.config
         if config.batch_dir is None:
             return None
@@ -299,7 +337,9 @@ class Router:
             lifetime_s=config.file_retention_days * DAY_S,
             one_account=not self.access.enabled,
         )
-        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=metrics, clock=self._clock)
+        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=self._metrics_registry, clock=self._clock)
+
+    # ---- its life -------------------------------------------------------------------------------------------------------
 
     @property
     def port(self) -> int:
@@ -340,13 +380,9 @@ class Router:
             await self.registry.poll()
             await self.access.start()
             await self._index.open()
-            if self.batches is not None:
-                await self.batches.start()
-            await self._server.start()
-            if self._http is not None:
-                await self._http.start()
-            if self._admin is not None:
-                await self._admin.start()
+            for part in (self.batches, self._server, self._http, self._admin):
+                if part is not None:
+                    await part.start()
         except BaseException:
             await self._close()
             raise
@@ -356,15 +392,8 @@ class Router:
         running += [] if self.batches is None else [self.batches.run()]
         for work in (*running, self._tick(), self._scaling.run(), self.board.run(), collecting):
             self._keep(work)
-        log.info(
-            "router %s serves %s on %s:%d, HTTP on %d",
-            self.router_id,
-            self.inference.model_name,
-            self.config.host,
-            self.port,
-            self.http_port,
-        )
-        config = self.config
+        config, model = self.config, self.inference.model_name
+        log.info("router %s serves %s on %s:%d, HTTP on %d", self.router_id, model, config.host, self.port, self.http_port)
         if warning := open_door(
             config.host,
             {"gRPC": self.port, "HTTP": self.http_port},
@@ -391,21 +420,17 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.batches is not None:
-            await self.batches.close()
-        await self._index.close()
-        await self.pool.close()
+        for part in (self.batches, self._index, self.pool, self._grammars, self._renderer):
+            if part is not None:
+                await part.close()
         self.inference.prompts.close()
         if self._hold_back is not None:
             self._hold_back.close()
-        await self._grammars.close()
-        await self._renderer.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.close)
-        if self._placement_log is not None:
-            await asyncio.to_thread(self._placement_log.close)
+        for writer in (self._metrics_server, self._placement_log):
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close, TRACES_FLUSH_S)
 

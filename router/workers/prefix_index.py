@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -73,8 +73,11 @@ NO_HINTS: Mapping[WorkerLife, CachedPrefix] = {}
 
 
 class PrefixIndex:
-    def __init__(self, redis: Redis, secret: bytes, hash_unit: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, redis: Redis, secret: bytes, hash_unit: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`secret`: the deployment's, from which the keys of hashes are derived."""
+        self._clock = clock
         self._redis = redis
         self._secret = secret
         self._unit = hash_unit
@@ -126,7 +129,7 @@ class PrefixIndex:
         """The longest prefix that each worker holds, given the prompt's unit hashes under each worker's key; of the `tiered` ones, those in
         host memory too. Workers with none are left out. Empty if Redis is slow or away; never raises."""
         asked = {life: hashes for life, hashes in list(hashes_of.items())[:_MAX_WORKERS] if hashes}
-        if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or time.monotonic() < self._open_until:
+        if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or self._clock() < self._open_until:
             return NO_HINTS
         task = asyncio.create_task(self._ask(asked, tiered))
         self._pending.add(task)
@@ -175,7 +178,7 @@ class PrefixIndex:
         self._pending.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._open_until = time.monotonic() + _OPEN_S
+            self._open_until = self._clock() + _OPEN_S
             if not isinstance(error, RedisError | OSError | TimeoutError):
                 log.error("prefix lookup failed", exc_info=error)
             elif not self._failing:

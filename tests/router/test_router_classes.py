@@ -168,9 +168,9 @@ async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cl
     async def held(_request: Any, _context: Any) -> None:
         await release.wait()
 
-    async def counted(room: WorkerQueue, claim: QueueEntry, *, refused: bool) -> None:
-        tries.append(claim)
-        await again(room, claim, refused=refused)
+    async def counted(queue: WorkerQueue, entry: QueueEntry, *, refused: bool) -> None:
+        tries.append(entry)
+        await again(queue, entry, refused=refused)
 
     async def tried_again() -> None:
         before = len(tries)
@@ -220,9 +220,9 @@ async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster
     charged: list[int] = []
     took = WorkerQueue.took
 
-    def counted(room: WorkerQueue, claim: QueueEntry) -> None:
-        charged.append(claim.num_tokens)
-        took(room, claim)
+    def counted(queue: WorkerQueue, entry: QueueEntry) -> None:
+        charged.append(entry.num_tokens)
+        took(queue, entry)
 
     monkeypatch.setattr(WorkerQueue, "took", counted)
     async with cluster.serving():

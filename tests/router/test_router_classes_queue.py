@@ -20,7 +20,7 @@ INTERACTIVE, STANDARD, BATCH = RequestClass
 AGEING_S = 10.0
 
 
-def claim(
+def entry(
     tenant: str = "", num_tokens: int = 10, request_class: RequestClass = STANDARD, arrived: float = 0.0, ttft_s: float | None = None
 ) -> QueueEntry:
     due = arrived + (AGEING_S if ttft_s is None else ttft_s)
@@ -41,11 +41,11 @@ def served(queue: FairQueue, now: float = 0.0) -> list[QueueEntry]:
 
 def test_classes_go_by_urgency_a_tenants_own_by_deadline_then_as_they_came() -> None:
     queue = FairQueue()
-    later, sooner = claim(ttft_s=0.9), claim(ttft_s=0.2)
-    claims = [claim(request_class=BATCH), claim(), claim(arrived=0.1), later, claim(request_class=INTERACTIVE), sooner]
-    for one in claims:
+    later, sooner = entry(ttft_s=0.9), entry(ttft_s=0.2)
+    entries = [entry(request_class=BATCH), entry(), entry(arrived=0.1), later, entry(request_class=INTERACTIVE), sooner]
+    for one in entries:
         queue.join(one)
-    assert served(queue) == [claims[4], sooner, later, claims[1], claims[2], claims[0]]
+    assert served(queue) == [entries[4], sooner, later, entries[1], entries[2], entries[0]]
     assert queue.first() is None
 
 
@@ -64,22 +64,22 @@ def test_what_two_backlogged_tenants_get_never_grows_apart(
     """The bound of start-time fair queueing: one request of each, by weight, over any stretch of time and after any history."""
     queue = FairQueue(Quota(weights=WEIGHTS))
     for tenant, size in before:
-        queue.join(claim(tenant, size))
+        queue.join(entry(tenant, size))
     rng = random.Random(seed)
     for _ in range(len(before) // 2):
         serve(queue)
     for tenant in backlogged:
-        queue.join(claim(tenant, rng.randint(1, 400)))
+        queue.join(entry(tenant, rng.randint(1, 400)))
     given_to: Counter[str] = Counter()
     largest = 400
     for _ in range(turns):
         # Others come and go as they like.
         if rng.random() < 0.3:
-            queue.join(claim(rng.choice("abcd"), rng.randint(1, largest)))
+            queue.join(entry(rng.choice("abcd"), rng.randint(1, largest)))
         one = serve(queue)
         given_to[one.tenant] += one.num_tokens
         if one.tenant in backlogged:
-            queue.join(claim(one.tenant, rng.randint(1, largest)))
+            queue.join(entry(one.tenant, rng.randint(1, largest)))
         for first in backlogged:
             for second in backlogged:
                 apart = given_to[first] / WEIGHTS[first] - given_to[second] / WEIGHTS[second]
@@ -90,10 +90,10 @@ def test_what_two_backlogged_tenants_get_never_grows_apart(
 def test_idleness_earns_no_credit(sizes: list[int], late: int) -> None:
     queue = FairQueue()
     for size in sizes:
-        queue.take(claim("busy", size), 0.0)
+        queue.take(entry("busy", size), 0.0)
     for _ in range(3):
-        queue.join(claim("busy", 100))
-        queue.join(claim("late", 100))
+        queue.join(entry("busy", 100))
+        queue.join(entry("late", 100))
     got = Counter(serve(queue).tenant for _ in range(4))
     assert got["late"] - got["busy"] <= 2, "it is not given what it did not ask for while it was away"
     assert got["busy"] >= 1
@@ -103,14 +103,14 @@ def test_real_tokens_correct_what_was_expected() -> None:
     queue = FairQueue()
     for _ in range(40):
         for tenant in ("short", "long"):
-            queue.join(claim(tenant, 100))
+            queue.join(entry(tenant, 100))
     given_to: Counter[str] = Counter()
     for _ in range(60):
         one = serve(queue)
         real = 50 if one.tenant == "short" else 200
         given_to[one.tenant] += real
         queue.settle(one, real)
-        queue.join(claim(one.tenant, 100))
+        queue.join(entry(one.tenant, 100))
     assert abs(given_to["short"] - given_to["long"]) <= 300, "shares are of real tokens"
 
 
@@ -118,12 +118,12 @@ def test_real_tokens_correct_what_was_expected() -> None:
 def test_nobody_starves_under_a_flood_of_what_is_more_urgent(seed: int, num_batch: int, num_standard: int) -> None:
     rng = random.Random(seed)
     queue = FairQueue(ageing_s=AGEING_S)
-    waiting = {claim(rng.choice("ab"), 50, BATCH) for _ in range(num_batch)} | {claim("a", 50) for _ in range(num_standard)}
+    waiting = {entry(rng.choice("ab"), 50, BATCH) for _ in range(num_batch)} | {entry("a", 50) for _ in range(num_standard)}
     for one in waiting:
         queue.join(one)
     now, turns, in_a_row = 0.0, 0, 0
     while waiting:
-        queue.join(claim("flood", 1, INTERACTIVE, arrived=now))
+        queue.join(entry("flood", 1, INTERACTIVE, arrived=now))
         one = serve(queue, now)
         if now < AGEING_S:
             assert one.request_class is INTERACTIVE, "before they have aged, urgency is all"
@@ -148,18 +148,18 @@ def test_a_turn_that_is_given_back_changes_nothing(wishes: list[tuple[str, int, 
 
     def order(tries: int) -> list[int]:
         queue, now = FairQueue(Quota(weights=WEIGHTS), ageing_s=AGEING_S), 2 * AGEING_S
-        claims = [claim(tenant, size, request_class) for tenant, size, request_class in wishes]
+        entries = [entry(tenant, size, request_class) for tenant, size, request_class in wishes]
         got: list[QueueEntry] = []
-        for i, one in enumerate(claims):
+        for i, one in enumerate(entries):
             queue.join(one)
-            if i == at % len(claims):
+            if i == at % len(entries):
                 got.append(serve(queue, now))
             for _ in range(tries):
                 first = queue.first()
                 if first is not None:
                     queue.give_back(first, queue.take(first, now))
         got += [serve(queue, now) for _ in range(len(queue))]
-        return [claims.index(one) for one in got]
+        return [entries.index(one) for one in got]
 
     assert order(times) == order(0)
 
@@ -167,7 +167,7 @@ def test_a_turn_that_is_given_back_changes_nothing(wishes: list[tuple[str, int, 
 def test_a_tenant_that_may_not_go_is_passed_by_and_holds_nobody_up() -> None:
     queue = FairQueue()
     for tenant in ("full", "full", "other"):
-        queue.join(claim(tenant))
+        queue.join(entry(tenant))
     first = queue.first(lambda tenant: tenant != "full")
     assert first is not None
     assert first.tenant == "other"
@@ -187,7 +187,7 @@ def test_counts_stay_true_whoever_leaves_when(plan: list[tuple[str, RequestClass
             queue.leave(gone)
             queue.leave(gone)
         else:
-            inside.append(claim(tenant, rng.randint(1, 9), request_class))
+            inside.append(entry(tenant, rng.randint(1, 9), request_class))
             queue.join(inside[-1])
         assert len(queue) == len(inside)
         assert set(queue) == set(inside)
@@ -199,7 +199,7 @@ def test_what_other_routers_gave_counts_but_never_stops_a_tenant() -> None:
     queue = FairQueue()
     for _ in range(400):
         for tenant in ("here", "everywhere"):
-            queue.join(claim(tenant, 10))
+            queue.join(entry(tenant, 10))
     counts: Counter[str] = Counter()
     for _ in range(90):
         counts[serve(queue).tenant] += 1
@@ -210,7 +210,7 @@ def test_what_other_routers_gave_counts_but_never_stops_a_tenant() -> None:
     quiet = FairQueue()
     for _ in range(20):
         for tenant in ("here", "everywhere"):
-            quiet.join(claim(tenant, 10))
+            quiet.join(entry(tenant, 10))
     for _ in range(10):
         serve(quiet)
     quiet.elsewhere({(STANDARD, "everywhere"): 30})
@@ -219,49 +219,49 @@ def test_what_other_routers_gave_counts_but_never_stops_a_tenant() -> None:
 
 def test_tokens_before_a_claim_are_those_of_the_order() -> None:
     queue = FairQueue(Quota(weights={"b": 3.0}))
-    assert queue.tokens_before(claim("a")) == 0.0
+    assert queue.tokens_before(entry("a")) == 0.0
     for _ in range(6):
-        queue.join(claim("a", 10))
-    assert queue.tokens_before(claim("a", 10, arrived=1.0)) == 60.0
-    assert queue.tokens_before(claim("a", 10, ttft_s=0.1)) == 0.0, "an earlier deadline goes before them"
+        queue.join(entry("a", 10))
+    assert queue.tokens_before(entry("a", 10, arrived=1.0)) == 60.0
+    assert queue.tokens_before(entry("a", 10, ttft_s=0.1)) == 0.0, "an earlier deadline goes before them"
     # b gets three tokens for one of a's: its first ten drag along three of them.
-    assert queue.tokens_before(claim("b", 10)) == pytest.approx(10 / 3)
-    queue.join(claim("z", 7, INTERACTIVE))
-    queue.join(claim("z", 1000, BATCH))
-    assert queue.tokens_before(claim("a", 10, arrived=1.0)) == 67.0
+    assert queue.tokens_before(entry("b", 10)) == pytest.approx(10 / 3)
+    queue.join(entry("z", 7, INTERACTIVE))
+    queue.join(entry("z", 1000, BATCH))
+    assert queue.tokens_before(entry("a", 10, arrived=1.0)) == 67.0
 
 
 def test_who_gives_way_when_it_is_full() -> None:
     queue = FairQueue(Quota(weights={"heavy": 4.0}))
-    assert queue.gives_way(claim("a")) is None
+    assert queue.gives_way(entry("a")) is None
     for _ in range(4):
-        queue.join(claim("greedy"))
-    queue.join(claim("a"))
-    newest = claim("greedy", arrived=1.0)
+        queue.join(entry("greedy"))
+    queue.join(entry("a"))
+    newest = entry("greedy", arrived=1.0)
     queue.join(newest)
-    assert queue.gives_way(claim("a")) is newest, "two of a's beside five of greedy's"
-    assert queue.gives_way(claim("greedy")) is None
-    assert queue.gives_way(claim("heavy")) is newest
-    assert queue.gives_way(claim("b", request_class=BATCH)) is None, "nothing less urgent waits"
-    batch = claim("a", request_class=BATCH)
+    assert queue.gives_way(entry("a")) is newest, "two of a's beside five of greedy's"
+    assert queue.gives_way(entry("greedy")) is None
+    assert queue.gives_way(entry("heavy")) is newest
+    assert queue.gives_way(entry("b", request_class=BATCH)) is None, "nothing less urgent waits"
+    batch = entry("a", request_class=BATCH)
     queue.join(batch)
-    assert queue.gives_way(claim("greedy")) is batch
+    assert queue.gives_way(entry("greedy")) is batch
     queue.leave(batch)
-    assert queue.gives_way(claim("greedy", request_class=INTERACTIVE)) is newest
+    assert queue.gives_way(entry("greedy", request_class=INTERACTIVE)) is newest
 
 
 def test_memory_is_bounded_however_many_tenants_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.waiting.fair_queue._MAX_COUNTERS", 100)
     queue = FairQueue()
     for i in range(5000):
-        queue.take(claim(f"t{i}", 100), 0.0)
-        queue.settle(claim(f"t{i}", 100), 500)
+        queue.take(entry(f"t{i}", 100), 0.0)
+        queue.settle(entry(f"t{i}", 100), 500)
     lane = queue._lanes[STANDARD]
     assert len(lane._counters) <= 200
-    waiting = claim("a", arrived=0.0)
+    waiting = entry("a", arrived=0.0)
     queue.join(waiting)
     for i in range(1000):
-        later = claim("a", arrived=float(i + 1))
+        later = entry("a", arrived=float(i + 1))
         queue.join(later)
         queue.leave(later)
     assert len(lane._tenants["a"]._heap) + len(lane._by_coming) <= 64
@@ -279,7 +279,7 @@ def test_a_turn_costs_the_same_however_many_tenants_were_there() -> None:
     lane = queue._lanes[STANDARD]
     counters = lane._counters = Counted()
     for i in range(20_000):
-        one = claim(f"t{i}", 100)
+        one = entry(f"t{i}", 100)
         queue.join(one)
         queue.take(one, 0.0)
         queue.settle(one, 500)

@@ -80,7 +80,7 @@ def sides(parts: list[tuple[dict[str, Any], dict[str, Any]]], letter: str) -> li
     return [Candidate(record=record(f"{letter}{i}", **own), **known) for i, (known, own) in enumerate(parts)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.lists(st.tuples(candidates, options), max_size=4), st.lists(st.tuples(candidates, options), max_size=4), demands))
 )

@@ -13,7 +13,7 @@ import pytest
 import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed, until
+from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed
 
 from router.request.cleanup import Cleanup
 from router.request.job import RequestJob
@@ -23,7 +23,7 @@ from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import Look
-from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, host_prefix_key, prefix_key, worker_key
+from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
@@ -215,41 +215,6 @@ def hashes(num: int) -> list[bytes]:
     return [bytes([i % 256, i // 256]) * 8 for i in range(num)]
 
 
-async def test_the_longest_unbroken_prefix_of_each_life_is_found(cluster: Cluster) -> None:
-    units = hashes(10)
-    await cluster.redis.sadd(prefix_key("a", 1), *units[:4])
-    await cluster.redis.sadd(prefix_key("b", 1), *units[:2], *units[5:])
-    await cluster.redis.sadd(prefix_key("c", 2), *units)
-    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
-    found = await index.lookup(dict.fromkeys((A, B, C), units))
-    assert found == {A: CachedPrefix(4 * HASH_UNIT), B: CachedPrefix(2 * HASH_UNIT)}, "C's prefixes were another life's"
-    assert await index.lookup({A: []}) == {}
-    await index.close()
-
-
-async def test_what_is_in_host_memory_goes_on_where_the_pool_s_prefix_ends(cluster: Cluster) -> None:
-    units = hashes(10)
-    await cluster.redis.sadd(prefix_key("a", 1), *units[:4])
-    await cluster.redis.sadd(host_prefix_key("a", 1), *units[2:7], units[9])
-    await cluster.redis.sadd(host_prefix_key("b", 1), *units[:3])
-    await cluster.redis.sadd(host_prefix_key("c", 2), *units)
-    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
-    found = await index.lookup(dict.fromkeys((A, B, C), units), {A, B, C})
-    assert found == {A: CachedPrefix(4 * HASH_UNIT, 3 * HASH_UNIT), B: CachedPrefix(0, 3 * HASH_UNIT)}
-    assert await index.lookup(dict.fromkeys((A, B), units), {B}) == {A: CachedPrefix(4 * HASH_UNIT), B: CachedPrefix(0, 3 * HASH_UNIT)}
-    await index.close()
-
-
-async def test_very_long_prompts_are_probed_at_fewer_places(cluster: Cluster, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.workers.prefix_index._MAX_PROBES", 250)
-    units = hashes(1000)
-    await cluster.redis.sadd(prefix_key("a", 1), *units[:602])
-    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
-    found = await index.lookup({A: units})
-    assert found == {A: CachedPrefix(600 * HASH_UNIT)}
-    await index.close()
-
-
 async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, connection: Connect, monkeypatch: Any) -> None:
     """The index is in Redis alone, and its connections are there before the first request, which would else be too late for its hints."""
     units = hashes(4)
@@ -264,75 +229,6 @@ async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, 
     found = await asyncio.gather(*(index.lookup({A: units}) for _ in range(20)))
     assert found == [{A: CachedPrefix(4 * HASH_UNIT)}] * 20
     assert (await cluster.redis.info("stats"))["total_connections_received"] == connected
-    await index.close()
-
-
-async def test_a_router_starts_where_redis_does_not_answer_lookups(redis_server: RedisServer, connection: Connect) -> None:
-    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=0.1)
-    redis_server.kill()
-    await index.open()
-    assert await index.lookup({A: hashes(4)}) == {}
-    redis_server.start()
-    await index.close()
-
-
-def counted(index: PrefixIndex, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one with each time that it asks."""
-    asked: list[object] = []
-    ask = index._ask
-
-    async def counting(*args: Any) -> Any:
-        asked.append(args)
-        return await ask(*args)
-
-    monkeypatch.setattr(index, "_ask", counting)
-    return asked
-
-
-async def test_a_slow_redis_costs_two_milliseconds_and_then_nothing(
-    cluster: Cluster, redis_server: RedisServer, connection: Connect, monkeypatch: Any
-) -> None:
-    units = hashes(4)
-    await cluster.redis.sadd(prefix_key("a", 1), *units)
-    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=0.002)
-    await index.lookup({A: units})
-    await until(lambda: not index._pending, "its connection is there")
-    asked = counted(index, monkeypatch)
-    waits = list[float]()
-    for num_tries in range(1, 6):
-        redis_server.freeze()
-        started = time.monotonic()
-        assert await index.lookup({A: units}) == {}
-        waits.append(time.monotonic() - started)
-        for _ in range(200):
-            assert await index.lookup({A: units}) == {}
-        assert len(asked) == num_tries, "one wait of 2 ms, and 200 lookups that do not try"
-        assert index._pending, "nobody has waited for the answer"
-        redis_server.thaw()
-        await until(lambda: not index._pending, "the late answer has come")
-    # Any one of them may have been held up by a busy machine.
-    assert 0.001 < min(waits) < 0.2
-    await index.close()
-    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
-    assert await index.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
-    await index.close()
-
-
-async def test_a_dead_redis_is_not_asked_by_every_request(redis_server: RedisServer, connection: Connect, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.workers.prefix_index._OPEN_S", 0.2)
-    units = hashes(4)
-    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
-    redis_server.kill()
-    asked = counted(index, monkeypatch)
-    started = time.monotonic()
-    for _ in range(1000):
-        assert await index.lookup({A: units}) == {}
-    assert 1 <= len(asked) <= 1 + (time.monotonic() - started) / 0.2
-    redis_server.start()
-    client = connection()
-    await client.sadd(prefix_key("a", 1), *units)
-    await until(lambda: time.monotonic() >= index._open_until, "it may be asked again")
-    assert await index.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await index.close()
 
 
