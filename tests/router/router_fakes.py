@@ -243,6 +243,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             task.cancel()
         await super().die()
 
+    def freeze(self) -> None:
+        """Nothing more is computed, nothing is held, no heartbeat comes; its connections stay."""
+        self.beating = False
+        for task in self._tasks.values():
+            task.cancel()
+        self.held.clear()
+
     def break_stream(self) -> None:
         for queue in self._streams.values():
             queue.put_nowait(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
-from collections.abc import ItemsView
 from pathlib import Path
 
 import pytest
@@ -256,6 +255,7 @@ def test_memory_is_bounded_however_many_tenants_pass(monkeypatch: pytest.MonkeyP
     for i in range(5000):
         queue.take(entry(f"t{i}", 100), 0.0)
         queue.settle(entry(f"t{i}", 100), 500)
+    # Nothing but its memory shows that what it remembers is bounded.
     lane = queue._lanes[STANDARD]
     assert len(lane._counters) <= 200
     waiting = entry("a", arrived=0.0)
@@ -265,26 +265,6 @@ def test_memory_is_bounded_however_many_tenants_pass(monkeypatch: pytest.MonkeyP
         queue.join(later)
         queue.leave(later)
     assert len(lane._tenants["a"]._heap) + len(lane._by_coming) <= 64
-
-
-def test_a_turn_costs_the_same_however_many_tenants_were_there() -> None:
-    class Counted(dict[str, float]):
-        num_sweeps = 0
-
-        def items(self) -> ItemsView[str, float]:
-            self.num_sweeps += 1
-            return super().items()
-
-    queue = FairQueue()
-    lane = queue._lanes[STANDARD]
-    counters = lane._counters = Counted()
-    for i in range(20_000):
-        one = entry(f"t{i}", 100)
-        queue.join(one)
-        queue.take(one, 0.0)
-        queue.settle(one, 500)
-    assert len(counters) <= 4096
-    assert counters.num_sweeps < 50
 
 
 # ---- what tenants may have --------------------------------------------------------------------------------------------------
@@ -314,6 +294,6 @@ def test_answers_are_expected_to_be_like_the_tenants_last_ones() -> None:
     assert lengths.expected("b", 1 << 20) == 256
     for i in range(5000):
         lengths.observe(f"t{i}", 5)
-    assert len(lengths._means) <= 4096
+    assert len(lengths._means) <= 4096, "nothing else shows that it forgets"
     lengths.observe("zero", 0)
     assert lengths.expected("zero", 10) == 1

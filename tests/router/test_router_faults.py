@@ -16,7 +16,6 @@ from router_fakes import Cluster, FakePrefill, FakeWorker, Hook, Reply, Script, 
 
 from router.serving.dispatch import Dispatcher
 from router.waiting.queues import WorkerQueue
-from twostep.cluster.records import HEARTBEAT_S
 from twostep.rpc.v1 import inference_pb2_grpc
 
 FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
@@ -481,11 +480,7 @@ async def test_a_frozen_worker_is_noticed_by_its_silence(cluster: Cluster, monke
             reply.add(response)
             if len(reply.token_ids) >= 5 and not freezes.is_set():
                 freezes.set()
-                stuck = frozen if frozen.held else other
-                stuck.beating = False
-                for task in stuck._tasks.values():
-                    task.cancel()
-                stuck.held.clear()
+                (frozen if frozen.held else other).freeze()
     assert reply.token_ids == cluster.expected(40)
     assert attempts(reply) == 2
 
@@ -656,9 +651,6 @@ async def test_a_redis_emptied_under_way_loses_no_worker(cluster: Cluster) -> No
     await cluster.decode()
     async with cluster.serving():
         registry = cluster.router.registry
-        assert registry._missing_grace_s >= 2 * HEARTBEAT_S, "they have told of themselves again by then"
-        # For this grace, which a machine that stands still may take for over.
-        registry._missing_grace_s = 60.0
         await cluster.redis.flushall()
         await registry.poll()
         assert len(registry.workers) == 2

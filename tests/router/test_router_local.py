@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from router_fakes import Cluster, Reply, Script, refuse, until
+from scraping import scrape
 
 from twostep.rpc.v1 import inference_pb2
 
@@ -105,12 +106,6 @@ async def test_all_full_the_request_waits_for_room(cluster: Cluster) -> None:
     assert second.token_ids == cluster.expected(3)
 
 
-def reached(cluster: Cluster) -> int | None:
-    """How many tokens the router has of the one sequence that a worker has accepted."""
-    sinks = [sink for link in cluster.router.pool.decode.values() for sink in link.stream._sinks.values()]
-    return next((at.next_position for at in (sink.position() for sink in sinks) if not at.reserving), None)
-
-
 @pytest.mark.parametrize("lost", ["prefilling", "decoding"])
 async def test_a_lost_decode_worker_is_replaced_by_another(cluster: Cluster, lost: str) -> None:
     workers = [await cluster.decode(f"d{i}", local=True) for i in range(2)]
@@ -120,9 +115,10 @@ async def test_a_lost_decode_worker_is_replaced_by_another(cluster: Cluster, los
         worker.script = Script(hold_at=0 if lost == "prefilling" else 5, go_on=dead)
     async with cluster.serving():
         call = asyncio.create_task(cluster.ask(max_tokens=12, ignore_eos=True))
-        positions = [0] if lost == "prefilling" else range(1, 6)
-        await until(lambda: reached(cluster) in positions, "one has it")
+        await until(lambda: scrape(cluster.router.metrics_port)("twostep_request_placements_total", path="local") == 1, "one has it")
         busy, idle = sorted(workers, key=lambda w: not w.held)
+        attempt = (busy.requests[0].request_id, busy.requests[0].attempt)
+        await until(lambda: lost == "prefilling" or cluster.exchange.arrived(attempt, 1), "and has begun")
         dead.set()
         await busy.die()
         reply = await call

@@ -85,7 +85,8 @@ def described(cluster: Cluster, name: str, **options: Any) -> WorkerRecord:
 
 async def test_workers_come_change_and_go(cluster: Cluster) -> None:
     seen: list[int] = []
-    registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.2, on_poll=lambda workers: seen.append(len(workers)))
+    now = 100.0
+    registry = Registry(cluster.redis, deployment(cluster), on_poll=lambda workers: seen.append(len(workers)), clock=lambda: now)
     await registry.poll()
     await write(cluster.redis, described(cluster, "d0"))
     await write(cluster.redis, described(cluster, "p0", role="prefill"))
@@ -97,7 +98,7 @@ async def test_workers_come_change_and_go(cluster: Cluster) -> None:
     await cluster.redis.delete(worker_key("d0"))
     await registry.poll()
     assert len(registry.workers) == 2, "kept for a moment: Redis may just have been emptied"
-    await asyncio.sleep(0.25)
+    now = 110.0
     await registry.poll()
     assert [w.worker_id for w in registry.workers] == ["p0"]
     assert seen == [0, 2, 2, 2, 1]
