@@ -147,15 +147,6 @@ async def test_weights_are_shares(cluster: Cluster) -> None:
     assert sum(r.tenant == "big" for r in begun[:8]) == 6, [r.tenant for r in begun]
 
 
-async def test_an_earlier_deadline_goes_first_within_a_tenant(cluster: Cluster) -> None:
-    _, decode = await both(cluster)
-    requests = [asking(cluster) for _ in range(3)]
-    requests[1].ttft_ms, requests[2].ttft_ms = 2_000_000.0, 1_000_000.0
-    async with cluster.serving(max_inflight=1, ageing=3000.0):
-        begun = await in_turn(cluster, decode, requests, lambda: cluster.router.admission.num_waiting)
-    assert begun == [requests[2], requests[1], requests[0]]
-
-
 async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent to a worker is out of the reach of classes and shares: no more of it than keeps the worker busy."""
     prefill, _ = await both(cluster)

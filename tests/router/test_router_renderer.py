@@ -108,16 +108,6 @@ async def test_others_are_rendered_while_a_template_computes(renderer_of: Callab
         await working
 
 
-async def test_a_client_that_leaves_takes_no_process_with_it(renderer_of: Callable[..., Renderer]) -> None:
-    renderer = renderer_of("{{ messages[0].content }}")
-    asking = [asyncio.create_task(renderer.render(chat(f"{i}"))) for i in range(40)]
-    await asyncio.sleep(0)
-    for task in asking[::2]:
-        task.cancel()
-    results = await asyncio.gather(*asking, return_exceptions=True)
-    assert [result.text for result in results[1::2] if not isinstance(result, BaseException)] == [f"{i}" for i in range(1, 40, 2)]
-
-
 async def test_too_many_long_ones_are_told_so(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of("{{ messages[0].content }}")
     asking = [asyncio.create_task(renderer.render(chat("long " * 1000))) for _ in range(80)]
