@@ -106,9 +106,11 @@ async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypa
     await cluster.prefill()
     decode = await cluster.decode()
     decode.max_held = 1
+    # It is full for longer than until the first token.
+    decode.script = Script(step_s=0.02, once=False)
     async with cluster.serving():
         # None of them would end by trying again after a time.
-        await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(12)))
+        await asyncio.wait_for(asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(6))), 30.0)
 
 
 @pytest.mark.parametrize(
