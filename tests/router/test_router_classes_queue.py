@@ -98,6 +98,21 @@ def test_idleness_earns_no_credit(sizes: list[int], late: int) -> None:
     assert got["busy"] >= 1
 
 
+def test_a_newcomer_begins_level_with_the_others_whatever_was_given_back() -> None:
+    queue = FairQueue()
+    long, short = entry("a", 100), entry("a", 10)
+    for one in (long, short, *(entry("b", 10) for _ in range(20))):
+        queue.join(one)
+    assert [serve(queue).tenant for _ in range(6)] == ["a", *"bbbbb"]
+    # It took less than was thought, so that its tenant's next turn begins below the level of the others.
+    queue.settle(long, 10)
+    assert serve(queue) is short
+    for _ in range(100):
+        queue.join(entry("c", 1))
+    turns = [serve(queue).tenant for _ in range(60)]
+    assert turns.index("b") <= 11
+
+
 def test_real_tokens_correct_what_was_expected() -> None:
     queue = FairQueue()
     for _ in range(40):

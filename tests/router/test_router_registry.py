@@ -251,6 +251,8 @@ async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster
     assert await index.cached_tokens(job("s", ids), pool.records()) == {life: CachedPrefix(2 * HASH_UNIT)}, (
         "the last token is computed anyway"
     )
+    one_unit = await index.cached_tokens(job("s", ids[: HASH_UNIT + 1]), pool.records())
+    assert one_unit == {life: CachedPrefix(HASH_UNIT)}, "the shortest prompt that can have one"
     assert await index.cached_tokens(job("other", [*ids, 1]), pool.records()) == {}
     assert await index.cached_tokens(job("s", [*ids, 1], tenant="another"), pool.records()) == {}, (
         "a tenant's prompts are found by nobody else"
