@@ -26,14 +26,18 @@ from twostep.rpc.v1 import prefill_pb2
 
 
 def entry(
-    num_tokens: int = 1, tenant: str = "", request_class: RequestClass = RequestClass.STANDARD, ttft_s: float | None = None
+    num_tokens: int = 1,
+    tenant: str = "",
+    request_class: RequestClass = RequestClass.STANDARD,
+    ttft_s: float | None = None,
+    num_answer_tokens: int = 0,
 ) -> QueueEntry:
     now = time.monotonic()
     lapses = None if ttft_s is None else now + ttft_s
     return QueueEntry(
         request_class=request_class,
         tenant=tenant,
-        num_tokens=num_tokens,
+        num_tokens=num_tokens + num_answer_tokens,
         num_prompt_tokens=num_tokens,
         arrived=now,
         due=lapses or now + AGEING_S,
@@ -99,7 +103,7 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
 
         async def one(num_tokens: int, tenant: str, held_turns: int) -> None:
             nonlocal ended
-            async with admission.slot(entry(num_tokens, tenant), lambda: 7):
+            async with admission.slot(entry(num_tokens, tenant, num_answer_tokens=9), lambda: 7):
                 inside[tenant] += 1
                 assert inside[tenant] <= 1
                 try:

@@ -51,6 +51,13 @@ def test_text_and_stop_strings_go_on_across_the_break(bare_model_dir: Path, data
     assert (second.finish, second.num_tokens, second.stopped_by_text) == (whole.finish, whole.num_tokens, whole.stopped_by_text)
 
 
+@pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False)])
+def test_a_resumed_answer_is_over_only_where_it_could_have_ended(min_tokens: int, ends: bool) -> None:
+    sampling = SamplingParams(max_tokens=9, min_tokens=min_tokens)
+    *_, last = resumed_tokens([5, EOS_ID], sampling, eos_token_ids=frozenset({EOS_ID}), vocab_size=100)
+    assert (last.finish_reason == pb.FINISH_REASON_STOP) == ends
+
+
 async def go_on(cluster: Cluster, resumed: list[int], **sampling: Any) -> Reply:
     request = cluster.request(**sampling)
     request.resume_token_ids.extend(resumed)
