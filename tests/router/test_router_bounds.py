@@ -125,7 +125,10 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
         assert (admission.num_inflight, admission.num_waiting) == (0, 0)
         assert charged.total() == 7 * ended, "everybody is charged with what was really used, and nobody for nothing"
         async with admission.slot(entry(100)):
-            pass
+            another = asyncio.create_task(one(1, "", 0))
+            await asyncio.sleep(0)
+            assert (admission.num_inflight, admission.num_waiting) == (1, 1), "all prompt tokens are taken"
+        await another
 
     asyncio.run(run())
 
@@ -399,9 +402,12 @@ async def test_output_hands_over_what_there_is_and_then_the_end_or_the_error() -
 
 async def test_output_cuts_who_is_too_far_behind_or_away_too_long() -> None:
     cuts: list[str] = []
-    output = Output(max_buffered=5, on_cut=lambda: cuts.append("behind"), holding=MemoryBudget().hold("a"))
-    for _ in range(9):
+    output = Output(max_buffered=12, on_cut=lambda: cuts.append("behind"), holding=MemoryBudget().hold("a"))
+    for _ in range(12):
         output.push(token(output.next_position))
+    assert cuts == []
+    output.push(token(output.next_position))
+    output.push(token(output.next_position))
     assert cuts == ["behind"]
     assert output.cut is not None
     now = 0.0

@@ -122,6 +122,8 @@ def test_a_meter_weighs_queues_by_how_long_they_lasted_and_forgets() -> None:
     fresh = LoadMeter(5.0)
     fresh.observe(WorkerLoad(num_queued_tokens=700, num_running=2), 1, 5.0)
     assert fresh.mean == MeanLoad(queued_tokens=700, own_queued_tokens=0.0, num_seqs=2, own_num_seqs=1)
+    fresh.observe(WorkerLoad(num_queued_tokens=100, num_running=2), 1, 65.0)
+    assert fresh.mean.queued_tokens == pytest.approx(100, abs=1)
 
 
 def test_a_meter_tells_batch_prompts_apart() -> None:
