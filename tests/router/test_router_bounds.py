@@ -125,7 +125,7 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
         assert (admission.num_inflight, admission.num_waiting) == (0, 0)
         assert charged.total() == 7 * ended, "everybody is charged with what was really used, and nobody for nothing"
         async with admission.slot(entry(100)):
-            another = asyncio.create_task(one(1, "", 0))
+            another = asyncio.create_task(one(1, "z", 0))
             await asyncio.sleep(0)
             assert (admission.num_inflight, admission.num_waiting) == (1, 1), "all prompt tokens are taken"
         await another
