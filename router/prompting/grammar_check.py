@@ -44,11 +44,6 @@ class GrammarChecker:
         self._pool = HelperPool(helper, _MAX_PROBES)
         self._line = HelperQueue("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)
 
-    @property
-    def pool(self) -> HelperPool:
-        """The probes."""
-        return self._pool
-
     async def check(self, grammar: Grammar | None) -> None:
         """Raises InvalidRequest naming what is wrong, ResourceExhausted (too many are being looked at), SetupError (no grammars here)."""
         if grammar is None:

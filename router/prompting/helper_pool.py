@@ -123,10 +123,6 @@ class HelperPool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
-
     async def start(self) -> None:
         """Starts one, so that the first question does not wait for it. Raises SetupError."""
         async with self._places:

@@ -31,9 +31,6 @@ class MemoryBudget:
         """Bytes, of all callers."""
         return self._num_held
 
-    def held_by(self, caller: str) -> int:
-        return self._held[caller]
-
     def hold(self, caller: str) -> Holding:
         """Opens the account of one answer; it holds nothing yet."""
         return Holding(self, caller)

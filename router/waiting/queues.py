@@ -258,11 +258,6 @@ class WorkerQueue(_RequestQueue):
         """Requests waiting, those that try included. While there are any, newcomers go to the queue."""
         return len(self._queue) + len(self._trying)
 
-    @property
-    def resting(self) -> bool:
-        """Whether the first one has tried in vain, and no other tries before something is released or `retry_s` are over."""
-        return self._rest is not None
-
     def took(self, entry: QueueEntry) -> None:
         """Workers have accepted it."""
         now = time.monotonic()

@@ -243,7 +243,7 @@ class Workers:
         return [asyncio.create_task(self.want(str(i), its)) for i, its in enumerate(entries)]
 
     async def tried_in_vain(self, num_queued: int) -> None:
-        await until(lambda: self.queue.num_queued == num_queued and self.queue.resting, "they wait")
+        await until(lambda: self.queue.num_queued == num_queued and bool(self.tries) and not self._trying, "they wait")
 
     async def release(self, num: int = 1) -> None:
         """So many places, one after the other."""

@@ -40,7 +40,6 @@ def schema(text: str) -> Grammar:
 
 async def test_good_ones_pass_and_bad_ones_are_named(checker: GrammarChecker) -> None:
     await checker.check(None)
-    assert not checker.pool.num_idle, "no grammar, no process"
     await checker.check(Grammar(GrammarKind.JSON_OBJECT))
     await checker.check(Grammar(GrammarKind.REGEX, "(yes|no)"))
     await checker.check(schema('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
