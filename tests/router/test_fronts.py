@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 from router_fakes import ANSWER_TEXT, EOS_ID, MAX_MODEL_LEN, Cluster, Script, refuse, until
+from scraping import scrape
 
 from twostep.errors import (
     STATUS,
@@ -310,6 +311,8 @@ async def test_failures_have_their_status(cluster: Cluster, front_of: Callable[[
         assert (broken.error, "scripted" in broken.message) == (DataLoss if isinstance(front, GrpcFront) else None, True)
         decode.max_held = 0
         assert (await front.ask()).error is DeadlineExceeded, "there was no room until its time was up"
+        told = scrape(cluster.router.metrics_port)
+        assert told("twostep_requests_refused_total", reason="deadline", request_class="standard") == 1
         decode.max_held = 1 << 30
         prefill.record = dataclasses.replace(prefill.record, layout=dataclasses.replace(prefill.record.layout, num_layers=9))
         await cluster.seen()
@@ -329,6 +332,10 @@ async def test_an_answer_goes_on_where_it_was_when_its_decode_worker_dies(cluste
         lost.set()
         await next(worker for worker in workers if worker.held).die()
         answer = await asked
+        told = scrape(cluster.router.metrics_port)
+        assert told("twostep_request_attempts_total") == 2
+        assert told("twostep_request_migrations_total") == told("twostep_requests_total", status="OK") == 1
+        assert told("twostep_time_to_first_token_seconds_count") == told("twostep_second_token_seconds_count") == 1
     assert (answer.token_ids, answer.text) == (cluster.expected(60), cluster.text_of(cluster.expected(60)))
     resumed = prefill.requests[1]
     assert list(resumed.token_ids)[resumed.num_prompt_tokens :] == cluster.expected(len(resumed.token_ids) - resumed.num_prompt_tokens)

@@ -249,18 +249,6 @@ async def test_who_runs_out_of_time_in_the_queue_costs_no_worker_anything(cluste
         assert len(prefill.requests) == 1
 
 
-async def test_a_deadline_in_the_queue_is_counted_as_one(cluster: Cluster) -> None:
-    _, decode = await both(cluster)
-    decode.max_held = 0
-    # The router's own bound: a client's deadline ends the call before the router can say anything.
-    async with cluster.serving(request_timeout=0.3):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.ask(asking(cluster))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "no room for it" in (caught.value.details() or "")
-        assert told_by(cluster)("twostep_requests_refused_total", reason="deadline", request_class="standard") == 1
-
-
 def with_targets(request: pb.GenerateRequest, **targets: float) -> pb.GenerateRequest:
     for name, value in targets.items():
         setattr(request, name, value)

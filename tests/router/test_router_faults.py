@@ -74,33 +74,6 @@ async def test_a_full_prefill_worker_is_passed_over_and_the_reservation_given_ba
     assert len(decode.cancels) == refused
 
 
-async def test_when_all_are_full_requests_wait_in_the_order_they_came(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.max_held = 0
-    order: list[int] = []
-
-    async def ask(i: int) -> None:
-        request = cluster.request(max_tokens=3)
-        request.request_id = f"r{i}"
-        await cluster.ask(request)
-        order.append(i)
-
-    async with cluster.serving():
-        tasks = []
-        for i in range(6):
-            tasks.append(asyncio.create_task(ask(i)))
-            await until(lambda: cluster.router.worker_queue.num_queued == i + 1, "it is the last in the queue")  # noqa: B023
-        assert order == []
-        decode.max_held = 1
-        await asyncio.gather(*tasks)
-        await cluster.all_free()
-    # Answers of which each is read by a client of its own may end in any order; what counts is whom the worker took.
-    assert sorted(order) == list(range(6))
-    served = [r.request_id.partition("~")[0] for r in decode.requests if (r.request_id, r.attempt) in decode.attaches]
-    assert served == [f"r{i}" for i in range(6)]
-
-
 async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.server.WorkerQueue", lambda *args, **options: WorkerQueue(*args, **options, retry_s=1000.0))
     await cluster.prefill()
@@ -218,42 +191,6 @@ async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_que
         await cluster.revive(decode)
         assert (await task).token_ids == cluster.expected(5)
         await cluster.all_free()
-
-
-async def test_a_transport_that_is_away_is_waited_for_as_missing_workers_are(cluster: Cluster) -> None:
-    """A KV agent that stands still for a moment is back soon."""
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    prefill.record = dataclasses.replace(prefill.record, transports=())
-    decode.record = dataclasses.replace(decode.record, transports=("ray",))
-    await cluster.beat()
-    async with cluster.serving(no_worker_grace=0.1):
-        code, message = await failure(cluster)
-        assert code == "UNAVAILABLE"
-        assert "KV transport ray is not ready on p0" in message
-    async with cluster.serving(no_worker_grace=1000.0):
-        waiting = asyncio.create_task(cluster.ask(max_tokens=3))
-        await until(lambda: cluster.router.worker_queue.num_queued == 1, "it waits for a transport")
-        prefill.record = dataclasses.replace(prefill.record, transports=("ray",))
-        await cluster.seen()
-        assert (await waiting).token_ids == cluster.expected(3)
-
-
-async def test_workers_whose_layouts_differ_are_refused_at_once_with_every_difference(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    layout = prefill.record.layout
-    prefill.record = dataclasses.replace(prefill.record, layout=dataclasses.replace(layout, num_layers=9, head_dim=24))
-    await cluster.beat()
-    async with cluster.serving(no_worker_grace=1000.0):
-        code, message = await failure(cluster)
-        assert code == "FAILED_PRECONDITION", "waiting would not help"
-        assert f"from p0 to d0, num_layers is 9 there and {layout.num_layers} here, head_dim is 24 there" in message
-        assert "the same model" in message
-        # With a worker that suits, those that do not are left alone.
-        await cluster.prefill("p1")
-        await cluster.seen()
-        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
-    assert not decode.held
-    assert prefill.requests == []
 
 
 # ---- lost on the way -----------------------------------------------------------------------------------------------------

@@ -89,23 +89,6 @@ async def test_a_worker_whose_flag_has_changed_is_not_asked_twice_in_a_round(clu
     assert sorted([len(first.requests), len(second.requests)]) == [1, 2]
 
 
-async def test_all_full_the_request_waits_for_room(cluster: Cluster) -> None:
-    decode = await cluster.decode(local=True)
-    decode.max_held = 1
-    decode.script = Script(hold_at=4)
-    go_on = decode.script.go_on
-    async with cluster.serving():
-        first = asyncio.create_task(cluster.ask(max_tokens=8, ignore_eos=True))
-        await until(lambda: bool(decode.held), "the first is there")
-        waiting = asyncio.create_task(cluster.ask(max_tokens=3, ignore_eos=True))
-        await until(lambda: cluster.router.worker_queue.num_queued == 1, "the second waits")
-        go_on.set()
-        second = await waiting
-        assert (await first).token_ids == cluster.expected(8)
-        await cluster.all_free()
-    assert second.token_ids == cluster.expected(3)
-
-
 @pytest.mark.parametrize("lost", ["prefilling", "decoding"])
 async def test_a_lost_decode_worker_is_replaced_by_another(cluster: Cluster, lost: str) -> None:
     workers = [await cluster.decode(f"d{i}", local=True) for i in range(2)]

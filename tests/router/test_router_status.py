@@ -29,7 +29,6 @@ from router.status.status import (
     waiting_requests,
     worker_status,
 )
-from twostep import __version__
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.errors import ResourceExhausted
@@ -336,24 +335,6 @@ async def test_grpc_and_http_tell_the_same(cluster: Cluster, monkeypatch: pytest
         assert sum(table["generation_tokens_per_s"]) > 0
         assert max(v for v in table["ttft_s_p50"] if v is not None) > 0
         assert table["prefill_workers"][-1] == 1
-
-
-async def test_a_worker_of_a_version_too_far_gets_no_request_and_is_shown(cluster: Cluster) -> None:
-    await cluster.prefill()
-    near = await cluster.decode("d0")
-    far = await cluster.decode("d1", version="7.0.1")
-    async with cluster.serving():
-        for _ in range(4):
-            await cluster.ask(max_tokens=4)
-        async with open_channel(f"127.0.0.1:{cluster.router.port}") as channel:
-            told = await status_pb2_grpc.StatusStub(channel).GetStatus(status_pb2.StatusRequest(), timeout=30)
-        assert [(worker.worker_id, worker.version) for worker in told.workers] == [("d0", __version__), ("p0", __version__)]
-        (refused,) = told.refused
-        assert (refused.worker_id, refused.role, refused.version) == ("d1", "decode", "7.0.1")
-        assert refused.reason.startswith("it runs version 7.0.1 and the router")
-        assert refused.reason.endswith("upgrade the router")
-        assert far.num_streams == 0, "no router has spoken to it"
-        assert near.num_streams == 1
 
 
 async def read_event(stream: aiohttp.StreamReader) -> dict[str, Any] | None:
