@@ -1,4 +1,4 @@
-"""A router as one object: everything it is made of, started and stopped in order."""
+"""A router as one object: all its parts, put together here, started and stopped in order."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.access.control import Access
 from router.access.sources import source_of
 from router.batches.service import DAY_S, BatchConfig, Batches
 from router.config import DEFAULT_HTTP_PORT, RouterConfig
-from router.grpc.service import InferenceService
-from router.grpc.service_access import KeyGate
-from router.grpc.status_service import StatusService
+from router.grpc.service import InferenceService, KeyGate, StatusService
 from router.http.admin import Administration, admin_listener, load_admin_key
 from router.http.batches import BatchEndpoints
 from router.http.front import Front
 from router.http.listener import Listener
 from router.http.server import HttpServer, ssl_context
 from router.placing.log import PlacementLog
-from router.placing.placement import Demand, Placement, place
-from router.placing.prefix_lookup import PrefixLookup
+from router.placing.placement import Placement, PlacementRequest, place
 from router.prompting.grammar_check import GrammarChecker
 from router.prompting.prompt import PromptReader
 from router.prompting.render_process import Setup
@@ -35,13 +33,12 @@ from router.serving.hold_back import hold_back_of
 from router.serving.inference import Inference, InferenceConfig
 from router.status.board import RouterView, StatusBoard
 from router.status.scaling_watch import ScalingWatch
-from router.waiting.admission import Admission
 from router.waiting.demand_meter import DemandMeter
+from router.waiting.queues import Admission, WorkerQueue
 from router.waiting.quota import Quota
 from router.waiting.quota_share import QuotaShare
-from router.waiting.room import Room
 from router.workers.pool import WorkerPool
-from router.workers.prefix_index import NO_HINTS, PrefixIndex
+from router.workers.prefix_index import PrefixIndex
 from router.workers.registry import Deployment, Registry
 from router.workers.vouching import Vouching
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
@@ -78,184 +75,270 @@ _TICK_S = 0.25
 _STUCK_S = 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ServedModel:
+    """The model directory, as far as a router needs it."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    chat_format: ChatFormat
+    fingerprint: str
+
+    @classmethod
+    def load(cls, config: RouterConfig) -> _ServedModel:
+        card = ModelCard.load(config.model)
+        check_syntax(card)
+        return cls(
+            card=card,
+            tokenizer=Tokenizer.load(config.model, card.eos_token_ids),
+            chat_format=ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser),
+            fingerprint=(dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model),
+        )
+
+
 class Router:
     """start(), then drain(). Constructing it reads the model directory and the secret, and raises SetupError for either."""
 
     def __init__(self, config: RouterConfig) -> None:
         """Needs a running event loop."""
         self.config = config
-        secret = load_secret(config.secret_file)
-        card = ModelCard.load(config.model)
-        check_syntax(card)
-        tokenizer = Tokenizer.load(config.model, card.eos_token_ids)
-        fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
         self.router_id = config.router_id or f"router-{uuid.uuid4().hex[:12]}"
-        self._redis = connect(config.redis_url)
-        self._index_redis = connect(config.redis_url)
-        deployment = Deployment(
-            model_fingerprint=fingerprint,
-            secret_check=secret_check(secret),
-            signer=Signer(secret, RECORDS),
-            hash_unit=config.hash_unit,
-        )
-        self.cleanup = Cleanup()
-        compression = compression_of(config.grpc_compression)
-        self.pool = WorkerPool(
-            router_id=self.router_id,
-            signer=CallSigner(secret, self.router_id),
-            cleanup=self.cleanup,
-            tls=config.tls,
-            stream_lease_s=config.stream_lease,
-            compression=compression,
-        )
-        vouching = Vouching(secret, self.pool.channel_of, self.pool.open_to)
-        self.registry = Registry(self._redis, deployment, lives=vouching.lives)
-        self._index = PrefixIndex(self._index_redis, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
-        quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
-        room = self._room = Room(quota, ageing_s=config.ageing)
+        # Set when an operator asks for it over the admin port: the process that runs the router drains it then.
+        self.drain_asked = asyncio.Event()
+        self._draining = self._able = False
+        self._last_tick = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._secret = load_secret(config.secret_file)
+        self._model = _ServedModel.load(config)
+        self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         self._clock = SharedClock()
-        self._quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
-        source = source_of(config.api_keys_file, config.api_keys, self._redis, secret)
-        self.access = Access(source, secret=secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
-        self.registry.on_poll(self.pool.sync)
-        self.admission = Admission(
-            max_inflight=config.max_inflight,
-            max_waiting=config.max_waiting,
-            max_prompt_tokens=config.max_inflight_prompt_tokens,
-            quota=quota,
-            ageing_s=config.ageing,
-            on_charge=self._quota_share.charge,
+
+        # Who serves: the workers, and what they hold.
+        self.cleanup = Cleanup()
+        self.pool = self._worker_pool()
+        self.registry = self._worker_registry()
+        self._index = PrefixIndex(self._index_redis, self._secret, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
+
+        # For whom: clients, and the queues that they wait in.
+        source = source_of(config.api_keys_file, config.api_keys, self._redis, self._secret)
+        self.access = Access(source, secret=self._secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
+        quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
+        self.quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
+        self.admission = self._admission(quota)
+        self.worker_queue = WorkerQueue(quota, ageing_s=config.ageing)
+
+        # What is measured.
+        self._metrics_registry = MetricsRegistry()
+        self.tracer = start_tracer(config.otlp_endpoint, role="router", instance=self.router_id, version=package_version())
+        register_process(self._metrics_registry, "router", self.tracer)
+        self._metrics_server = MetricsServer.beside(
+            self._metrics_registry, host=config.host, port=config.port, metrics_port=config.metrics_port
         )
-        chat_format = ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
-        self._grammars = GrammarChecker(config.model)
-        self._renderer = Renderer(Setup.of(card, chat_format, None if config.special_tokens_in_messages == "tokens" else tokenizer))
-        self._prompts = PromptReader(
-            tokenizer,
-            card,
-            self._renderer,
-            default_max_tokens=config.default_max_tokens,
-            chat_format=chat_format,
-            grammars=self._grammars,
-        )
+        self._metrics = RouterMetrics(self._metrics_registry, self._state)
+        self.demand = self._demand_meter()
+        self._scaling = ScalingWatch(self._redis, Signer(self._secret, DECISIONS))
+
+        # How a request is served, whatever protocol it comes by.
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
-        dispatcher = Dispatcher(
-            self.pool,
-            PrefixLookup(self._index, secret, config.hash_unit),
-            self.cleanup,
-            room,
-            DispatchConfig(
-                max_attempts=config.max_attempts,
-                no_worker_grace_s=config.no_worker_grace,
-                staged_steps=config.staged_steps,
-                ageing_s=config.ageing,
-            ),
-            place if self._placement_log is None else self._placement_log.place,
-        )
-        registry = MetricsRegistry()
-        self._tracer = start_tracer(config.otlp_endpoint, role="router", instance=self.router_id, version=package_version())
-        register_process(registry, "router", self._tracer)
-        self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
-        metrics = RouterMetrics(registry, self._state)
+        self._grammars = GrammarChecker(config.model)
+        client_tokens = config.special_tokens_in_messages == "tokens"
+        self._renderer = Renderer(Setup.of(self._model.card, self._model.chat_format, None if client_tokens else self._model.tokenizer))
         self._hold_back = hold_back_of(
             config.hold_back,
             window=config.hold_back_chars,
             timeout_s=config.hold_back_timeout,
             fail_open=config.hold_back_failure == "open",
         )
-        held_to = Targets(ttft_s=config.target_ttft_ms / 1e3, tpot_s=config.target_tpot_ms / 1e3)
-        self._demand = DemandMeter(
+        self.inference = self._request_service()
+
+        # The fronts.
+        self.board = self._status_board()
+        self._server = self._grpc_server()
+        self.batches = self._open_batches()
+        self._http = None if config.http_port == -1 else self._http_server()
+        self._admin = None if config.admin_port == -1 else self._admin_server()
+
+    # ---- its parts ------------------------------------------------------------------------------------------------------
+
+    def _worker_pool(self) -> WorkerPool:
+        return WorkerPool(
+            router_id=self.router_id,
+            signer=CallSigner(self._secret, self.router_id),
+            cleanup=self.cleanup,
+            tls=self.config.tls,
+            stream_lease_s=self.config.stream_lease,
+            compression=compression_of(self.config.grpc_compression),
+        )
+
+    def _worker_registry(self) -> Registry:
+        deployment = Deployment(
+            model_fingerprint=self._model.fingerprint,
+            secret_check=secret_check(self._secret),
+            signer=Signer(self._secret, RECORDS),
+            hash_unit=self.config.hash_unit,
+        )
+        vouching = Vouching(self._secret, self.pool.channel_of, self.pool.open_to)
+        return Registry(self._redis, deployment, lives=vouching.lives, on_poll=self.pool.sync)
+
+    def _admission(self, quota: Quota) -> Admission:
+        return Admission(
+            max_inflight=self.config.max_inflight,
+            max_waiting=self.config.max_waiting,
+            max_prompt_tokens=self.config.max_inflight_prompt_tokens,
+            quota=quota,
+            ageing_s=self.config.ageing,
+            on_charge=self.quota_share.charge,
+        )
+
+    def _demand_meter(self) -> DemandMeter:
+        default = Targets(ttft_s=self.config.target_ttft_ms / 1e3, tpot_s=self.config.target_tpot_ms / 1e3)
+        signer = Signer(self._secret, DEMAND)
+        return DemandMeter(
             self._redis,
             self.router_id,
-            Signer(secret, DEMAND),
-            held_to,
-            lambda: self.admission.num_waiting + room.num_queued,
+            signer,
+            default,
+            lambda: self.admission.num_waiting + self.worker_queue.num_queued,
             clock=self._clock,
         )
-        self._inference = Inference(
+
+    def _request_service(self) -> Inference:
+        config, model = self.config, self._model
+        prompts = PromptReader(
+            model.tokenizer,
+            model.card,
+            self._renderer,
+            default_max_tokens=config.default_max_tokens,
+            chat_format=model.chat_format,
+            grammars=self._grammars,
+        )
+        dispatcher = Dispatcher(
+            self.pool,
+            self._index,
+            self.cleanup,
+            self.worker_queue,
+            DispatchConfig(max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace, staged_steps=config.staged_steps),
+            place if self._placement_log is None else self._placement_log.place,
+        )
+        return Inference(
             InferenceConfig(
                 model_name=config.served_model_name or config.model.resolve().name,
-                fingerprint=fingerprint,
-                max_model_len=card.max_model_len,
+                fingerprint=model.fingerprint,
+                max_model_len=model.card.max_model_len,
                 max_buffered_tokens=config.max_buffered_tokens,
                 request_timeout_s=config.request_timeout,
                 client_write_timeout_s=config.client_write_timeout,
                 ageing_s=config.ageing,
             ),
-            prompts=self._prompts,
+            prompts=prompts,
             admission=self.admission,
             dispatcher=dispatcher,
             pool=self.pool,
-            metrics=metrics,
-            tracer=self._tracer,
+            metrics=self._metrics,
+            tracer=self.tracer,
             hold_back=self._hold_back,
-            demand=self._demand,
+            demand=self.demand,
         )
-        self._scaling = ScalingWatch(self._redis, Signer(secret, DECISIONS))
-        self._last_tick = time.monotonic()
-        self._draining = self._able = False
+
+    def _status_board(self) -> StatusBoard:
         view = RouterView(
             router_id=self.router_id,
-            model=self._inference.model_name,
+            model=self.inference.model_name,
             state=self._state,
             ready=self._ready,
             draining=lambda: self._draining,
             refusals=lambda: self.registry.refusals,
             decision=lambda: self._scaling.seen,
         )
-        self.board = StatusBoard(view, metrics, self.pool)
-        self._server = GrpcServer(
-            ServerConfig(
-                host=config.host,
-                port=config.port,
-                health_port=config.health_port,
-                tls=config.front_tls,
-                # Room for those that are refused to be told so, and for health checks.
-                max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
-                max_connections=config.max_connections,
-                compression=compression,
-            ),
-            alive=self._alive,
-            admit=[KeyGate(self.access).admit],
+        return StatusBoard(view, self._metrics, self.pool)
+
+    def _grpc_server(self) -> GrpcServer:
+        config = self.config
+        server_config = ServerConfig(
+            host=config.host,
+            port=config.port,
+            health_port=config.health_port,
+            tls=config.front_tls,
+            # Room to answer those that are refused, and for health checks.
+            max_concurrent_rpcs=config.max_inflight + config.max_waiting + 256,
+            max_connections=config.max_connections,
+            compression=compression_of(config.grpc_compression),
         )
-        service = InferenceService(self._inference, self.access)
-        self._server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
-        self._server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
-        self._http: HttpServer | None = None
-        self.batches = self._open_batches(registry)
-        if config.http_port != -1:
-            front = Front(
-                inference=self._inference,
-                access=self.access,
-                tokenizer=tokenizer,
-                token_bytes=TokenBytes(tokenizer),
-                card=card,
-                chat_format=chat_format,
-                metrics=registry,
-                board=self.board,
-                alive=self._alive,
-                ready=self._ready,
-                started_unix_s=int(time.time()),
-                max_body_bytes=config.max_body_bytes,
-                allowed_origins=config.allowed_origins,
-                tracer=self._tracer,
-                batches=self.batches,
-            )
-            if self.batches is not None:
-                self.batches.answer_with(BatchEndpoints(front))
-            port = config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0
-            self._http = HttpServer(
-                front,
-                host=config.host,
-                port=port,
-                tls=config.front_tls,
-                max_connections=config.max_connections,
-                write_timeout_s=config.client_write_timeout,
-                allowed_hosts=config.allowed_hosts,
-            )
-        # Set when an operator asks for it over the admin port: whoever runs the router drains it then.
-        self.drain_asked = asyncio.Event()
-        self._admin = None if config.admin_port == -1 else self._admin_server(secret)
-        self._tasks: list[asyncio.Task[None]] = []
+        server = GrpcServer(server_config, alive=self._alive, admit=[KeyGate(self.access).admit])
+        service = InferenceService(self.inference, self.access)
+        server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
+        server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
+        return server
+
+    def _http_server(self) -> HttpServer:
+        config, model = self.config, self._model
+        front = Front(
+            inference=self.inference,
+            access=self.access,
+            tokenizer=model.tokenizer,
+            token_bytes=TokenBytes(model.tokenizer),
+            card=model.card,
+            chat_format=model.chat_format,
+            metrics=self._metrics_registry,
+            board=self.board,
+            alive=self._alive,
+            ready=self._ready,
+            started_unix_s=int(time.time()),
+            max_body_bytes=config.max_body_bytes,
+            allowed_origins=config.allowed_origins,
+            tracer=self.tracer,
+            batches=self.batches,
+        )
+        if self.batches is not None:
+            self.batches.answer_with(BatchEndpoints(front))
+        return HttpServer(
+            front,
+            host=config.host,
+            port=config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0,
+            tls=config.front_tls,
+            max_connections=config.max_connections,
+            write_timeout_s=config.client_write_timeout,
+            allowed_hosts=config.allowed_hosts,
+        )
+
+    def _admin_server(self) -> Listener:
+        config = self.config
+        administration = Administration(
+            key=load_admin_key(config.admin_key_file, self._secret),
+            access=self.access,
+            board=self.board,
+            pool=self.pool,
+            secret=self._secret,
+            tls=config.tls,
+            drain=self.drain_asked.set,
+        )
+        return admin_listener(
+            administration,
+            host=config.admin_host,
+            port=config.admin_port,
+            tls=ssl_context(config.front_tls),
+            allowed_hosts=config.allowed_hosts,
+        )
+
+    def _open_batches(self) -> Batches | None:
+        config = self.config
+        if config.batch_dir is None:
+            return None
+        if config.http_port == -1:
+            raise SetupError("--batch-dir and --http-port -1 contradict each other: batches are asked for over HTTP; leave one of them out")
+        batch_config = BatchConfig(
+            root=config.batch_dir,
+            served=self.inference.model_name,
+            concurrency=config.batch_concurrency,
+            max_file_bytes=config.max_file_bytes,
+            max_line_bytes=config.max_body_bytes,
+            max_owner_bytes=config.max_owner_bytes,
+            lifetime_s=config.file_retention_days * DAY_S,
+            one_account=not self.access.enabled,
+        )
+        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=self._metrics_registry, clock=self._clock)
+
+    # ---- its life -------------------------------------------------------------------------------------------------------
 
     @property
     def port(self) -> int:
@@ -281,7 +364,7 @@ class Router:
         return 0 if self._metrics_server is None else self._metrics_server.port
 
     async def warm(self) -> None:
-        """What else the first chat would wait for. Raises SetupError for a chat template that cannot be compiled within bounds."""
+        """Prepares what else the first chat would wait for. Raises SetupError for a chat template that cannot be compiled within bounds."""
         await self._renderer.start()
 
     async def start(self) -> None:
@@ -296,32 +379,20 @@ class Router:
             await self.registry.poll()
             await self.access.start()
             await self._index.open()
-            if self.batches is not None:
-                await self.batches.start()
-            await self._server.start()
-            if self._http is not None:
-                await self._http.start()
-            if self._admin is not None:
-                await self._admin.start()
+            for part in (self.batches, self._server, self._http, self._admin):
+                if part is not None:
+                    await part.start()
         except BaseException:
             await self._close()
             raise
         # While any request is there, something goes on.
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
-        running = (self.registry.run(), self._quota_share.run(), self._demand.run(), self.access.run(), self._inference.cut_stuck_clients())
-        if self.batches is not None:
-            self._keep(self.batches.run())
+        running = [self.registry.run(), self.quota_share.run(), self.demand.run(), self.access.run(), self.inference.cut_stuck_clients()]
+        running += [] if self.batches is None else [self.batches.run()]
         for work in (*running, self._tick(), self._scaling.run(), self.board.run(), collecting):
             self._keep(work)
-        log.info(
-            "router %s serves %s on %s:%d, HTTP on %d",
-            self.router_id,
-            self._inference.model_name,
-            self.config.host,
-            self.port,
-            self.http_port,
-        )
-        config = self.config
+        config, model = self.config, self.inference.model_name
+        log.info("router %s serves %s on %s:%d, HTTP on %d", self.router_id, model, config.host, self.port, self.http_port)
         if warning := open_door(
             config.host,
             {"gRPC": self.port, "HTTP": self.http_port},
@@ -342,66 +413,25 @@ class Router:
         await self.cleanup.drain(2.0)
         await self._close()
 
-    def _open_batches(self, metrics: MetricsRegistry) -> Batches | None:
-        config = self.config
-        if config.batch_dir is None:
-            return None
-        if config.http_port == -1:
-            raise SetupError("--batch-dir and --http-port -1 contradict each other: batches are asked for over HTTP; leave one of them out")
-        batch_config = BatchConfig(
-            root=config.batch_dir,
-            served=self._inference.model_name,
-            concurrency=config.batch_concurrency,
-            max_file_bytes=config.max_file_bytes,
-            max_line_bytes=config.max_body_bytes,
-            max_owner_bytes=config.max_owner_bytes,
-            lifetime_s=config.file_retention_days * DAY_S,
-            one_account=not self.access.enabled,
-        )
-        return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=metrics, clock=self._clock)
-
-    def _admin_server(self, secret: bytes) -> Listener:
-        config = self.config
-        administration = Administration(
-            key=load_admin_key(config.admin_key_file, secret),
-            access=self.access,
-            board=self.board,
-            pool=self.pool,
-            secret=secret,
-            tls=config.tls,
-            drain=self.drain_asked.set,
-        )
-        return admin_listener(
-            administration,
-            host=config.admin_host,
-            port=config.admin_port,
-            tls=ssl_context(config.front_tls),
-            allowed_hosts=config.allowed_hosts,
-        )
-
     async def _close(self) -> None:
         if self._admin is not None:
             await self._admin.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.batches is not None:
-            await self.batches.close()
-        await self._index.close()
-        await self.pool.close()
-        self._prompts.close()
+        for part in (self.batches, self._index, self.pool, self._grammars, self._renderer):
+            if part is not None:
+                await part.close()
+        self.inference.prompts.close()
         if self._hold_back is not None:
             self._hold_back.close()
-        await self._grammars.close()
-        await self._renderer.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.close)
-        if self._placement_log is not None:
-            await asyncio.to_thread(self._placement_log.close)
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close, TRACES_FLUSH_S)
+        for writer in (self._metrics_server, self._placement_log):
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close, TRACES_FLUSH_S)
 
     def _ready(self) -> bool:
         return self._able and not self._draining
@@ -411,12 +441,12 @@ class Router:
 
     def _on_usage_elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
         self.admission.elsewhere(tokens)
-        self._room.elsewhere(tokens)
+        self.worker_queue.elsewhere(tokens)
 
     def _state(self) -> RouterState:
-        """From any thread. Requests that wait for room on the workers are admitted already; to whoever looks they wait."""
+        """Called from any thread. Requests that wait for workers are admitted already, but are shown as waiting."""
         roles = [record.role for record in self.pool.records() if record.ready and not record.draining]
-        num_queued = self._room.num_queued
+        num_queued = self.worker_queue.num_queued
         return RouterState(
             num_running=max(0, self.admission.num_inflight - num_queued),
             num_waiting=self.admission.num_waiting + num_queued,
@@ -442,11 +472,11 @@ class Router:
 
     async def _tick(self) -> None:
         """Progress of the event loop, for liveness; whether a request could be placed now, for readiness."""
-        probe = Demand(request_id="", num_tokens=1, max_new_tokens=1)
+        probe = PlacementRequest(request_id="", num_tokens=1, max_new_tokens=1)
         while True:
             if self._last_tick > float("-inf"):
                 self._last_tick = time.monotonic()
             if not self._draining:
-                self._able = isinstance(place(self.pool.snapshot(NO_HINTS, frozenset()), probe), Placement)
+                self._able = isinstance(place(self.pool.snapshot(), probe), Placement)
                 self._server.health.set(READINESS, self._able)
             await asyncio.sleep(_TICK_S)

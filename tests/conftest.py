@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Folders whose tests start processes, namespaces, browsers or containers, render the chart or play whole days.
-_SYSTEM_FOLDERS = {"deploy", "faults", "fuzz", "helm", "hostile", "system"}
+_SYSTEM_FOLDERS = {"deploy", "faults", "fuzz", "helm", "hostile", "streams", "system"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,20 +1,25 @@
-"""The gRPC front: protobuf in, a stream of protobuf out."""
+"""The gRPC front: protobuf in, a stream of protobuf out; where API keys are asked for, a call without one is refused before its message is
+read."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import grpc.aio
 
+from router.access.account import Identity
 from router.access.control import Access
-from router.grpc.service_access import identify, plain_metadata
 from router.request.job import Metadata
+from router.request.targets import TENANT_HEADER
 from router.serving.inference import Inference
-from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.status.board import StatusBoard
+from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc, status_pb2, status_pb2_grpc
 
 _FORWARDED = frozenset({"traceparent", "tracestate"})
+# Names the caller that has the deployment's own key; no key's id has a space.
+_SYSTEM = "the deployment"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,8 +52,8 @@ class GrpcCaller:
         """Raises Unauthenticated."""
         self._context = context
         self.received = time.monotonic()
-        given = plain_metadata(context.invocation_metadata())
-        self.identity = identify(access, given, peer=context.peer())
+        given = _plain_metadata(context.invocation_metadata())
+        self.identity = _identify(access, given, peer=context.peer())
         self.metadata: Metadata = tuple((key, value) for key, value in given if key in _FORWARDED)
         self.write = context.write  # of every token: no step between
 
@@ -60,3 +65,36 @@ class GrpcCaller:
 
     async def begin(self, request_id: str, seed: int) -> None:
         await self._context.send_initial_metadata((("x-request-id", request_id), ("x-twostep-seed", str(seed))))
+
+
+class StatusService(status_pb2_grpc.StatusServicer):
+    """Shows the deployment as this router sees it."""
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board = board
+
+    async def GetStatus(self, request: status_pb2.StatusRequest, context: _Context) -> status_pb2.ClusterStatus:
+        return self._board.status()
+
+
+class KeyGate:
+    """Refuses calls without a key, where keys are asked for."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def admit(self, _method: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+        """See twostep.rpc.guard.Admit. A key's calls are one caller's, whatever connections they come over. Raises Unauthenticated."""
+        if not self._access.enabled:
+            return ""
+        return _identify(self._access, _plain_metadata(metadata)).key_id or _SYSTEM
+
+
+def _plain_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
+    return tuple((key, value if isinstance(value, str) else value.decode("utf-8", "replace")) for key, value in metadata or ())
+
+
+def _identify(access: Access, metadata: Metadata, *, peer: str = "") -> Identity:
+    """`peer` as gRPC names it, with a port. Raises Unauthenticated. Of two values of one name, the last counts."""
+    given = dict(metadata)
+    return access.identify(given.get("authorization"), given.get(TENANT_HEADER), address=peer.rpartition(":")[0])

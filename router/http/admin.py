@@ -34,7 +34,7 @@ from router.http.errors import Handler, errors
 from router.http.listener import Listener
 from router.http.origins import ORIGINS, Origins, same_site
 from router.status.board import StatusBoard
-from router.status.last_of_role import what_ends
+from router.status.status import what_ends
 from router.workers.pool import WorkerPool
 from twostep.errors import Incompatible, InvalidRequest, NotFound, SetupError, Unauthenticated
 from twostep.keys.api_keys import Key, admin_key, make_key, same_key

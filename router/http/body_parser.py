@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 from router.http import request_bodies  # noqa: F401
 from router.http.errors import HttpError
 from router.json_size import JsonSize, checked_size, rough_size
-from router.prompting.helper_pool import Helper, HelperPool, Line
-from router.prompting.helper_process import Lost
+from router.prompting.helper_pool import Helper, HelperPool, HelperQueue, Lost
 from twostep.errors import InvalidRequest, SetupError, Unavailable
 from twostep.process.helper_service import limit_memory, serve
 
@@ -51,7 +50,7 @@ class BodyParser:
         helper = Helper(module="router.http.body_parser", setup=str(_MEMORY_BYTES).encode(), purpose="read large bodies")
         self._pool = HelperPool(helper, _NUM_PROCESSES)
         self._turn = asyncio.Lock()
-        self._line = Line("large bodies wait to be read", most=_MAX_WAITING, at_once=_NUM_PROCESSES)
+        self._line = HelperQueue("large bodies wait to be read", most=_MAX_WAITING, at_once=_NUM_PROCESSES)
 
     async def parse(self, read: Callable[[bytes], T], raw: bytes) -> T:
         """Returns what `read` makes of the bytes: a function that can be pickled, as its result can. Raises the HttpError that it does,

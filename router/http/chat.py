@@ -204,7 +204,7 @@ class ChatGeneration(Generation[ChatBody]):
 
     async def read_prompt(self, index: int) -> Prompt:
         request = pb.GenerateRequest(chat=self._chat, keep_special_tokens=self._request.keep_special_tokens)
-        prompt = await self.front.inference.read_prompt(request)
+        prompt = await self.front.inference.prompts.prompt(request)
         self.check_room(prompt)
         self.check_repeated(prompt)
         return prompt

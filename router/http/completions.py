@@ -66,10 +66,10 @@ class CompletionGeneration(Generation[CompletionBody]):
             if not isinstance(given, str):
                 request.token_ids.ids.extend(given)
             elif self.body.add_special_tokens is False:
-                request.token_ids.ids.extend(await inference.text_ids(given, add_special_tokens=False))
+                request.token_ids.ids.extend(await inference.prompts.text_ids(given, add_special_tokens=False))
             else:
                 request.text = given
-            prompt = await inference.read_prompt(request)
+            prompt = await inference.prompts.prompt(request)
         self.check_room(prompt)
         if self.body.echo:
             self._echoes[index] = given if isinstance(given, str) else await decoded(self.front.tokenizer, given)

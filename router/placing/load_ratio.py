@@ -22,12 +22,12 @@ from twostep.step_curve import StepCurve
 # Less than that is nothing: means over the last seconds fade, and never quite end.
 _LEAST_S = 1e-3
 _MOST = 1000.0
-# Where nobody has asked anything yet.
+# Before the first request.
 _PROMPT_TOKENS = 256.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitingRequests:
     """Requests that no worker has yet, and how long prompts and answers are on average. 0: not known."""
 
     num_requests: int = 0
@@ -50,7 +50,7 @@ class RoleLoad:
         return min(_MOST, self.prefill_s / max(_LEAST_S, self.decode_s))
 
 
-def role_load(snapshot: Snapshot, waiting: Waiting = Waiting()) -> RoleLoad:
+def role_load(snapshot: Snapshot, waiting: WaitingRequests = WaitingRequests()) -> RoleLoad:
     """Workers that take no new work count with what they have, and not among those who share it. Prompts that wait are nobody's where no
     prefill worker is: decode workers compute them then."""
     curve = fallback_curve((*snapshot.prefill, *snapshot.decode))
@@ -67,11 +67,6 @@ def role_load(snapshot: Snapshot, waiting: Waiting = Waiting()) -> RoleLoad:
         if for_answers:
             decode_s += _mean([waiting.num_requests * answer * _token_s(c, curve, prompt + answer / 2) for c in for_answers])
     return RoleLoad(prefill_s=prefill_s / max(1, len(for_prompts)), decode_s=decode_s / max(1, len(for_answers)))
-
-
-def prefill_decode_load_ratio(snapshot: Snapshot, waiting: Waiting = Waiting()) -> float | None:
-    """See above; None: there is no work on either side."""
-    return role_load(snapshot, waiting).ratio
 
 
 def _open(side: Sequence[Candidate]) -> Sequence[Candidate]:

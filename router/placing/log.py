@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from router.placing.placement import NoPlacement, Placement, place
-from twostep.cluster.snapshot import Candidate, Demand, Snapshot
+from twostep.cluster.snapshot import Candidate, PlacementRequest, Snapshot
 from twostep.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ CANDIDATE_FIELDS = ("cached_tokens", "host_cached_tokens", "queued_tokens", "bat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class LoggedPlacement:
     at: float  # Unix time
     snapshot: Snapshot
-    demand: Demand
+    demand: PlacementRequest
     result: Placement | NoPlacement
 
 
@@ -45,13 +45,13 @@ class PlacementLog:
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
         """Raises SetupError if the file cannot be written."""
         self._path, self._max_bytes = path, max_bytes
-        self._queue: queue.Queue[Decision | None] = queue.Queue(_MAX_QUEUED)
+        self._queue: queue.Queue[LoggedPlacement | None] = queue.Queue(_MAX_QUEUED)
         self._num_left_out = 0
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise SetupError(f"--placement-log {path} cannot be written ({error}); give another file") from error
-        self._encoder = Encoder()
+        self._encoder = PlacementEncoder()
         self._thread = threading.Thread(target=self._write_all, name="placement-log", daemon=True)
         self._thread.start()
 
@@ -60,10 +60,10 @@ class PlacementLog:
         """Decisions that came faster than the disk took them."""
         return self._num_left_out
 
-    def place(self, snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+    def place(self, snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
         result = place(snapshot, demand)
         try:
-            self._queue.put_nowait(Decision(time.time(), snapshot, demand, result))
+            self._queue.put_nowait(LoggedPlacement(time.time(), snapshot, demand, result))
         except queue.Full:
             self._num_left_out += 1
         return result
@@ -96,20 +96,20 @@ class PlacementLog:
             self._path.replace(self._path.with_name(self._path.name + ".1"))
             self._file = self._path.open("w", encoding="utf-8")
             # The new file must be readable without the old one.
-            known, self._encoder = self._encoder, Encoder()
+            known, self._encoder = self._encoder, PlacementEncoder()
             lines = self._encoder.lines(known.last) if known.last is not None else lines
         self._file.writelines(lines)
 
 
-class Encoder:
+class PlacementEncoder:
     """Decisions as lines. Keeps which records stand in the file already."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, tuple[int, Any]] = {}
         self._next = 0
-        self.last: Decision | None = None
+        self.last: LoggedPlacement | None = None
 
-    def lines(self, decision: Decision) -> list[str]:
+    def lines(self, decision: LoggedPlacement) -> list[str]:
         """With line ends; records first."""
         self.last = decision
         lines: list[str] = []
@@ -131,7 +131,7 @@ class Encoder:
 
 
 def choice_of(result: Placement | NoPlacement) -> dict[str, Any]:
-    """What is compared when a decision is made again."""
+    """Returns what is compared when a decision is made again."""
     if isinstance(result, NoPlacement):
         return {"shortage": result.shortage.value, "reason": result.reason}
     return {

@@ -23,10 +23,10 @@ from router.placing import reasons as placement_reasons
 from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
 from twostep.cluster.prediction import Decoding, Prediction, Predictor, conversion_cost, fallback_curve, hand_over_s, mean_load, shares
 from twostep.cluster.records import LayoutRecord, WorkerRecord
-from twostep.cluster.snapshot import Candidate, Demand, MeanLoad, Snapshot
+from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest, Snapshot
 from twostep.version_skew import together
 
-__all__ = ["Candidate", "Demand", "MeanLoad", "NoPlacement", "Placement", "Shortage", "Snapshot", "place"]
+__all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementRequest", "Shortage", "Snapshot", "place"]
 
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
@@ -35,7 +35,7 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who serves a request. `prefill` is None where the decode worker computes the prompt itself.
+    """The workers that serve a request. `prefill` is None where the decode worker computes the prompt itself.
 
     Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
     not, after how many seconds it is worth asking again (0 otherwise). Not `attainable`: these workers would miss them without any load.
@@ -62,13 +62,13 @@ class Shortage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPlacement:
-    """Why nobody can serve the request now; `reason` is a sentence for the client."""
+    """Says why no workers can serve the request now; `reason` is a sentence for the client."""
 
     shortage: Shortage
     reason: str
 
 
-def place(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
     """The best pair, or the best decode worker alone. Ties fall by a hash of request and worker: the same for the same request, spread
     evenly over requests."""
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
@@ -115,10 +115,10 @@ _SOME_BYTES = 64e6
 class _Choice:
     """Among workers that are large enough."""
 
-    def __init__(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], demand: Demand, *, skip_excluded: bool) -> None:
+    def __init__(self, prefill: Sequence[Candidate], decode: Sequence[Candidate], demand: PlacementRequest, *, skip_excluded: bool) -> None:
         self._demand = demand
         self._predictor = Predictor(demand, fallback_curve((*prefill, *decode)))
-        # The excluded ones count where it is about loads: what is on them is somebody's.
+        # The excluded ones count where it is about loads: there is work on them.
         self._prefill = [(c, mean_load(c, demand.num_tokens)) for c in prefill]
         decoding = [(c, mean_load(c, demand.num_tokens)) for c in decode]
         self._prefill_share, share = shares(self._prefill), shares(decoding)

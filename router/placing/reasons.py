@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from twostep.cluster.convertible import reasons_against
 from twostep.cluster.records import LayoutRecord
-from twostep.cluster.snapshot import Candidate, Demand, Snapshot
+from twostep.cluster.snapshot import Candidate, PlacementRequest, Snapshot
 
 _MAX_PAIRS_NAMED = 4
 
@@ -22,7 +22,7 @@ def missing(roles: Sequence[str], snapshot: Snapshot) -> str:
     return " and ".join(parts) + "; start one, or repeat the request later"
 
 
-def too_large(demand: Demand, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+def too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
     """`prefill` may be empty, where decode workers compute prompts."""
     sides = [side for side in (prefill, decode) if side]
     slots = min(max(c.record.num_blocks * c.record.layout.block_size for c in side) for side in sides)
@@ -60,7 +60,7 @@ def versions_apart(prefill: Sequence[Candidate], decode: Sequence[Candidate]) ->
 
 
 def no_transport(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    """Who lacks what, for workers whose KV could travel."""
+    """Says which transport is lacking where, for workers whose KV could travel."""
     sides = (("prefill", prefill), ("decode", decode))
     names = sorted({t for c in (*prefill, *decode) for t in c.record.transports})
     ids = {role: ", ".join(sorted(c.record.worker_id for c in workers)[:8]) for role, workers in sides}

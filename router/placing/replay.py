@@ -20,7 +20,7 @@ from typing import Any
 from router.placing.log import CANDIDATE_FIELDS, choice_of
 from router.placing.placement import place
 from twostep.cluster.records import WorkerRecord
-from twostep.cluster.snapshot import Candidate, Demand, MeanLoad, Snapshot
+from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest, Snapshot
 from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 
@@ -30,16 +30,16 @@ _EQUAL = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
+class ReplayedPlacement:
     """A decision as it was made: what it looked at, and what came of it (placement_log.choice_of)."""
 
     line: int
     snapshot: Snapshot
-    demand: Demand
+    demand: PlacementRequest
     choice: dict[str, Any]
 
 
-def read_decisions(lines: Iterable[str]) -> Iterator[Logged]:
+def read_decisions(lines: Iterable[str]) -> Iterator[ReplayedPlacement]:
     """Raises InvalidRequest with the line that is none of a placement log; a last one that was cut short is left out."""
     records: dict[int, WorkerRecord] = {}
     for number, line in enumerate(lines, 1):
@@ -52,13 +52,13 @@ def read_decisions(lines: Iterable[str]) -> Iterator[Logged]:
                 continue
             sides = {side: [_candidate(fields, records) for fields in value[side]] for side in ("prefill", "decode")}
             asked = value["demand"]
-            demand = Demand(**(asked | {"request_class": RequestClass(asked["request_class"])}))
-            yield Logged(line=number, snapshot=Snapshot(**sides), demand=demand, choice=value["choice"])
+            demand = PlacementRequest(**(asked | {"request_class": RequestClass(asked["request_class"])}))
+            yield ReplayedPlacement(line=number, snapshot=Snapshot(**sides), demand=demand, choice=value["choice"])
         except (ValueError, KeyError, TypeError, IndexError, InvalidRequest) as error:
             raise InvalidRequest(f"line {number} is none of a placement log: {error!r}") from error
 
 
-def differs(logged: Logged) -> str | None:
+def differs(logged: ReplayedPlacement) -> str | None:
     """How the decision would be another now, in words; None: it would be the same."""
     now = choice_of(place(logged.snapshot, logged.demand))
     if _same(now, logged.choice):

@@ -12,7 +12,7 @@ from twostep.rpc.v1 import inference_pb2
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 1024
 _MAX_TOOL_CALLS = 1024
-# Of JSON within JSON: deeper than anybody's tools, and far from where Python's own recursion ends.
+# JSON within JSON: deeper than any real tools, and far from where Python's own recursion ends.
 _MAX_DEPTH = 64
 # What a template may add to a message, about.
 _MESSAGE_CHARS = 32
@@ -29,7 +29,8 @@ class Conversation:
 
 
 def check_chat(chat: inference_pb2.Chat) -> None:
-    """What is quickly seen. Which roles there are is the template's business; a message without any is refused. Raises InvalidRequest."""
+    """Checks what is quickly seen. Which roles there are is the template's business; a message without any is refused. Raises
+    InvalidRequest."""
     if not chat.messages:
         raise InvalidRequest("chat.messages is empty; send at least one message with role and content")
     if len(chat.messages) > _MAX_MESSAGES:
@@ -44,12 +45,12 @@ def check_chat(chat: inference_pb2.Chat) -> None:
 
 
 def continued_content(chat: inference_pb2.Chat) -> str | None:
-    """What the answer has so far; None: it begins anew."""
+    """Returns the beginning of the answer; None: it begins anew."""
     return chat.messages[-1].content if chat.continue_final_message else None
 
 
 def num_content_chars(chat: inference_pb2.Chat) -> int:
-    """What any template writes out."""
+    """Counts what any template writes out."""
     return sum(len(message.content) for message in chat.messages)
 
 
@@ -63,7 +64,7 @@ def num_chars(chat: inference_pb2.Chat) -> int:
 
 
 def conversation_of(chat: inference_pb2.Chat) -> Conversation:
-    """Of a chat that passed `check_chat`. Takes time in proportion to `num_chars`. Raises InvalidRequest for what is not JSON."""
+    """Converts a chat that passed `check_chat`. Takes time in proportion to `num_chars`. Raises InvalidRequest for what is not JSON."""
     variables = _json(chat.template_kwargs, "chat.template_kwargs") if chat.template_kwargs else {}
     if not isinstance(variables, dict):
         raise InvalidRequest("chat.template_kwargs is not a JSON object; send {} with the chat template's variables by name")

@@ -1,4 +1,4 @@
-"""What is wrong with a grammar is said before its request waits for anything, and by a process that may die of it.
+"""Grammars are checked before their requests wait for anything, and by a process that may die of it.
 
     grammar ─ known? ─┬─ yes ───────────────────────────────────────▶ verdict
                       └─ no ─ a probe that is free ─ tries it ──────▶ verdict, remembered
@@ -16,8 +16,7 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from router.prompting.helper_pool import Helper, HelperPool, Line
-from router.prompting.helper_process import Lost
+from router.prompting.helper_pool import Helper, HelperPool, HelperQueue, Lost
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar
 
@@ -32,7 +31,7 @@ _MEMORY_BYTES = 512 << 20
 
 
 class GrammarChecker:
-    """Of one router. Belongs to its event loop."""
+    """Checks the grammars of one router's requests. Belongs to its event loop."""
 
     def __init__(self, model_dir: Path, *, check_s: float = _CHECK_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         """`check_s`, `memory_bytes`: what one grammar may take."""
@@ -43,12 +42,7 @@ class GrammarChecker:
         setup = json.dumps({"model": str(model_dir), "memory_bytes": memory_bytes}).encode()
         helper = Helper(module="twostep.text.grammar_probe", setup=setup, purpose="look at grammars")
         self._pool = HelperPool(helper, _MAX_PROBES)
-        self._line = Line("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)
-
-    @property
-    def pool(self) -> HelperPool:
-        """The probes."""
-        return self._pool
+        self._line = HelperQueue("grammars are being looked at", most=_MAX_WAITING, at_once=_MAX_PROBES)
 
     async def check(self, grammar: Grammar | None) -> None:
         """Raises InvalidRequest naming what is wrong, ResourceExhausted (too many are being looked at), SetupError (no grammars here)."""
@@ -81,7 +75,7 @@ class GrammarChecker:
             self._verdicts.popitem(last=False)
 
     async def _ask(self, grammar: Grammar) -> str | None:
-        """What is wrong."""
+        """Returns what is wrong, if anything is."""
         question = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
             trouble: str | None = json.loads(await self._pool.ask(self._line, question, cpu_s=self._check_s))["error"]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import sys
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from router.prompting.helper_process import HelperProcess, Lost
 from twostep.errors import ResourceExhausted, SetupError
+from twostep.process.helper_service import ANSWER, ASK
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,68 @@ log = logging.getLogger(__name__)
 _WAIT_S = 30.0
 _START_S = 60.0
 
+# What is read of an answer at a time.
+_READ_BYTES = 1 << 18
+
 T = TypeVar("T")
+
+
+TIME, MEMORY = "time", "memory"
+
+
+class Lost(Exception):
+    """The process is of no use any more. Says what there was too little of: time or memory."""
+
+
+class HelperProcess:
+    """Seen from the router (twostep/process/helper_service.py is its inside). It is asked one thing at a time; a caller that gives up on an
+    answer has to end it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, module: str, *arguments: str) -> HelperProcess:
+        """Returns before it is ready: it is once it has answered."""
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                module,
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=_READ_BYTES,
+            )
+        )
+
+    async def ask(self, *question: bytes, cpu_s: float, timeout_s: float) -> bytes:
+        """`cpu_s`: how long it may compute, 0 for ever; `timeout_s`: how long this waits, however busy the machine is.
+        Raises Lost, TimeoutError."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            try:
+                for piece in (ASK.pack(sum(map(len, question)), cpu_s), *question):
+                    self._process.stdin.write(piece)
+                await self._process.stdin.drain()
+                (num_bytes,) = ANSWER.unpack(await self._process.stdout.readexactly(ANSWER.size))
+                return await self._process.stdout.readexactly(num_bytes)
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                raise Lost(TIME if await self._process.wait() == -signal.SIGPROF else MEMORY) from error
+
+    async def end(self) -> None:
+        """Returns when it is gone."""
+        if self._process.returncode is None:
+            try:
+                self._process.kill()
+            except ProcessLookupError:
+                pass
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +101,7 @@ class Helper:
     lost: str = "the process took too much {} to start"
 
 
-class Line:
+class HelperQueue:
     """Those who wait for a pool together: at most `most`, of whom at most `at_once` have a process. `what`: as a message says it."""
 
     def __init__(self, what: str, *, most: int, at_once: int) -> None:
@@ -48,7 +111,7 @@ class Line:
 
 
 class HelperPool:
-    """Of one router. Belongs to its event loop."""
+    """Keeps the processes of one kind. Belongs to one event loop."""
 
     def __init__(self, helper: Helper, num_processes: int) -> None:
         """Starts nothing yet."""
@@ -56,13 +119,9 @@ class HelperPool:
         self._places = asyncio.Semaphore(num_processes)
         self._idle: list[HelperProcess] = []
         self._busy: set[HelperProcess] = set()
-        # What goes on whoever waits for it: answers, processes that are ended, those that are started in their place.
+        # These go on without their callers: answers, processes that are ended, those that are started in their place.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
 
     async def start(self) -> None:
         """Starts one, so that the first question does not wait for it. Raises SetupError."""
@@ -70,7 +129,7 @@ class HelperPool:
             if not self._idle:
                 self._idle.append(await self._started())
 
-    async def ask(self, line: Line, *question: bytes, cpu_s: float) -> bytes:
+    async def ask(self, line: HelperQueue, *question: bytes, cpu_s: float) -> bytes:
         """`cpu_s`: of the processor. Raises Lost, ResourceExhausted (too many wait, or the machine is too busy), SetupError."""
         if line.num >= line.most:
             raise ResourceExhausted(f"{line.num} {line.what}; repeat later", retry_after_s=1.0)
@@ -90,7 +149,7 @@ class HelperPool:
             line.num -= 1
 
     async def close(self) -> None:
-        """When nobody waits for an answer any more."""
+        """Ends all processes. Called when no caller waits for an answer any more."""
         self._closed = True
         while self._tasks or self._idle:
             while self._idle or self._busy:
@@ -99,6 +158,10 @@ class HelperPool:
 
     async def _answer(self, question: tuple[bytes, ...], cpu_s: float) -> bytes:
         process = self._idle.pop() if self._idle else await self._started()
+        if self._closed:
+            # It was started while close() ended the others.
+            self._begin(process.end())
+            raise SetupError("the router is closing")
         self._busy.add(process)
         try:
             answer = await process.ask(*question, cpu_s=cpu_s, timeout_s=_WAIT_S)
@@ -147,5 +210,5 @@ class HelperPool:
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Seen, so that nobody logs what it may quote if its caller is gone.
+            # Seen, so that it is not logged, with what it may quote, if its caller is gone.
             task.exception()

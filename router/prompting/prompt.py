@@ -12,8 +12,7 @@ from typing import TypeVar
 from router.prompting.chat import check_chat, continued_content, num_content_chars
 from router.prompting.grammar_check import GrammarChecker
 from router.prompting.renderer import Renderer
-from router.request.answer import Answer
-from router.request.resume import resumed_tokens
+from router.request.answer import AnswerReader, resumed_tokens
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
 from twostep.rpc.convert import grammar_from_proto
 from twostep.rpc.v1 import inference_pb2
@@ -57,11 +56,11 @@ class Prompt:
     reasoning: ReasoningFormat | None = None
     begun: Begun = Begun.OVER
 
-    def answer(self, sampling: SamplingParams) -> Answer:
+    def answer(self, sampling: SamplingParams) -> AnswerReader:
         splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
         # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
         before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
-        return Answer(self.tokenizer, sampling, splitter, prompt=before)
+        return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
 
     def held(self, sampling: SamplingParams) -> SamplingParams:
         """A grammar is of the answer: the model thinks freely before it."""
@@ -136,7 +135,7 @@ class PromptReader:
         return Prompt(await self._in_thread_if_long(encoded, len(text)), tokenizer, reasoning, begun)
 
     async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
-        """Of a Generate request: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
+        """Reads a Generate request's: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
         ResourceExhausted."""
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -156,7 +155,7 @@ class PromptReader:
         if not num_ids:
             raise InvalidRequest("token_ids is empty; send at least one id")
         if num_ids >= self._card.max_model_len:
-            # Looking at each of millions would hold up everybody else.
+            # Looking at each of millions would hold up all other requests.
             raise _no_room(num_ids, self._card.max_model_len)
         ids = list(given)
         if max(ids) >= self._card.vocab_size:
@@ -169,7 +168,7 @@ class PromptReader:
     def sampling(
         self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int
     ) -> SamplingParams:
-        """What the client asked for, then the model's defaults, then neutral ones; bounded by the context, and where
+        """Resolves the client's values, then the model's defaults, then neutral ones; bounded by the context, and where
         max_tokens is not given by `pool_tokens`, the most that a worker could hold.
 
         Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
@@ -213,7 +212,7 @@ class PromptReader:
         if sampling.grammar is not None and self._grammars is not None:
             await self._grammars.check(sampling.grammar)
 
-    async def resume(self, answer: Answer, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    async def resume(self, answer: AnswerReader, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Brings `answer` to where a client is that has `token_ids` of it. Raises InvalidRequest, ResourceExhausted."""
         tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
         await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
@@ -223,7 +222,7 @@ class PromptReader:
         return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
 
     def _check_length(self, num_chars: int) -> None:
-        """Megabytes that can never fit would keep the tokenizer's threads from everybody else for seconds."""
+        """Megabytes that can never fit would keep the tokenizer's threads from other requests for seconds."""
         if (least := self._tokenizer.least_tokens(num_chars)) >= self._card.max_model_len:
             raise ContextExceeded(
                 f"the prompt has {num_chars} characters, at least {least} tokens, and the context {self._card.max_model_len}; shorten it"

@@ -1,4 +1,4 @@
-"""Chats are rendered beside the router, in processes that may die of it: a template is a program of the model's, its input anybody's.
+"""Chats are rendered beside the router, in processes that may die of it: a template is a program of the model's, its input a stranger's.
 
     chat ─ short? ─┬─ yes ─ a process that is free, few steps ─────────▶ text
                    │           └─ it takes more ─┐
@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 
 from router.prompting.chat import num_chars
-from router.prompting.helper_pool import Helper, HelperPool, Line
-from router.prompting.helper_process import TIME, Lost
+from router.prompting.helper_pool import TIME, Helper, HelperPool, HelperQueue, Lost
 from router.prompting.render_process import STEPS, Setup, read_answer
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2
@@ -36,7 +35,7 @@ _MAX_SHORT = 4096
 
 
 class Renderer:
-    """Of one router. Belongs to its event loop."""
+    """Renders the chats of one router. Belongs to its event loop."""
 
     def __init__(self, setup: Setup, *, short_s: float = _SHORT_S, long_s: float = _LONG_S) -> None:
         """Starts nothing yet. `short_s`, `long_s`: what a render may take of the processor."""
@@ -51,8 +50,8 @@ class Renderer:
             lost="the model's chat template takes too much {} to compile; correct or remove it",
         )
         self._pool = HelperPool(helper, _NUM_PROCESSES)
-        self._short = Line("chats are being rendered", most=_MAX_SHORT, at_once=_NUM_PROCESSES)
-        self._long = Line("long chats are being rendered", most=_MAX_LONG, at_once=1)
+        self._short = HelperQueue("chats are being rendered", most=_MAX_SHORT, at_once=_NUM_PROCESSES)
+        self._long = HelperQueue("long chats are being rendered", most=_MAX_LONG, at_once=1)
 
     async def start(self) -> None:
         """So that the first chat does not wait for it. Raises SetupError: a template that cannot be compiled within bounds."""
@@ -70,10 +69,10 @@ class Renderer:
         return await self._ask(self._long, MAX_STEPS, data, self._long_s)
 
     async def close(self) -> None:
-        """When nobody waits for an answer any more."""
+        """Ends all processes. Called when no caller waits for an answer any more."""
         await self._pool.close()
 
-    async def _ask(self, line: Line, max_steps: int, data: bytes, cpu_s: float) -> Rendered:
+    async def _ask(self, line: HelperQueue, max_steps: int, data: bytes, cpu_s: float) -> Rendered:
         try:
             return read_answer(await self._pool.ask(line, STEPS.pack(max_steps), data, cpu_s=cpu_s))
         except Lost as lost:

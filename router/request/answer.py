@@ -7,9 +7,10 @@ Stop strings end the reasoning as well as what follows it (as vLLM has it): they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.detokenizer import Detokenizer
@@ -26,7 +27,7 @@ class Finish:
     stop_reason: str = ""
 
 
-class Answer:
+class AnswerReader:
     """One answer's text. `finish` is set by the token or the stop string that ends it; tokens after it are dropped."""
 
     def __init__(
@@ -54,7 +55,7 @@ class Answer:
         self.num_reasoning_tokens = 0
         self._counted = False
         self.finish: Finish | None = None
-        # The workers know nothing of it: whoever reads the answer ends the request.
+        # The workers know nothing of it: the reader of the answer has to end the request.
         self.stopped_by_text = False
 
     def resume(self, tokens: Sequence[prefill_pb2.Token]) -> None:
@@ -154,3 +155,37 @@ class Answer:
 
 def _joined(parts: Sequence[SplitText]) -> SplitText:
     return SplitText("".join(part.reasoning for part in parts), "".join(part.text for part in parts))
+
+
+def resumed_tokens(
+    token_ids: Sequence[int], sampling: SamplingParams, *, eos_token_ids: Set[int], vocab_size: int
+) -> list[prefill_pb2.Token]:
+    """Positions count from 0; the last one has a finish reason if it ends the answer. Raises InvalidRequest for ids that cannot be the
+    beginning of an answer to this request."""
+    if len(token_ids) > sampling.max_tokens:
+        raise InvalidRequest(
+            f"resume_token_ids has {len(token_ids)} tokens and max_tokens, which counts them, is {sampling.max_tokens}; "
+            "resume with the parameters of the first request"
+        )
+    # An answer in a grammar ends where nothing can follow, whatever was asked for.
+    held = sampling.grammar is not None
+    stops = frozenset(sampling.stop_token_ids) | (frozenset[int]() if sampling.ignore_eos and not held else eos_token_ids)
+    tokens: list[prefill_pb2.Token] = []
+    for position, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"resume_token_ids[{position}] is {token_id}; the vocabulary of this model has ids from 0 to {vocab_size - 1}"
+            )
+        last = position + 1 == len(token_ids)
+        token = prefill_pb2.Token(token_id=token_id, position=position)
+        if token_id in stops and (position >= sampling.min_tokens or held):
+            if not last:
+                raise InvalidRequest(
+                    f"resume_token_ids[{position}] is {token_id}, which ends the answer, and others follow; "
+                    "resume with the parameters of the first request"
+                )
+            token.finish_reason = inference_pb2.FINISH_REASON_STOP
+        elif position + 1 >= sampling.max_tokens:
+            token.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+        tokens.append(token)
+    return tokens

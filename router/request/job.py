@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.request.targets import NO_TARGETS, Targets
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
@@ -13,11 +14,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
+class RequestJob:
     """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker. `resumed`: tokens
-    of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens. `ttft_s`
-    (counted from `arrived`) and `tpot_s` are what the client was promised; None: nothing. `expected_tokens`: of the answer, those that are
-    thought to come yet."""
+    of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens. `targets`
+    are what the client was promised, the first token counted from `arrived`. `expected_tokens`: how many the answer is thought to have."""
 
     request_id: str
     prompt: Sequence[int]
@@ -29,8 +29,7 @@ class Job:
     migrate: bool = True
     metadata: Metadata = ()
     request_class: RequestClass = RequestClass.STANDARD
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    targets: Targets = NO_TARGETS
     arrived: float = field(default_factory=time.monotonic)
     expected_tokens: int = 1
 

@@ -31,11 +31,8 @@ class MemoryBudget:
         """Bytes, of all callers."""
         return self._num_held
 
-    def held_by(self, caller: str) -> int:
-        return self._held[caller]
-
     def hold(self, caller: str) -> Holding:
-        """Of one answer; nothing yet."""
+        """Opens the account of one answer; it holds nothing yet."""
         return Holding(self, caller)
 
     def change(self, caller: str, num_bytes: int) -> bool:
@@ -53,7 +50,7 @@ class MemoryBudget:
 
 
 class Holding:
-    """What one answer holds. At the end of its context it holds nothing."""
+    """Holds bytes for one answer, and none after the end of its context."""
 
     def __init__(self, budget: MemoryBudget, caller: str) -> None:
         self._budget, self._caller = budget, caller

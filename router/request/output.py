@@ -1,7 +1,7 @@
 """The bounded buffer between shared token streams and one client's call.
 
-Whoever has tokens pushes and never waits; the client's call takes what is there. A client that falls `max_buffered` tokens
-behind, or takes nothing for too long, is cut: its own call ends, and nobody else's is held up. So is one whose tokens find no room in the
+The shared streams push tokens and never wait; the client's call takes what is there. A client that falls `max_buffered` tokens
+behind, or takes nothing for too long, is cut: its own call ends, and no other one is held up. So is one whose tokens find no room in the
 memory that its caller's answers may hold.
 """
 
@@ -26,7 +26,7 @@ _MAX_TAKEN = 64
 _PACKED_BYTES = 41
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Tokens in order, possibly none; `last`: nothing follows them."""
 
     tokens: Sequence[prefill_pb2.Token]
@@ -37,8 +37,17 @@ class Output:
     """One request's tokens over all attempts. `token_ids` are all that ever came, in order, after those of `resumed`, which the client has
     already; `on_cut` must stop the client's call."""
 
-    def __init__(self, *, max_buffered: int, on_cut: Callable[[], object], holding: Holding, resumed: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        max_buffered: int,
+        on_cut: Callable[[], object],
+        holding: Holding,
+        resumed: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`holding`: of this request alone; what is left in it at the end is its owner's to give back."""
+        self._clock = clock
         self.token_ids: list[int] = list(resumed)
         self.cut: ResourceExhausted | None = None
         self._max_buffered = max_buffered
@@ -80,7 +89,7 @@ class Output:
             self._error = error
             self.end()
 
-    async def take(self) -> Batch:
+    async def take(self) -> TokenBatch:
         """Waits for tokens or the end, and takes what is there, so many at most. Raises what `fail` was given once all tokens are taken."""
         self._busy_since = None
         if not self._tokens and not self._packed and not self._ended:
@@ -92,12 +101,12 @@ class Output:
         tokens, self._tokens = self._tokens or self._unpacked(), []
         if self._error is not None and not tokens:
             raise self._error
-        self._busy_since = time.monotonic()
-        return Batch(tokens, last=self._ended and self._error is None and not self._packed)
+        self._busy_since = self._clock()
+        return TokenBatch(tokens, last=self._ended and self._error is None and not self._packed)
 
     def cut_if_stuck(self, timeout_s: float) -> None:
         """Cuts a client that has not come back for more in `timeout_s`, though there is nothing else to wait for."""
-        if self.cut is None and self._busy_since is not None and time.monotonic() - self._busy_since > timeout_s:
+        if self.cut is None and self._busy_since is not None and self._clock() - self._busy_since > timeout_s:
             self._cut_off(f"the client took nothing for {timeout_s:g} s; read the stream faster")
 
     def _pack(self, token: prefill_pb2.Token) -> None:

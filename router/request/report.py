@@ -1,25 +1,37 @@
-"""What the end of an answer tells: usage, the phases of its latency, and how its KV cache travelled."""
+"""A record of one request: its usage, the phases of its latency, how its KV cache travelled, how it ended."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 
+from router.request.answer import AnswerReader
+from router.request.job import Metadata, RequestJob
 from twostep.metrics.router import RouterMetrics
+from twostep.process.tracing import Span
+from twostep.request_class import RequestClass
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 
-# Refused ones are many where nobody has room.
+# Refused ones are many where all workers are full.
 _MAX_BEGUN = 32
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """Filled in by whoever learns something; all instants are time.monotonic() seconds. What a later attempt learns replaces
-    what an earlier one did, but the way to the first token of the answer stays that of the attempt that gave it."""
+class RequestReport:
+    """All instants are time.monotonic() seconds. What a later attempt learns replaces what an earlier one did, but the way to the first
+    token of the answer stays that of the attempt that gave it. `metadata` goes along with every call to a worker: the caller's trace
+    context, or that of the request's own span. `job` and `answer` are there as soon as the request has been read, `finished` once it has
+    ended well."""
 
-    num_prompt_tokens: int
     started: float
     metrics: RouterMetrics
+    request_class: RequestClass = RequestClass.STANDARD
+    metadata: Metadata = ()
+    span: Span | None = None
+    job: RequestJob | None = None
+    answer: AnswerReader | None = None
+    finished: inference_pb2.End | None = None
+    offered: bool = False  # it needs nothing but a worker: the deployment is scaled for it
     attempts: int = 1
     placed: bool = False  # workers have accepted it, once at least
     cached_tokens: int = 0
@@ -40,6 +52,27 @@ class Report:
     # Of each attempt, refused ones included: when it began, and its workers (prefill "": the decode worker alone).
     begun: list[tuple[float, str, str]] = field(default_factory=list)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return 0 if self.job is None else len(self.job.prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer that this router gave."""
+        return 0 if self.answer is None else self.answer.num_tokens - (0 if self.job is None else len(self.job.resumed))
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.started
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds for each token after the first that this router gave; None: there was none."""
+        more = self.num_output_tokens - 1
+        if self.first_token_at is None or self.last_token_at is None or more < 1:
+            return None
+        return (self.last_token_at - self.first_token_at) / more
+
     def begin_attempt(self, prefill_worker: str, decode_worker: str) -> None:
         self.committed_at = self.first_decode_at = self.last_decode_at = None
         self.publish_s = self.fetch_s = 0.0
@@ -58,10 +91,11 @@ class Report:
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
 
-    def on_visible(self) -> None:
-        """The client is about to be sent text of the answer."""
-        if self.visible_at is None:
+    def on_piece(self, piece: inference_pb2.Piece) -> None:
+        """The client is about to be sent it."""
+        if piece.text and self.visible_at is None:
             self.visible_at = time.monotonic()
+        self.metrics.num_generation_tokens += len(piece.token_ids)
 
     def on_computed_here(self) -> None:
         """The decode worker has computed the prompt: nothing is published, nothing fetched."""
@@ -76,7 +110,7 @@ class Report:
         self.fetch_s = committed.fetch_s
 
     def on_decode_token(self) -> None:
-        """For every token of every request: keep it short."""
+        """Called for every token of every request: keep it short."""
         now = self.last_decode_at = time.monotonic()
         if self.last_token_at is not None:
             self.metrics.itl.observe(now - self.last_token_at)
@@ -90,9 +124,8 @@ class Report:
     def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:
         self.publish_s = done.publish_s
 
-    def end(
-        self, reason: inference_pb2.FinishReason.ValueType, stop_reason: str, num_tokens: int, num_reasoning_tokens: int = 0
-    ) -> inference_pb2.End:
+    def end(self, answer: AnswerReader, reason: inference_pb2.FinishReason.ValueType, stop_reason: str) -> inference_pb2.End:
+        """Makes the last message of the stream, and keeps it."""
         phases = inference_pb2.Phases(
             route_s=self.route_s,
             queue_s=self.queue_s,
@@ -107,13 +140,14 @@ class Report:
         )
         usage = inference_pb2.Usage(
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=num_tokens,
+            completion_tokens=answer.num_tokens,
             cached_tokens=self.cached_tokens,
-            reasoning_tokens=num_reasoning_tokens,
+            reasoning_tokens=answer.num_reasoning_tokens,
         )
-        return inference_pb2.End(
+        self.finished = inference_pb2.End(
             finish_reason=reason, stop_reason=stop_reason, usage=usage, phases=phases, transfer=self.transfer, attempts=self.attempts
         )
+        return self.finished
 
 
 def _between(start: float | None, end: float | None) -> float:

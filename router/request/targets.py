@@ -1,4 +1,4 @@
-"""What a request was promised, and whether it can be kept: decided before anything is asked of a worker, by pure functions.
+"""A request's targets, and whether they can be kept: decided before anything is asked of a worker, by pure functions.
 
 A request with targets is refused as soon as they cannot be met any more: what it has waited, what it would still wait in the router's
 queue, and what placement predicts on the workers, add up to more than its time to the first token; or a token would take longer than its
@@ -9,7 +9,6 @@ The refusal says after how long to come again: by then what is too much should b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -19,14 +18,12 @@ from twostep.request_class import MAX_TARGET_MS, RequestClass
 from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2
 
-# A front that knows who its callers are says so here, and takes away what they say themselves.
+# A front that knows who its callers are names the tenant here, and drops what they say themselves.
 TENANT_HEADER = "x-twostep-tenant"
 _MAX_TENANT_CHARS = 128
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
-# Over how long the pace of the queue is averaged, of the time in which anybody waits.
-_PACE_S = 5.0
 
 
 class Reason(StrEnum):
@@ -54,7 +51,7 @@ class Expired(DeadlineExceeded):
 
 
 def retry_after(seconds: float) -> float:
-    """What a client is told to wait: not so little that it comes for nothing, not so much that it finds everything idle."""
+    """Bounds how long a client is asked to wait: not so little that it comes for nothing, not so much that it finds everything idle."""
     return min(_MAX_RETRY_S, max(_MIN_RETRY_S, seconds))
 
 
@@ -83,6 +80,9 @@ class Targets:
         return frozenset({Reason.TARGET_TTFT} if late else ()) | frozenset({Reason.TARGET_TPOT} if slow else ())
 
 
+NO_TARGETS = Targets()
+
+
 def _seconds(field: str, milliseconds: float) -> float:
     if not 0 < milliseconds <= MAX_TARGET_MS:
         raise InvalidRequest(f"{field} is {milliseconds:g}; give milliseconds above 0, up to {MAX_TARGET_MS}, or leave it out")
@@ -98,7 +98,7 @@ def class_of(request: inference_pb2.GenerateRequest) -> RequestClass:
 
 
 def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
-    """Whose share the request uses: what is `known` of its caller, else its own word. Raises InvalidRequest."""
+    """Returns the tenant whose share the request uses: the one `known` of its caller, else its own word. Raises InvalidRequest."""
     tenant = request.tenant if known is None else known
     if len(tenant) > _MAX_TENANT_CHARS or not tenant.isprintable():
         where = "tenant" if known is None else f"the metadata {TENANT_HEADER}"
@@ -110,7 +110,7 @@ def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
 
 
 class Predicted(Protocol):
-    """What placement says of its choice (router.placing.placement.Placement)."""
+    """Describes placement's choice (router.placing.placement.Placement)."""
 
     @property
     def predicted_ttft_s(self) -> float: ...
@@ -143,7 +143,7 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predic
     late = (not placed.meets_targets or waited_s > targets.ttft_s) and waited_s + placed.predicted_ttft_s > targets.ttft_s
     if not late and not (queue_s > 0.0 and ttft_s > targets.ttft_s):
         return None
-    # What it has waited is nobody's queue the next time.
+    # The time that it has waited counts no more the next time.
     excess_s = max(placed.predicted_ttft_s + queue_s - targets.ttft_s, placed.retry_after_s)
     return Refused(
         Reason.TARGET_TTFT,
@@ -164,34 +164,3 @@ def out_of_time(queue_s: float) -> Refused:
         "ttft_ms was up before there was room for the request; repeat later, or allow more",
         retry_after_s=retry_after(queue_s),
     )
-
-
-class Pace:
-    """How fast a queue is being served, in tokens a second, learnt while anybody waits. Pure: `now` is an argument."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def served(self, num_tokens: int, now: float, *, waiting: bool) -> None:
-        """A turn was given. `waiting`: somebody else still waits, so that the time until the next turn counts."""
-        if self._since is not None:
-            span = max(0.0, now - self._since)
-            keep = math.exp(-span / _PACE_S)
-            self._tokens = self._tokens * keep + num_tokens
-            self._seconds = self._seconds * keep + span
-        self._since = now if waiting else None
-
-    def begins(self, now: float) -> None:
-        """Somebody waits, where nobody did."""
-        if self._since is None:
-            self._since = now
-
-    def ends(self) -> None:
-        """Nobody waits any more."""
-        self._since = None
-
-    def seconds(self, num_tokens: float) -> float:
-        """How long so many tokens will take. 0 while nothing is known: then nobody is refused for it."""
-        return num_tokens * self._seconds / self._tokens if self._tokens > 0.0 else 0.0

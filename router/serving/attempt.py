@@ -1,12 +1,14 @@
 """One attempt of a request: one sequence, from its first reservation until nothing of it is left on any worker.
 
-On a pair of workers, where `prefill` is one, or on the decode worker alone:
+On a pair of workers, or on the decode worker alone:
 
-begin     pair: Decode.Reserve, then Prefill.Run up to Accepted (router.serving.prefill_run). Alone: Decode.Reserve with prefill_here.
-          Refused: WorkerRefused, try another placement
+begin     pair: Decode.Reserve, then Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
+          Raises WorkerRefused: try another placement
 finish    pair: Decode.Attach with the ticket; tokens from both sides, put in order, go to the output. Alone: all of them come from the
-          decode worker. Returns after the last one. AttemptFailed if a worker is lost before that
+          decode worker. Returns after the last one. Raises AttemptFailed if a worker is lost before that
 close     whatever the workers may still hold is cancelled, in the background
+
+Prefill.Run stays open as long as the prefill worker holds its lease: cancelling the call frees everything there.
 """
 
 from __future__ import annotations
@@ -14,26 +16,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-import grpc
 import grpc.aio
 
 from router.request.cleanup import Cleanup
-from router.request.job import Job
+from router.request.job import RequestJob
 from router.request.output import Output
-from router.request.report import Report
-from router.serving.losses import AttemptFailed, WorkerRefused, cancelled_by_peer, client_error, gone, refusal, retryable
-from router.serving.prefill_run import PrefillRun
+from router.request.report import RequestReport
 from router.workers.pool import DecodeLink, PrefillLink, WorkerLink
 from router.workers.prefix_index import WorkerLife
-from twostep.errors import TwostepError, Unavailable
+from twostep.errors import InternalError, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.convert import class_to_proto, sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
 
 _UNARY_TIMEOUT_S = 5.0
+_ACCEPT_TIMEOUT_S = 10.0
 _STREAM_TIMEOUT_S = 1.0
 _BREAK_SPREADS_S = 0.1
 # How long the prefill worker's closing figures may hold up the end of an answer.
@@ -43,27 +44,71 @@ _VERDICT_TIMEOUT_S = 5.0
 # Decode tokens may overtake the first token, which comes another way. Beyond these bounds it will never come.
 _MAX_EARLY_TOKENS = 256
 _MAX_EARLY_S = 2.0
+# Another placement, or the same one later, may succeed. NOT_FOUND and FAILED_PRECONDITION speak of reservation, ticket and flags here.
+_RETRYABLE = frozenset(
+    {"UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION"}
+)
+
+
+class WorkerRefused(Exception):
+    """A worker did not take the attempt. `full`: it has no room. `declined`: it is there, and it is this way of serving the request that
+    it does not take now; neither: it is not there."""
+
+    def __init__(self, life: WorkerLife, error: TwostepError, *, full: bool = False, declined: bool = False) -> None:
+        super().__init__(error.message)
+        self.life, self.error, self.full, self.declined = life, error, full, declined
+
+
+class AttemptFailed(Exception):
+    """It was under way and was lost; `life` is the worker it was lost by. Not retryable: `error` is the client's."""
+
+    def __init__(self, life: WorkerLife, error: TwostepError, *, retryable: bool) -> None:
+        super().__init__(error.message)
+        self.life, self.error, self.retryable = life, error, retryable
+
+
+class _CallFailed(Exception):
+    """A call to a worker ended with an error. `code`: a gRPC status code's name."""
+
+    def __init__(self, code: str, details: str) -> None:
+        super().__init__(details)
+        self.code, self.details = code, details
+
+
+@contextmanager
+def _call_errors() -> Iterator[None]:
+    """Turns whatever ends a call into _CallFailed. Closing a channel ends the calls on it with CancelledError, and those begun later with
+    UsageError; the first must not be taken for the cancellation of the task that waits."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _CallFailed(error.code().name, error.details() or "the peer gave no reason") from error
+    except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise _CallFailed("UNAVAILABLE", "its connection was closed") from error
 
 
 class Attempt:
     def __init__(
         self,
-        job: Job,
+        job: RequestJob,
         number: int,
         *,
         prefill: PrefillLink | None,
         decode: DecodeLink,
         output: Output,
-        report: Report,
+        report: RequestReport,
         cleanup: Cleanup,
         on_computed: Callable[[], None],
     ) -> None:
         """`prefill` None: the decode worker computes the prompt itself. `on_computed`: it has left that worker's queue."""
         self._job = job
         self._id = (job.request_id, number)
+        self._prefill = prefill
         self._decode = decode
-        self._run = None if prefill is None else PrefillRun(prefill, self)
-        # Whose queue the prompt is in until its first token has come.
+        # The prompt is in its queue until the first token has come.
         self._computing: WorkerLink = prefill or decode
         self._output, self._report = output, report
         self._cleanup = cleanup
@@ -77,6 +122,9 @@ class Attempt:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepted_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
+        self._run: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent] | None = None
+        # Nothing more comes from the prefill worker.
+        self._run_over = asyncio.Event()
         self._on_decode = False
         self._reserved = False
         # The decode worker has the prompt's KV, and decodes.
@@ -84,28 +132,61 @@ class Attempt:
         # The first of the decode worker's tokens that has not come. Of a pair, the prefill worker gives the one before.
         self._next_decode_position = self._first_position + (prefill is not None)
         for link in {self._computing, decode}:
-            link.tenants.add(self)
+            link.users.add(self)
 
     # ---- the three steps ------------------------------------------------------------------------------------------------
 
     async def begin(self, cached_tokens: int) -> None:
         """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue. Raises
         WorkerRefused, or what is wrong with the request."""
-        prefill = None if self._run is None else self._run.link
+        prefill = self._prefill
         # First of all: with prefill_here tokens may come before the answer to Reserve.
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
         num_decode_cached = await self._reserve()
-        if self._run is not None:
-            await self._accept(self._run, num_decode_cached)
+        if prefill is not None:
+            ticket = await self._accept(prefill, num_decode_cached)
+            self._accepted_at = time.monotonic()
+            self._tasks = [asyncio.create_task(self._attach(ticket)), asyncio.create_task(self._follow())]
+            for task in self._tasks:
+                task.add_done_callback(self._task_ended)
         self._accepted_at = self._accepted_at or time.monotonic()
+
+    async def finish(self) -> None:
+        await self._ended
+        if self._committed and self._prefill is not None:
+            try:
+                async with asyncio.timeout(_DONE_TIMEOUT_S):
+                    await self._run_over.wait()
+            except TimeoutError:
+                log.info("request %s: prefill worker %s still holds its lease", self._job.request_id, self._prefill.record.worker_id)
+
+    def close(self) -> None:
+        """Called once, whatever happened before."""
+        self._unqueue()
+        for link in {self._computing, self._decode}:
+            link.users.discard(self)
+        if self._run is not None:
+            self._run.cancel()
+        for task in self._tasks:
+            if not task.done():
+                task.cancel()
+                self._cleanup.watch(task)
+        self._decode.stream.remove(self._id, cancel=self._on_decode)
+        if not self._ended.done():
+            self._ended.cancel()
+        elif not self._ended.cancelled():
+            self._ended.exception()  # seen, in case finish() was never reached
+
+    # ---- calls to the workers -------------------------------------------------------------------------------------------
 
     async def _reserve(self) -> int:
         """Returns how many of the prompt's tokens are on the decode worker already."""
         decode = self._decode
         if not await decode.stream.wait_open(min(_STREAM_TIMEOUT_S, self._job.remaining_s())):
             raise WorkerRefused(decode.life, Unavailable(f"decode worker {decode.record.worker_id} does not take a token stream"))
+        tpot_s = self._job.targets.tpot_s
         request = decode_pb2.ReserveRequest(
             request_id=self._job.request_id,
             attempt=self._id[1],
@@ -116,29 +197,27 @@ class Attempt:
             tenant=self._job.tenant,
             cache_salt=self._job.cache_salt,
             request_class=class_to_proto(self._job.request_class),
-            prefill_here=self._run is None,
-            tpot_ms=None if self._job.tpot_s is None else 1e3 * self._job.tpot_s,
+            prefill_here=self._prefill is None,
+            tpot_ms=None if tpot_s is None else 1e3 * tpot_s,
         )
         decode.stream.add(self._id, self)
         self._on_decode = True
         timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
         try:
-            response = await decode.stub.Reserve(request, timeout=timeout, metadata=self._job.metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            with _call_errors():
+                response = await decode.stub.Reserve(request, timeout=timeout, metadata=self._job.metadata)
+        except _CallFailed as error:
+            if error.code == "RESOURCE_EXHAUSTED":
                 self._on_decode = False
-            raise refusal(decode, error) from error
-        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
-            if not cancelled_by_peer(error):
-                raise
-            raise WorkerRefused(decode.life, gone(decode)) from error
+            raise _refusal(decode, error) from error
         if response.epoch != decode.life.epoch:
-            # A new life listens at the old address, and the registry has not told yet.
-            raise WorkerRefused(decode.life, gone(decode))
+            # A new life listens at the old address, and the registry has not noticed yet.
+            raise WorkerRefused(decode.life, Unavailable(f"decode worker {decode.record.worker_id} is gone"))
         self._reserved = True
         return response.num_cached_tokens
 
-    async def _accept(self, run: PrefillRun, num_decode_cached: int) -> None:
+    async def _accept(self, prefill: PrefillLink, num_decode_cached: int) -> kv_pb2.Ticket:
+        worker_id = prefill.record.worker_id
         request = prefill_pb2.PrefillRequest(
             request_id=self._job.request_id,
             attempt=self._id[1],
@@ -150,43 +229,74 @@ class Attempt:
             num_decode_cached_tokens=num_decode_cached,
             request_class=class_to_proto(self._job.request_class),
         )
-        ticket = await run.accept(request, self._job)
-        self._accepted_at = time.monotonic()
-        self._tasks = [asyncio.create_task(self._attach(ticket)), asyncio.create_task(run.follow())]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+        try:
+            with _call_errors():
+                self._run = prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
+                async with asyncio.timeout(min(_ACCEPT_TIMEOUT_S, self._job.remaining_s())):
+                    event = await self._run.read()
+        except TimeoutError:
+            raise WorkerRefused(prefill.life, Unavailable(f"prefill worker {worker_id} does not answer")) from None
+        except _CallFailed as error:
+            raise _refusal(prefill, error) from error
+        if not isinstance(event, prefill_pb2.PrefillEvent) or not event.HasField("accepted"):
+            raise WorkerRefused(prefill.life, InternalError(f"prefill worker {worker_id} began without a ticket"))
+        prefill.touch()
+        return event.accepted.ticket
 
-    async def finish(self) -> None:
-        await self._ended
-        if self._committed and self._run is not None:
+    async def _follow(self) -> None:
+        """Reads the Run stream to its end."""
+        call, prefill = self._run, self._prefill
+        assert call is not None, "it is followed once it is accepted"
+        assert prefill is not None, "and accepted by a prefill worker"
+        try:
+            with _call_errors():
+                while isinstance(event := await call.read(), prefill_pb2.PrefillEvent):
+                    prefill.touch()
+                    kind = event.WhichOneof("event")
+                    if kind == "first_token":
+                        self._on_first_token(event.first_token)
+                    elif kind == "done":
+                        self._report.on_prefill_done(event.done)
+                        if event.done.state not in (kv_pb2.LEASE_STATE_COMMITTED, kv_pb2.LEASE_STATE_RELEASED):
+                            self._on_prefill_lost("ABORTED", f"its lease ended as {kv_pb2.LeaseState.Name(event.done.state)}")
+                        return
+            self._on_prefill_lost("UNAVAILABLE", "it closed the call without an end")
+        except _CallFailed as error:
+            self._on_prefill_lost(error.code, error.details)
+        finally:
+            self._run_over.set()
+
+    async def _attach(self, ticket: kv_pb2.Ticket) -> None:
+        """Repeated, which is safe, if the connection broke under it and came back: the reservation outlives that."""
+        request = decode_pb2.AttachRequest(request_id=self._job.request_id, attempt=self._id[1], ticket=ticket)
+        stream = self._decode.stream
+        num_opened: int | None = None
+        while True:
+            repeated, num_opened = num_opened is not None, stream.num_opened
+            timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
             try:
-                async with asyncio.timeout(_DONE_TIMEOUT_S):
-                    await self._run.over.wait()
-            except TimeoutError:
-                log.info("request %s: prefill worker %s still holds its lease", self._job.request_id, self._run.link.record.worker_id)
-
-    def close(self) -> None:
-        """Once, whatever happened before."""
-        self._unqueue()
-        for link in {self._computing, self._decode}:
-            link.tenants.discard(self)
-        if self._run is not None:
-            self._run.close()
-            # Each knows the other: left so, all that both hold would stay until a full garbage collection.
-            self._run = None
-        for task in self._tasks:
-            if not task.done():
-                task.cancel()
-                self._cleanup.watch(task)
-        self._decode.stream.remove(self._id, cancel=self._on_decode)
-        if not self._ended.done():
-            self._ended.cancel()
-        elif not self._ended.cancelled():
-            self._ended.exception()  # nobody may be waiting for it any more
+                with _call_errors():
+                    await self._decode.stub.Attach(request, timeout=timeout, metadata=self._job.metadata)
+                return
+            except _CallFailed as error:
+                if error.code == "NOT_FOUND" and repeated:
+                    return  # the first one had arrived and it is over already; the stream says how
+                broke = error.code == "UNAVAILABLE" and isinstance(error.__cause__, grpc.aio.AioRpcError)
+                if broke:
+                    # All calls of a connection break together, but one learns of it after the other.
+                    await asyncio.sleep(_BREAK_SPREADS_S)
+                # Of an open stream that did not break, it was the worker that said so.
+                if not broke or (stream.open and stream.num_opened == num_opened):
+                    message = f"decode worker {self._decode.record.worker_id}: {error.details}"
+                    self._fail(self._decode, error.code, message, retryable=error.code in _RETRYABLE)
+                    return
+                # If it does not come back, the stream's loss ends the attempt.
+                await stream.wait_open(self._job.remaining_s())
 
     # ---- what arrives ---------------------------------------------------------------------------------------------------
 
     def on_event(self, event: decode_pb2.DecodeEvent) -> None:
+        """See router.workers.decode_stream.EventSink."""
         if event.HasField("token"):
             token = event.token
             self._note_decode_token(token)
@@ -198,7 +308,7 @@ class Attempt:
             self._committed = True
             self._note_decode_token(event.first_token.token)
             self._report.on_computed_here()
-            self.on_first_token(event.first_token)
+            self._on_first_token(event.first_token)
         elif kind == "committed":
             self._committed = True
             self._report.on_committed(event.committed)
@@ -208,16 +318,10 @@ class Attempt:
             message = f"decode worker {self._decode.record.worker_id}: {failed.message}"
             # Before the commit a transfer fails because of its source, unless the decode worker is itself at fault or full.
             at_source = not self._committed and failed.code not in ("RESOURCE_EXHAUSTED", "INTERNAL", "NOT_FOUND")
-            blame = self._computing if at_source else self._decode
-            self._fail(blame, failed.code, message, retryable=failed.retryable)
-
-    def _note_decode_token(self, token: prefill_pb2.Token) -> None:
-        if token.finish_reason:
-            self._on_decode = False
-        if token.position == self._next_decode_position:
-            self._next_decode_position += 1
+            self._fail(self._computing if at_source else self._decode, failed.code, message, retryable=failed.retryable)
 
     def position(self) -> decode_pb2.StreamPosition:
+        """See router.workers.decode_stream.EventSink."""
         return decode_pb2.StreamPosition(
             request_id=self._job.request_id,
             attempt=self._id[1],
@@ -227,33 +331,35 @@ class Attempt:
         )
 
     def on_worker_lost(self, life: WorkerLife, error: TwostepError) -> None:
-        if self._run is not None and life == self._run.link.life:
-            self.on_prefill_lost("UNAVAILABLE", error.message)
+        """See router.workers.pool.LinkUser."""
+        if self._prefill is not None and life == self._prefill.life:
+            self._on_prefill_lost("UNAVAILABLE", error.message)
         else:
             self._fail(self._decode, "UNAVAILABLE", error.message, retryable=True)
 
-    def on_first_token(self, first: prefill_pb2.FirstToken) -> None:
+    def _note_decode_token(self, token: prefill_pb2.Token) -> None:
+        if token.finish_reason:
+            self._on_decode = False
+        if token.position == self._next_decode_position:
+            self._next_decode_position += 1
+
+    def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
         self._unqueue()
         self._on_computed()
         # It may have overtaken the answer to Reserve.
         self._report.on_first_token(first, self._accepted_at or time.monotonic())
         self._on_token(first.token)
 
-    def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:
-        self._report.on_prefill_done(done)
-
-    def on_prefill_lost(self, code: str, why: str) -> None:
+    def _on_prefill_lost(self, code: str, why: str) -> None:
         """Before the first token it is over at once. After it, the decode worker may have all it needs: it has the word, for a while."""
-        if self._run is None:
-            return
-        self._run.over.set()
+        self._run_over.set()
         if self._committed or self._ended.done():
             return
-        message = f"prefill worker {self._run.link.record.worker_id}: {why}"
+        message = f"prefill worker {self._computing.record.worker_id}: {why}"
         if self._output.next_position > self._first_position:
             asyncio.get_running_loop().call_later(_VERDICT_TIMEOUT_S, self._no_verdict, message)
         else:
-            self._fail(self._computing, code, message, retryable=retryable(code))
+            self._fail(self._computing, code, message, retryable=code in _RETRYABLE)
 
     def _no_verdict(self, message: str) -> None:
         if not self._committed:
@@ -286,51 +392,33 @@ class Attempt:
         if token.finish_reason and not self._ended.done():
             self._ended.set_result(None)
 
-    async def _attach(self, ticket: kv_pb2.Ticket) -> None:
-        """Repeated, which is safe, if the connection broke under it and came back: the reservation outlives that."""
-        request = decode_pb2.AttachRequest(request_id=self._job.request_id, attempt=self._id[1], ticket=ticket)
-        stream = self._decode.stream
-        num_opened: int | None = None
-        try:
-            while True:
-                repeated, num_opened = num_opened is not None, stream.num_opened
-                try:
-                    await self._decode.stub.Attach(
-                        request, timeout=min(_UNARY_TIMEOUT_S, self._job.remaining_s()), metadata=self._job.metadata
-                    )
-                    return
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.NOT_FOUND and repeated:
-                        return  # the first one had arrived and it is over already; the stream tells how
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        raise
-                    # All calls of a connection break together, but one learns of it after the other.
-                    await asyncio.sleep(_BREAK_SPREADS_S)
-                    if stream.open and stream.num_opened == num_opened:
-                        raise  # it was the worker that said so
-                    # If it does not come back, the stream's loss ends the attempt.
-                    await stream.wait_open(self._job.remaining_s())
-        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
-            if not cancelled_by_peer(error):
-                raise
-            self._fail(self._decode, "UNAVAILABLE", gone(self._decode).message, retryable=True)
-        except grpc.aio.AioRpcError as error:
-            message = f"decode worker {self._decode.record.worker_id}: {error.details()}"
-            self._fail(self._decode, error.code().name, message, retryable=retryable(error.code().name))
-
     def _fail(self, link: WorkerLink, code: str, message: str, *, retryable: bool) -> None:
         if not self._ended.done():
-            self._ended.set_exception(AttemptFailed(link.life, client_error(code, message), retryable=retryable))
+            self._ended.set_exception(AttemptFailed(link.life, _client_error(code, message), retryable=retryable))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in a task must not leave the request waiting for what will never come."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("request %s", self._job.request_id, exc_info=error)
-            self._fail(
-                self._computing, "INTERNAL", f"internal error; look for request {self._job.request_id} in the router's log", retryable=False
-            )
+            message = f"internal error; look for request {self._job.request_id} in the router's log"
+            self._fail(self._computing, "INTERNAL", message, retryable=False)
 
     def _unqueue(self) -> None:
         self._computing.queue(-self._queued_tokens, self._job.request_class)
         self._queued_tokens = 0
+
+
+def _refusal(link: WorkerLink, error: _CallFailed) -> Exception:
+    """A worker's answer to Reserve or Run that is no acceptance. What is wrong with the request itself goes to the client. A worker that
+    does not take this router's signature is none of this deployment's, whatever its record says: others are."""
+    code, message = error.code, f"{link.record.role} worker {link.record.worker_id}: {error.details}"
+    if code in _RETRYABLE or code == "UNAUTHENTICATED":
+        full = code == "RESOURCE_EXHAUSTED"
+        return WorkerRefused(link.life, Unavailable(message), full=full, declined=full or code == "FAILED_PRECONDITION")
+    return _client_error(code, message)
+
+
+def _client_error(code: str, message: str) -> TwostepError:
+    """As the client should see it: what workers check of each other (tickets, leases) is no fault of the client's."""
+    return InternalError(message) if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND") else error_from_grpc(code, message)

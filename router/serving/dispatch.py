@@ -2,7 +2,7 @@
 
 1. ask which workers hold how much of the prompt (at most 2 ms)
 2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, run on
-   prefill; a refusal: the next placement. All full: wait in the queue for room. Nobody there, or no transport between them: wait a
+   prefill; a refusal: the next placement. All full: wait in the queue for workers. No worker there, or no transport between them: wait a
    moment for it to come back
 3. tokens flow into the output until the last one
 4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on other workers if there are any
@@ -11,46 +11,69 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from router.placing.placement import Demand, NoPlacement, Placement, Shortage, Snapshot, place
-from router.placing.prefix_lookup import PrefixLookup
+from router.placing.placement import NoPlacement, Placement, PlacementRequest, Shortage, Snapshot, place
 from router.request.cleanup import Cleanup
-from router.request.job import Job
+from router.request.job import RequestJob
 from router.request.output import Output
-from router.request.report import Report
-from router.request.targets import Expired, Targets, refusal
-from router.serving.attempt import Attempt
-from router.serving.losses import AttemptFailed, WorkerRefused
-from router.waiting.fair_queue import AGEING_S, Claim
-from router.waiting.room import Room
+from router.request.report import RequestReport
+from router.request.targets import Expired, refusal
+from router.serving.attempt import Attempt, AttemptFailed, WorkerRefused
+from router.waiting.fair_queue import QueueEntry
+from router.waiting.queues import WorkerQueue
 from router.workers.pool import WorkerPool
-from router.workers.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
+from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, PrefixIndex, WorkerLife
 from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.request_class import RequestClass
 
 log = logging.getLogger(__name__)
 
-Decide = Callable[[Snapshot, Demand], Placement | NoPlacement]
+Decide = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchConfig:
-    """`staged_steps`: of so many steps this router's prompts may queue on a worker (batch: half as many); 0: of any number."""
+    """`staged_steps`: this router's prompts may queue on a worker for so many of its steps (batch: half as many); 0: for any number."""
 
     max_attempts: int = 3
     no_worker_grace_s: float = 3.0
     staged_steps: int = 4
-    ageing_s: float = AGEING_S
+
+
+@dataclass(slots=True, eq=False)
+class _Dispatch:
+    """One request under way. `entry`: in the queue for workers. `lost`: workers that earlier attempts were lost by."""
+
+    job: RequestJob
+    entry: QueueEntry
+    output: Output
+    report: RequestReport
+    num_begun: int = 0
+    lost: set[WorkerLife] = field(default_factory=set)
+    cached: Mapping[WorkerLife, CachedPrefix] = field(default_factory=lambda: NO_HINTS)
+
+    def demand(self) -> PlacementRequest:
+        """Returns what is still to be done. Of the time to the first token, what is left; nothing is promised for it once the client has
+        tokens."""
+        job, done, targets = self.job, self.output.next_position, self.job.targets
+        waited_s = time.monotonic() - job.arrived
+        return PlacementRequest(
+            request_id=job.request_id,
+            num_tokens=len(job.prompt) + done,
+            max_new_tokens=job.sampling.max_tokens - done,
+            request_class=job.request_class,
+            ttft_ms=None if targets.ttft_s is None or done else max(0.0, 1e3 * (targets.ttft_s - waited_s)),
+            tpot_ms=None if targets.tpot_s is None else 1e3 * targets.tpot_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _NotNow:
-    """A round in which nobody took the request. `full`: somebody would have, with more room. `held`: that is because of what waits there
+    """A round in which no worker took the request. `full`: one would have, with more room. `held`: that is because of what waits there
     already, and no worker has refused."""
 
     full: bool
@@ -68,11 +91,11 @@ class _NotNow:
 
 @dataclass(slots=True)
 class _Refusals:
-    """Of one round. `workers`: ask them no more. `local`: decode workers that would not compute the prompt; they may still take its KV."""
+    """The workers to pass over in one round. `local`: decode workers that would not compute the prompt; they may still take its KV."""
 
     workers: set[WorkerLife] = field(default_factory=set)
     local: set[WorkerLife] = field(default_factory=set)
-    # Those of them that were not even asked: enough of this router's prompts wait there.
+    # Some were not even asked: enough of this router's prompts wait there.
     held: bool = False
     full: bool = False
     reason: str = ""
@@ -85,23 +108,28 @@ class _Refusals:
 
 class Dispatcher:
     def __init__(
-        self, pool: WorkerPool, prefixes: PrefixLookup, cleanup: Cleanup, room: Room, config: DispatchConfig, decide: Decide = place
+        self,
+        pool: WorkerPool,
+        prefixes: PrefixIndex,
+        cleanup: Cleanup,
+        queue: WorkerQueue,
+        config: DispatchConfig,
+        decide: Decide = place,
     ) -> None:
         """`decide`: router.placing.placement.place, or what does the same and remembers it."""
         self._decide = decide
         self._pool = pool
         self._prefixes = prefixes
         self._cleanup = cleanup
-        self._room = room
+        self._queue = queue
         self._config = config
         self._absent_since: float | None = None
 
-    async def serve(self, job: Job, output: Output, report: Report) -> None:
+    async def serve(self, job: RequestJob, entry: QueueEntry, output: Output, report: RequestReport) -> None:
         """Fills `output` to its end or failure. Cancelling it frees everything on both sides, in the background."""
-        claim = Claim.of(job, ageing_s=self._config.ageing_s)
         try:
             async with asyncio.timeout(job.remaining_s()):
-                await self._attempts(job, claim, output, report)
+                await self._attempts(_Dispatch(job, entry, output, report))
             output.end()
         except TimeoutError:
             output.fail(time_is_up(placed=report.placed))
@@ -112,13 +140,12 @@ class Dispatcher:
             output.fail(InternalError(f"internal error; look for request {job.request_id} in the router's log"))
         finally:
             if report.placed:
-                self._room.settle(claim, len(job.prompt) + output.next_position)
+                self._queue.settle(entry, len(job.prompt) + output.next_position)
 
-    async def _attempts(self, job: Job, claim: Claim, output: Output, report: Report) -> None:
-        lost: set[WorkerLife] = set()
-        numbers = itertools.count(1)
+    async def _attempts(self, request: _Dispatch) -> None:
+        job, output, report = request.job, request.output, request.report
         while True:
-            attempt = await self._begin(job, claim, output, report, numbers, lost)
+            attempt = await self._begin(request)
             try:
                 await attempt.finish()
                 return
@@ -130,118 +157,94 @@ class Dispatcher:
                 log.warning("request %s, attempt %d of %d: %s", job.request_id, report.attempts, self._config.max_attempts, failed)
                 if report.attempts >= self._config.max_attempts:
                     raise Unavailable(f"given up after {report.attempts} attempts, the last one: {failed}; repeat the request") from failed
-                lost.add(failed.life)
+                request.lost.add(failed.life)
                 report.attempts += 1
             finally:
                 attempt.close()
-                # Only what was really held wakes those who wait for room: a refused attempt would wake itself.
-                self._room.release()
+                # Only what was really held wakes those who wait for workers: a refused attempt would wake itself.
+                self._queue.release()
 
-    async def _begin(
-        self, job: Job, claim: Claim, output: Output, report: Report, numbers: itertools.count[int], lost: Set[WorkerLife]
-    ) -> Attempt:
-        """An attempt that its workers have accepted. Raises Refused if the request's targets cannot be met."""
-        cached = await self._prefixes.cached_tokens(job, self._pool)
-        if report.placed:
+    async def _begin(self, request: _Dispatch) -> Attempt:
+        """Returns an attempt that its workers have accepted. Raises Refused if the request's targets cannot be met."""
+        request.cached = await self._prefixes.cached_tokens(request.job, self._pool.records())
+        entry, queue = request.entry, self._queue
+        if request.report.placed:
             # It goes on: charged already, and with nothing left to refuse.
-            claim = replace(claim, num_tokens=0, lapses=None)
-        self._refuse(job, output, cached, queue_s=self._room.queue_s(claim))
-        if not self._room.num_queued:
+            entry = replace(entry, num_tokens=0, lapses=None)
+        self._refuse(request, queue_s=queue.queue_s(entry))
+        if not queue.num_queued:
             self._absent_since = None
-            begun = await self._round(job, output, report, numbers, lost, cached)
+            begun = await self._round(request)
             if isinstance(begun, Attempt):
-                return self._begun(begun, claim, report)
+                return self._begun(begun, entry, request)
             begun.raise_if_hopeless()
-        async with self._room.place(claim):
-            await self._room.turn(claim)
+        async with queue.place(entry):
+            await queue.turn(entry)
             while True:
-                self._refuse(job, output, cached)
-                begun = await self._round(job, output, report, numbers, lost, cached)
+                self._refuse(request)
+                begun = await self._round(request)
                 if isinstance(begun, Attempt):
                     self._absent_since = None
-                    return self._begun(begun, claim, report)
+                    return self._begun(begun, entry, request)
                 begun.raise_if_hopeless()
                 if begun.full:
                     self._absent_since = None
                 elif self._absent_for_s() >= self._config.no_worker_grace_s:
                     raise Unavailable(begun.reason)
-                await self._room.again(claim, refused=not begun.held)
+                await queue.again(entry, refused=not begun.held)
 
-    def _begun(self, attempt: Attempt, claim: Claim, report: Report) -> Attempt:
-        self._room.took(claim)
-        report.placed = True
+    def _begun(self, attempt: Attempt, entry: QueueEntry, request: _Dispatch) -> Attempt:
+        self._queue.took(entry)
+        request.report.placed = True
         return attempt
 
-    def _refuse(self, job: Job, output: Output, cached: Mapping[WorkerLife, CachedPrefix], *, queue_s: float = 0.0) -> None:
+    def _refuse(self, request: _Dispatch, *, queue_s: float = 0.0) -> None:
         """Raises Refused if the best placement there is would not keep what was promised. Workers that have not measured themselves are
         not reckoned with, batch requests wait, and an answer that was begun goes on."""
-        targets = Targets(ttft_s=job.ttft_s, tpot_s=job.tpot_s)
-        if not targets or job.request_class is RequestClass.BATCH or output.next_position:
+        job = request.job
+        if not job.targets or job.request_class is RequestClass.BATCH or request.output.next_position:
             return
-        placed = self._place(_demand(job, output), cached, _Refusals(), frozenset())
+        demand = request.demand()
+        placed = self._place(demand, request.cached, _Refusals(), frozenset())
         if isinstance(placed, NoPlacement) or placed.decode.curve is None or (placed.prefill is not None and placed.prefill.curve is None):
             return
         attainable = placed.attainable
         if not attainable:
             # To one that came now?
-            anew = self._place(_demand(replace(job, arrived=time.monotonic()), output), cached, _Refusals(), frozenset())
+            ttft_ms = None if job.targets.ttft_s is None else 1e3 * job.targets.ttft_s
+            anew = self._place(replace(demand, ttft_ms=ttft_ms), request.cached, _Refusals(), frozenset())
             attainable = isinstance(anew, Placement) and anew.attainable
         waited_s = time.monotonic() - job.arrived
-        refused = refusal(targets, waited_s=waited_s, queue_s=queue_s, placed=placed, attainable=attainable)
+        refused = refusal(job.targets, waited_s=waited_s, queue_s=queue_s, placed=placed, attainable=attainable)
         if refused is not None:
             raise refused
 
-    def _held_back(self, request_class: RequestClass) -> _Refusals:
-        """Workers that have enough of this router's prompts waiting, running ones included: what else there is waits here, where classes
-        and tenants take turns. Batch requests never queue long before what comes after them."""
-        refusals = _Refusals()
-        steps = self._config.staged_steps if request_class is not RequestClass.BATCH else -(-self._config.staged_steps // 2)
-        if steps:
-            refusals.workers |= {life for life, link in self._pool.prefill.items() if link.queued_tokens >= steps * link.record.step_tokens}
-            refusals.local |= {life for life, link in self._pool.decode.items() if link.queued_tokens >= steps * link.record.step_tokens}
-            refusals.held = bool(refusals.workers or refusals.local)
-        return refusals
-
-    def _absent_for_s(self) -> float:
-        """How long there has been nobody to ask. One grace for all who wait: the queue does not add up its members'."""
-        now = time.monotonic()
-        if self._absent_since is None:
-            self._absent_since = now
-        return now - self._absent_since
-
-    async def _round(
-        self,
-        job: Job,
-        output: Output,
-        report: Report,
-        numbers: itertools.count[int],
-        lost: Set[WorkerLife],
-        cached: Mapping[WorkerLife, CachedPrefix],
-    ) -> Attempt | _NotNow:
+    async def _round(self, request: _Dispatch) -> Attempt | _NotNow:
         """Asks placement after placement, the best first, each worker that refuses no more in this round."""
-        demand = _demand(job, output)
+        job, demand = request.job, request.demand()
         refusals = self._held_back(job.request_class)
         while True:
-            placed = self._place(demand, cached, refusals, lost)
+            placed = self._place(demand, request.cached, refusals, request.lost)
             if isinstance(placed, NoPlacement):
                 reason = f"{placed.reason}: {refusals.reason}" if refusals.reason else placed.reason
-                held = refusals.held and isinstance(self._place(demand, cached, _Refusals(), lost), Placement)
+                held = refusals.held and isinstance(self._place(demand, request.cached, _Refusals(), request.lost), Placement)
                 return _NotNow(refusals.full or held, held and not refusals.reason, placed.shortage, reason)
             prefill = None if placed.prefill is None else self._pool.prefill[WorkerLife.of(placed.prefill)]
             decode = self._pool.decode[WorkerLife.of(placed.decode)]
+            request.num_begun += 1
             attempt = Attempt(
                 job,
-                next(numbers),
+                request.num_begun,
                 prefill=prefill,
                 decode=decode,
-                output=output,
-                report=report,
+                output=request.output,
+                report=request.report,
                 cleanup=self._cleanup,
-                on_computed=self._room.release,
+                on_computed=self._queue.release,
             )
             begun = False
             try:
-                await attempt.begin(cached.get((prefill or decode).life, NOT_CACHED).num_tokens)
+                await attempt.begin(request.cached.get((prefill or decode).life, NOT_CACHED).num_tokens)
                 begun = True
             except WorkerRefused as refused:
                 log.debug("request %s: %s", job.request_id, refused)
@@ -251,41 +254,36 @@ class Dispatcher:
                     attempt.close()
             if begun:
                 log.debug("request %s: %s", job.request_id, placed.reason)
-                report.metrics.placements.labels("local" if prefill is None else "handed_over").inc()
+                request.report.metrics.placements.labels("local" if prefill is None else "handed_over").inc()
                 return attempt
 
+    def _held_back(self, request_class: RequestClass) -> _Refusals:
+        """Returns the workers that have enough of this router's prompts waiting, running ones included: what else there is waits here,
+        where classes and tenants take turns. TokenBatch requests never queue long before what comes after them."""
+        refusals = _Refusals()
+        steps = self._config.staged_steps if request_class is not RequestClass.BATCH else -(-self._config.staged_steps // 2)
+        if steps:
+            refusals.workers |= {life for life, link in self._pool.prefill.items() if link.queued_tokens >= steps * link.record.step_tokens}
+            refusals.local |= {life for life, link in self._pool.decode.items() if link.queued_tokens >= steps * link.record.step_tokens}
+            refusals.held = bool(refusals.workers or refusals.local)
+        return refusals
+
+    def _absent_for_s(self) -> float:
+        """How long there has been no worker to ask. All who wait share one grace: the queue does not add up its members'."""
+        now = time.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
+        return now - self._absent_since
+
     def _place(
-        self, demand: Demand, cached: Mapping[WorkerLife, CachedPrefix], refusals: _Refusals, lost: Set[WorkerLife]
+        self, demand: PlacementRequest, cached: Mapping[WorkerLife, CachedPrefix], refusals: _Refusals, lost: Set[WorkerLife]
     ) -> Placement | NoPlacement:
-        """Workers that lost an earlier attempt are asked again only if there is nobody else."""
-        placed = self._decide(self._snapshot(cached, refusals.workers | lost, refusals.local), demand)
+        """Workers that lost an earlier attempt are asked again only if there are no others."""
+        pool = self._pool
+        placed = self._decide(pool.snapshot(cached, excluded=refusals.workers | lost, not_local=refusals.local), demand)
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
-            return self._decide(self._snapshot(cached, refusals.workers, refusals.local), demand)
+            return self._decide(pool.snapshot(cached, excluded=refusals.workers, not_local=refusals.local), demand)
         return placed
-
-    def _snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife], not_local: Set[WorkerLife]) -> Snapshot:
-        snapshot = self._pool.snapshot(cached, excluded)
-        if not not_local:
-            return snapshot
-        decode = [
-            replace(c, record=replace(c.record, local_prefill=False)) if WorkerLife.of(c.record) in not_local else c
-            for c in snapshot.decode
-        ]
-        return replace(snapshot, decode=decode)
-
-
-def _demand(job: Job, output: Output) -> Demand:
-    """What is still to be done. Of the time to the first token, what is left; nothing is promised for it once the client has tokens."""
-    waited_s = time.monotonic() - job.arrived
-    answered = output.next_position > 0
-    return Demand(
-        request_id=job.request_id,
-        num_tokens=len(job.prompt) + output.next_position,
-        max_new_tokens=job.sampling.max_tokens - output.next_position,
-        request_class=job.request_class,
-        ttft_ms=None if job.ttft_s is None or answered else max(0.0, 1e3 * (job.ttft_s - waited_s)),
-        tpot_ms=None if job.tpot_s is None else 1e3 * job.tpot_s,
-    )
 
 
 def time_is_up(*, placed: bool) -> DeadlineExceeded:
@@ -295,7 +293,7 @@ def time_is_up(*, placed: bool) -> DeadlineExceeded:
     return Expired("the request's time is up, and there was no room for it until now; allow more, or repeat it later")
 
 
-def _not_migrated(job: Job, output: Output, failed: AttemptFailed) -> Unavailable:
+def _not_migrated(job: RequestJob, output: Output, failed: AttemptFailed) -> Unavailable:
     sent = output.next_position - len(job.resumed)
     return Unavailable(
         f"{failed}; {sent} tokens were sent and the request declined migration (no_migration). To go on, send it again with all tokens "

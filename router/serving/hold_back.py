@@ -1,4 +1,4 @@
-"""Text is shown to the operator's hook before it goes to the client (see twostep/hold_back.py for what the hook is told).
+"""Text is shown to the operator's hook before it goes to the client (see twostep/hold_back.py for what the hook gets).
 
     pieces -> waiting, the last `window` characters of text and of reasoning -> the client
                  └ hook: allow | replace what waits | stop the answer
@@ -14,7 +14,6 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from twostep.errors import SetupError, Unavailable
@@ -32,25 +31,20 @@ _KINDS: tuple[Kind, Kind] = ("reasoning", "text")  # in the order in which a pie
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HoldBackConfig:
-    """`window` in characters; `timeout_s` of each call. `fail_open`: text that nobody judged in time is sent; else its request fails."""
-
-    window: int
-    timeout_s: float
-    fail_open: bool
-
-
 def hold_back_of(name: str, *, window: int, timeout_s: float, fail_open: bool) -> HoldBack | None:
-    """Of --hold-back and what belongs to it; None: text goes as it comes. Raises SetupError."""
-    return HoldBack(load_hook(name), HoldBackConfig(window=window, timeout_s=timeout_s, fail_open=fail_open)) if name else None
+    """Reads --hold-back; None: text goes as it comes. Raises SetupError."""
+    return HoldBack(load_hook(name), window=window, timeout_s=timeout_s, fail_open=fail_open) if name else None
 
 
 class HoldBack:
-    """Of one router: the hook and how it is asked."""
+    """The router's hook, and how it is asked."""
 
-    def __init__(self, hook: Callable[[Held], Any], config: HoldBackConfig) -> None:
-        self.config = config
+    def __init__(self, hook: Callable[[Held], Any], *, window: int, timeout_s: float, fail_open: bool) -> None:
+        """`window` in characters; `timeout_s` of each call. `fail_open`: text that was not judged in time is sent; else its request
+        fails."""
+        self.window = window
+        self._timeout_s = timeout_s
+        self._fail_open = fail_open
         self._hook = hook
         self._threads = None if _is_async(hook) else BoundedThreads(_THREADS, "hold-back")
         self._complained = False
@@ -66,14 +60,14 @@ class HoldBack:
     async def verdict(self, held: Held) -> Allow | Replace | Stop:
         """Raises Unavailable if there is none, and that must not pass."""
         try:
-            async with asyncio.timeout(self.config.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 found = self._check(await self._ask(held))
-        except Exception as error:  # noqa: BLE001  # the hook is anybody's code
+        except Exception as error:  # noqa: BLE001  # the hook is foreign code
             # Its message may quote what it was shown.
             if not self._complained:
                 log.error("the hold-back hook gave no verdict (%s); said once until it gives one", type(error).__name__)
             self._complained = True
-            if self.config.fail_open:
+            if self._fail_open:
                 return Allow()
             raise Unavailable("the answer could not be checked before it is sent; repeat the request") from None
         self._complained = False
@@ -123,14 +117,14 @@ class HeldAnswer:
                 return False
             if isinstance(verdict, Replace):
                 self._replace(kind, verdict.text)
-        await self._release_old(0 if last else self._hold_back.config.window, last=last)
+        await self._release_old(0 if last else self._hold_back.window, last=last)
         return True
 
     def _text(self, kind: Kind) -> str:
         return "".join(getattr(piece, kind) for piece in self._waiting)
 
     def _replace(self, kind: Kind, text: str) -> None:
-        """What waits of the other kind stays."""
+        """Replaces what waits of one kind; the other stays."""
         self._replaced = True
         other: Kind = "text" if kind == "reasoning" else "reasoning"
         kept = [_piece(other, getattr(piece, other)) for piece in self._waiting if getattr(piece, other)]
@@ -155,7 +149,7 @@ class HeldAnswer:
         for kind in _KINDS:
             self._sent[kind] += getattr(piece, kind)
         if self._replaced:
-            # Ids, and what came with them, would tell what was replaced; positions go on from the last that was told.
+            # Ids, and what came with them, would reveal what was replaced; positions go on from the last that was sent.
             piece = inference_pb2.Piece(text=piece.text, reasoning=piece.reasoning, position=self._position)
             if not piece.text and not piece.reasoning:
                 return

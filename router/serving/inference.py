@@ -1,4 +1,4 @@
-"""What clients ask for, whatever protocol they speak: service.py (gRPC) and http/ are its two fronts. The life of a Generate request:
+"""Serves requests whatever protocol their clients speak: grpc/ and http/ are its two fronts. The life of a Generate request:
 
     1. name it (the client's id or a new one; sent back at once), find the model, read prompt and parameters    prompt.py
     2. wait for a place among the requests served at once, by class, share and deadline        admission.py, fair_queue.py
@@ -30,18 +30,18 @@ from typing import Protocol
 
 from router.access.account import Identity
 from router.prompting.prompt import Prompt, PromptReader, ReadPrompt
-from router.request.answer import Answer, Finish
-from router.request.job import Job, Metadata
+from router.request.answer import AnswerReader, Finish
+from router.request.job import Metadata, RequestJob
 from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
-from router.request.report import Report
+from router.request.report import RequestReport
 from router.request.targets import Targets, class_of, tenant_of
 from router.serving.dispatch import Dispatcher, time_is_up
 from router.serving.hold_back import HeldAnswer, HoldBack
-from router.serving.recorder import Record, recorded
-from router.waiting.admission import Admission
+from router.serving.recorder import name_request, recorded
 from router.waiting.demand_meter import DemandMeter
-from router.waiting.fair_queue import AGEING_S, Claim
+from router.waiting.fair_queue import AGEING_S, QueueEntry
+from router.waiting.queues import Admission
 from router.waiting.quota import OutputLengths
 from router.workers.pool import WorkerPool
 from twostep.errors import InternalError, InvalidRequest, NotFound
@@ -87,11 +87,11 @@ class Caller(Protocol):
         ...
 
     async def begin(self, request_id: str, seed: int) -> None:
-        """What the request is called, and what it is sampled with: known before anything else is."""
+        """Gets the request's name and its seed, before anything else is known."""
         ...
 
     def accepted(self, prompt: Sequence[int]) -> None:
-        """The prompt's token ids, before the first piece."""
+        """Gets the prompt's token ids, before the first piece."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class Inference:
         self._tracer = tracer
         self._hold_back = hold_back
         self._metrics = metrics
-        self._prompts = prompts
+        self.prompts = prompts
         self._admission = admission
         self._dispatcher = dispatcher
         self._pool = pool
@@ -146,25 +146,16 @@ class Inference:
             model=self.model_name,
             demand=self._demand,
         )
-        with about as record:
-            record.end = await self._generate(request, caller, record, read_prompt)
-            return record.end
-
-    async def read_prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
-        """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
-        return await self._prompts.prompt(request)
+        with about as report:
+            return await self._generate(request, caller, report, read_prompt)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         self.check_model(request.model)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("the input is missing; set text or chat")
-        ids = await (self._prompts.text_ids(request.text) if kind == "text" else self._prompts.chat_ids(request.chat))
+        ids = await (self.prompts.text_ids(request.text) if kind == "text" else self.prompts.chat_ids(request.chat))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self.max_model_len)
-
-    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Raises InvalidRequest for an empty text or one too long, ResourceExhausted if too many long ones are being tokenized."""
-        return await self._prompts.text_ids(text, add_special_tokens=add_special_tokens)
 
     def models(self) -> inference_pb2.ListModelsResponse:
         roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
@@ -183,110 +174,95 @@ class Inference:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model, its configuration and its tokenizer."""
+        """Identifies the model, its configuration and its tokenizer."""
         return self._config.fingerprint
 
     # ---- a Generate request -------------------------------------------------------------------------------------------
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, record: Record, read_prompt: ReadPrompt | None
+        self, request: inference_pb2.GenerateRequest, caller: Caller, report: RequestReport, read_prompt: ReadPrompt | None
     ) -> inference_pb2.End:
-        started = caller.received
         request_id = _request_id(request.request_id)
         name = _unique(request_id) if request.request_id else request_id
-        record.named(name)
+        name_request(report, name)
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
-        # While the request is read and placed. Whoever wants to go on elsewhere needs the seed, however early this call breaks.
-        told = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
+        # While the request is read and placed. Clients that want to go on elsewhere need the seed, however early this call breaks.
+        begun = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
         try:
-            self._check(request)
+            self.check_model(request.model)
+            if len(request.cache_salt) > _MAX_SALT_CHARS:
+                raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
             caller.identity.check_solvent()
-            prompt = await (self.read_prompt(request) if read_prompt is None else read_prompt())
-            job = record.job = self._job(request, prompt, name, caller, started, record.metadata)
-            await self._prompts.check_grammar(job.sampling)
+            prompt = await (self.prompts.prompt(request) if read_prompt is None else read_prompt())
+            job = report.job = self._job(request, prompt, name, caller, report)
+            await self.prompts.check_grammar(job.sampling)
             with caller.identity.spending(len(job.prompt)) as spending:
                 if self._demand is not None:
-                    record.offered = True
+                    report.offered = True
                     self._demand.arrived(job)
                 caller.accepted(job.prompt)
-                report = record.report = Report(num_prompt_tokens=len(job.prompt), started=started, metrics=self._metrics)
-                answer = record.answer = prompt.answer(job.sampling)
-                await self._prompts.resume(answer, job.resumed, job.sampling)
+                answer = report.answer = prompt.answer(job.sampling)
+                await self.prompts.resume(answer, job.resumed, job.sampling)
                 try:
                     # What the client has may be all of it but the end.
-                    finish = answer.finish or await self._stream(job, report, answer, caller, told)
+                    finish = answer.finish or await self._stream(job, report, answer, caller, begun)
                 finally:
-                    spending.placed, spending.num_output = report.placed, answer.num_tokens - len(job.resumed)
-            return report.end(finish.reason, finish.stop_reason, answer.num_tokens, answer.num_reasoning_tokens)
+                    spending.placed, spending.num_output = report.placed, report.num_output_tokens
+            return report.end(answer, finish.reason, finish.stop_reason)
         finally:
-            # grpc cannot end a call that is still being told its metadata.
-            await asyncio.wait((told,))
-            if not told.cancelled():
-                told.exception()  # of a client that is gone: whoever writes next learns it too
+            # grpc cannot end a call that is still being sent its metadata.
+            await asyncio.wait((begun,))
+            if not begun.cancelled():
+                begun.exception()  # of a client that is gone: the next write fails as well
 
-    def _check(self, request: inference_pb2.GenerateRequest) -> None:
-        self.check_model(request.model)
-        if len(request.cache_salt) > _MAX_SALT_CHARS:
-            raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
-
-    def _job(
-        self,
-        request: inference_pb2.GenerateRequest,
-        prompt: Prompt,
-        request_id: str,
-        caller: Caller,
-        started: float,
-        metadata: Metadata,
-    ) -> Job:
+    def _job(self, request: inference_pb2.GenerateRequest, prompt: Prompt, name: str, caller: Caller, report: RequestReport) -> RequestJob:
         request_class, targets = class_of(request), Targets.of(request)
         tenant = tenant_of(request, caller.identity.tenant) or caller.identity.fallback
         caller.identity.check_class(request_class)
-        sampling = self._prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
-        sampling = prompt.held(sampling)
-        return Job(
-            request_id=request_id,
+        sampling = self.prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
+        return RequestJob(
+            request_id=name,
             prompt=prompt.ids,
-            sampling=sampling,
-            deadline=min(started + self._config.request_timeout_s, time.monotonic() + caller.remaining_s()),
+            sampling=prompt.held(sampling),
+            deadline=min(report.started + self._config.request_timeout_s, time.monotonic() + caller.remaining_s()),
             cache_salt=request.cache_salt,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,
-            metadata=metadata,
+            metadata=report.metadata,
             tenant=tenant,
             request_class=request_class,
-            ttft_s=targets.ttft_s,
-            tpot_s=targets.tpot_s,
-            arrived=started,
+            targets=targets,
+            arrived=report.started,
             expected_tokens=self._lengths.expected(tenant, max(1, sampling.max_tokens - len(request.resume_token_ids))),
         )
 
-    async def _stream(self, job: Job, report: Report, answer: Answer, caller: Caller, told: asyncio.Task[None]) -> Finish:
-        """Writes the pieces, after the metadata of which the client is `told`. They are written here rather than yielded, so that cutting a
-        client that does not read interrupts this coroutine, which then says why."""
+    async def _stream(
+        self, job: RequestJob, report: RequestReport, answer: AnswerReader, caller: Caller, begun: asyncio.Task[None]
+    ) -> Finish:
+        """Writes the pieces, after what `begun` sends. They are written here rather than yielded, so that cutting a client that does not
+        read interrupts this coroutine, which then says why."""
         task = asyncio.current_task()
         assert task is not None, "every call runs in a task"
         holding = self.memory.hold(caller.identity.caller)
         output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, holding=holding, resumed=job.resumed)
-        claim, num_tokens = Claim.of(job, ageing_s=self._config.ageing_s), len(job.prompt) + len(job.resumed)
-        slot = self._admission.slot(claim, num_tokens, lambda: len(job.prompt) + output.next_position if report.placed else 0)
+        entry = QueueEntry.of(job, ageing_s=self._config.ageing_s)
+        slot = self._admission.slot(entry, lambda: len(job.prompt) + output.next_position if report.placed else 0)
         held = None if self._hold_back is None else self._held_answer(self._hold_back, job, report, caller)
         try:
-            async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, output, report):
-                await asyncio.shield(told)
+            async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, entry, output, report):
+                await asyncio.shield(begun)
                 while True:
                     batch = await output.take()
                     response = answer.response(batch.tokens)
+                    ended = answer.finish is not None and (batch.last or answer.stopped_by_text)
                     if held is not None:
-                        last = answer.finish is not None and (batch.last or answer.stopped_by_text)
-                        if not await held.push(response, last=last):
+                        if not await held.push(response, last=ended):
                             return Finish(inference_pb2.FINISH_REASON_CONTENT_FILTER)
                     elif response is not None:
-                        if response.piece.text:
-                            report.on_visible()
-                        self._metrics.num_generation_tokens += len(response.piece.token_ids)
+                        report.on_piece(response.piece)
                         await caller.write(response)
-                    if answer.finish is not None and (batch.last or answer.stopped_by_text):
+                    if ended and answer.finish is not None:
                         return answer.finish
                     if batch.last:
                         raise InternalError("the answer ended without its last token; look in the router's log")
@@ -301,13 +277,11 @@ class Inference:
             if report.placed:
                 self._lengths.observe(job.tenant, output.next_position)
 
-    def _held_answer(self, hold_back: HoldBack, job: Job, report: Report, caller: Caller) -> HeldAnswer:
-        """What passes the operator's hook is written as other answers are."""
+    def _held_answer(self, hold_back: HoldBack, job: RequestJob, report: RequestReport, caller: Caller) -> HeldAnswer:
+        """Returns the answer's way through the operator's hook; what passes is written as other answers are."""
 
         async def write(response: inference_pb2.GenerateResponse) -> None:
-            if response.piece.text:
-                report.on_visible()
-            self._metrics.num_generation_tokens += len(response.piece.token_ids)
+            report.on_piece(response.piece)
             await caller.write(response)
 
         request = HeldRequest(
@@ -317,12 +291,12 @@ class Inference:
             key_id=caller.identity.key_id,
             request_class=class_name(job.request_class),
         )
-        return hold_back.begin(request, write, sent=self._prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
+        return hold_back.begin(request, write, sent=self.prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
 
     @asynccontextmanager
-    async def _serving(self, job: Job, output: Output, report: Report) -> AsyncIterator[None]:
-        """Dispatch under way beside this call; its end frees what it holds."""
-        dispatch = asyncio.create_task(self._dispatcher.serve(job, output, report))
+    async def _serving(self, job: RequestJob, entry: QueueEntry, output: Output, report: RequestReport) -> AsyncIterator[None]:
+        """Keeps dispatch under way beside this call; leaving frees what it holds."""
+        dispatch = asyncio.create_task(self._dispatcher.serve(job, entry, output, report))
         # Whatever ends it, the client's call must not wait for more.
         dispatch.add_done_callback(lambda _: output.fail(InternalError("the request ended without an answer; repeat it")))
         self._outputs.add(output)
@@ -356,8 +330,8 @@ class Inference:
 
     @property
     def most_tokens(self) -> int:
-        """Of an answer that says nothing of it."""
-        return self._prompts.most_unasked(self.max_model_len)
+        """Returns the most tokens of an answer whose request does not bound it."""
+        return self.prompts.most_unasked(self.max_model_len)
 
     def _pool_tokens(self) -> int:
         """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""

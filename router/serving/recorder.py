@@ -1,4 +1,10 @@
-"""What one request leaves behind, however it ends: metrics, its span if it is traced, and its id in every line of the log meanwhile."""
+"""Each request leaves behind, however it ends: metrics, its part in the deployment's demand, its id in every line of the log meanwhile,
+and its span if it is traced.
+
+A span has parts, made at its end from what was recorded: nothing is traced while tokens flow. The names of attributes are OpenTelemetry's
+(semantic conventions for generative AI, of 2025); those that it has no word for begin with `twostep.`. Prompts, answers, stop strings and
+keys are none of them.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,16 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from router.request.answer import Answer
-from router.request.job import Job, Metadata
-from router.request.report import Report
-from router.request.targets import Expired, Reason, Refused, Targets
-from router.serving import tracing
+from router.request.job import Metadata, RequestJob
+from router.request.report import RequestReport
+from router.request.targets import Expired, Refused
 from router.waiting.demand_meter import DemandMeter
 from twostep.errors import status_of
 from twostep.metrics.router import RouterMetrics
 from twostep.process.log import concerning
-from twostep.process.tracing import Span, Tracer, trace_id_of
+from twostep.process.tracing import Attributes, Span, Tracer, trace_id_of
 from twostep.rpc.convert import class_from_proto
 from twostep.rpc.v1 import inference_pb2
 
@@ -25,39 +30,9 @@ _FINISH = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
 }
-
 _MAX_MODEL_CHARS = 128
-
-
-class Record:
-    """`job`, `report` and `answer` as soon as there are any, `end` if the request ended well. `metadata` goes along with every call to a
-    worker: the caller's trace context, or the one of this request's own span."""
-
-    def __init__(self, request: inference_pb2.GenerateRequest, metadata: Metadata, span: Span | None) -> None:
-        self.request_class = class_from_proto(request.request_class).name.lower()
-        self.metadata = metadata if span is None else span.metadata
-        self.span = span
-        self.job: Job | None = None
-        self.report: Report | None = None
-        self.answer: Answer | None = None
-        self.end: inference_pb2.End | None = None
-        # Nothing but room for it was wanting: what the deployment is scaled for.
-        self.offered = False
-
-    def named(self, request_id: str) -> None:
-        """What this router and the workers call it. In the task that serves it, before that starts others."""
-        concerning(request_id, trace_id_of(self.metadata))
-        if self.span is not None:
-            self.span.set({"gen_ai.response.id": request_id, "twostep.request_id": request_id})
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds for each token after the first that this router gave; None: there was none."""
-        report, answer = self.report, self.answer
-        if report is None or answer is None or report.first_token_at is None or report.last_token_at is None:
-            return None
-        more = answer.num_tokens - (0 if self.job is None else len(self.job.resumed)) - 1
-        return (report.last_token_at - report.first_token_at) / more if more > 0 else None
+# By OpenTelemetry's conventions for servers of RPC: whatever else a request ends with is its client's doing.
+_OUR_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
 
 @contextmanager
@@ -70,25 +45,19 @@ def recorded(
     received: float,
     model: str = "",
     demand: DemandMeter | None = None,
-) -> Iterator[Record]:
-    """Around all of a request, which came at `received` (time.monotonic()); `metadata` is its caller's trace context."""
-    span = None
-    if tracer is not None:
-        operation = tracing.operation_of(request)
-        span = tracer.start(f"{operation} {model}", metadata, at=received)
-        span.set(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": tracing.PROVIDER,
-                # The only attribute that is a client's own text.
-                "gen_ai.request.model": request.model[:_MAX_MODEL_CHARS] or model,
-                "gen_ai.response.model": model,
-            }
-        )
-    record = Record(request, metadata, span)
+) -> Iterator[RequestReport]:
+    """Surrounds all of a request, which came at `received` (time.monotonic()); `metadata` is its caller's trace context."""
+    span = None if tracer is None else _begin_span(tracer, request, metadata, received, model)
+    report = RequestReport(
+        started=received,
+        metrics=metrics,
+        request_class=class_from_proto(request.request_class),
+        metadata=metadata if span is None else span.metadata,
+        span=span,
+    )
     status, refused = "INTERNAL", None
     try:
-        yield record
+        yield report
         status = "OK"
     except asyncio.CancelledError:
         status = "CANCELLED"
@@ -97,81 +66,183 @@ def recorded(
         status = status_of(error).grpc
         if isinstance(error, Refused | Expired):
             refused = error.reason
-            metrics.refused.labels(error.reason.value, record.request_class).inc()
+            metrics.refused.labels(error.reason.value, _class_name(report)).inc()
         raise
     finally:
-        finish = "" if record.end is None else _FINISH.get(record.end.finish_reason, "other")
-        _observe(metrics, record, status, finish)
+        finish = "" if report.finished is None else _FINISH.get(report.finished.finish_reason, "other")
+        _observe(report, status, finish)
         if demand is not None:
-            _meter(demand, record, status, refused)
+            demand.ended(report, refused=refused, cancelled=status == "CANCELLED")
         if span is not None:
-            _trace(span, record, status, finish)
+            _end_span(span, report, status, finish)
 
 
-def _observe(metrics: RouterMetrics, record: Record, status: str, finish: str) -> None:
-    metrics.requests.labels(status, finish, record.request_class).inc()
-    _observe_targets(metrics, record, status)
-    if record.report is not None and record.answer is not None:
-        report = record.report
+def name_request(report: RequestReport, request_id: str) -> None:
+    """Names it in logs and in its span as this router and the workers do. Called in the task that serves it, before that starts others."""
+    concerning(request_id, trace_id_of(report.metadata))
+    if report.span is not None:
+        report.span.set({"gen_ai.response.id": request_id, "twostep.request_id": request_id})
+
+
+def _class_name(report: RequestReport) -> str:
+    return report.request_class.name.lower()
+
+
+def _observe(report: RequestReport, status: str, finish: str) -> None:
+    metrics = report.metrics
+    metrics.requests.labels(status, finish, _class_name(report)).inc()
+    _observe_targets(report, status)
+    if report.answer is not None:
         metrics.prompt_sizes.observe(report.num_prompt_tokens)
-        metrics.generation_sizes.observe(record.answer.num_tokens)
+        metrics.generation_sizes.observe(report.answer.num_tokens)
         metrics.migrations.inc(report.attempts - 1)
         if report.first_token_at is not None:
             metrics.attempts.inc(report.attempts)
             metrics.prompt_tokens.inc(report.num_prompt_tokens)
             metrics.cached_tokens.inc(report.cached_tokens)
-            metrics.queue.labels(record.request_class).observe(report.route_s + report.queue_s)
+            metrics.queue.labels(_class_name(report)).observe(report.route_s + report.queue_s)
         if report.visible_at is not None:
             metrics.visible_ttft.observe(report.visible_at - report.started)
-        if (tpot_s := record.tpot_s) is not None:
+        if (tpot_s := report.tpot_s) is not None:
             metrics.tpot.observe(tpot_s)
-    if record.end is not None:
-        phases = record.end.phases
+    if report.finished is not None:
+        phases = report.finished.phases
         metrics.e2e.observe(phases.total_s)
         for name, histogram in metrics.phases.items():
             histogram.observe(getattr(phases, f"{name}_s"))
 
 
-def _observe_targets(metrics: RouterMetrics, record: Record, status: str) -> None:
-    """What its client was promised, and got. A cancelled request was not waited for, and of one that is gone on with somebody else gave
-    the beginning."""
-    job, report = record.job, record.report
-    if job is None or job.resumed or status == "CANCELLED":
+def _observe_targets(report: RequestReport, status: str) -> None:
+    """Counts whether the client got what it was promised. A cancelled request was not waited for, and the beginning of one that is
+    resumed came from another router."""
+    job, metrics, name = report.job, report.metrics, _class_name(report)
+    if job is None or not job.targets or job.resumed or status == "CANCELLED":
         return
-    targets = Targets(ttft_s=job.ttft_s, tpot_s=job.tpot_s)
-    if not targets:
-        return
-    metrics.slo.labels(record.request_class).inc()
-    # There from the first request on: where nobody's targets are kept, the share is 0, and not unknown.
-    attained = metrics.slo_attained.labels(record.request_class)
-    ttft_s = None if report is None or report.first_token_at is None else report.first_token_at - report.started
-    missed = targets.missed(ttft_s, record.tpot_s)
+    metrics.slo.labels(name).inc()
+    # There from the first request on: where no targets are kept, the share is 0, and not unknown.
+    attained = metrics.slo_attained.labels(name)
+    missed = job.targets.missed(report.ttft_s, report.tpot_s)
     for reason in missed:
-        metrics.slo_missed.labels(reason.value, record.request_class).inc()
+        metrics.slo_missed.labels(reason.value, name).inc()
     if status == "OK" and not missed:
         attained.inc()
 
 
-def _meter(demand: DemandMeter, record: Record, status: str, refused: Reason | None) -> None:
-    job, report = record.job, record.report
-    if job is None or not record.offered:
+# ---- its span ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPart:
+    """A child of the request's span; instants in monotonic seconds."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Attributes = field(default_factory=dict)
+
+
+def span_parts(report: RequestReport, ended_at: float) -> Iterator[SpanPart]:
+    """Yields one after the other:
+
+    route       arrival until workers accepted it: prompt, admission, queue for workers, placement, reservation
+    queue       in the worker that computes the prompt
+    prefill     until the first token is here
+    hand_over   of a prompt computed elsewhere: until the decode worker has its KV
+    decode      until the last token is here
+
+    The way to the first token is that of the attempt that gave it, what follows that of the last one.
+    """
+    transfer = report.transfer
+    placed: Attributes = {"twostep.prefill_worker": transfer.prefill_worker, "twostep.decode_worker": transfer.decode_worker}
+    first = report.first_token_at
+    if first is None:
+        # What it waited for in vain.
+        yield SpanPart("route", report.started, ended_at, placed if report.placed else {})
         return
-    num_output = 0 if record.answer is None else record.answer.num_tokens - len(job.resumed)
-    demand.ended(job, report, num_output=num_output, tpot_s=record.tpot_s, refused=refused, cancelled=status == "CANCELLED")
+    accepted = min(first, report.started + report.route_s)
+    begun = min(first, accepted + report.queue_s)
+    yield SpanPart("route", report.started, accepted, placed)
+    yield SpanPart("queue", accepted, begun)
+    prompt: Attributes = {"twostep.prompt_tokens": report.num_prompt_tokens, "twostep.cached_tokens": report.cached_tokens}
+    yield SpanPart("prefill", begun, first, prompt)
+    if report.committed_at is None:
+        return
+    start = max(first, report.committed_at)
+    if transfer.transport not in ("", "none"):
+        moved: Attributes = {
+            "twostep.transport": transfer.transport,
+            "twostep.bytes": transfer.bytes,
+            "twostep.chunks": transfer.chunks,
+            "twostep.blocks_moved": transfer.blocks_moved,
+            "twostep.blocks_reused": transfer.blocks_reused,
+            "twostep.publish_s": report.publish_s,
+            "twostep.fetch_s": report.fetch_s,
+        }
+        yield SpanPart("hand_over", first, start, moved)
+    if report.last_decode_at is not None:
+        yield SpanPart("decode", start, max(start, report.last_decode_at))
 
 
-def _trace(span: Span, record: Record, status: str, finish: str) -> None:
-    job, report, answer = record.job, record.report, record.answer
-    if span.recording and job is not None:
-        span.set(tracing.asked(job))
-        if report is not None and answer is not None:
-            usage = record.end.usage if record.end is not None else inference_pb2.Usage()
-            tracing.told(
-                span,
-                report,
-                num_tokens=answer.num_tokens,
-                num_reasoning_tokens=usage.reasoning_tokens,
-                tpot_s=record.tpot_s,
-                ended_at=time.monotonic(),
-            )
-    tracing.ended(span, status, finish)
+def _begin_span(tracer: Tracer, request: inference_pb2.GenerateRequest, metadata: Metadata, received: float, model: str) -> Span:
+    operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+    span = tracer.start(f"{operation} {model}", metadata, at=received)
+    span.set(
+        {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "twostep",
+            # The only attribute that is a client's own text.
+            "gen_ai.request.model": request.model[:_MAX_MODEL_CHARS] or model,
+            "gen_ai.response.model": model,
+        }
+    )
+    return span
+
+
+def _end_span(span: Span, report: RequestReport, status: str, finish_reason: str) -> None:
+    if span.recording and report.job is not None:
+        span.set(_request_attributes(report.job))
+        if report.answer is not None:
+            ended_at = time.monotonic()
+            span.set(_answer_attributes(report, report.answer.num_tokens, ended_at))
+            for at, prefill_worker, decode_worker in report.begun:
+                span.event("attempt", at, {"twostep.prefill_worker": prefill_worker, "twostep.decode_worker": decode_worker})
+            for part in span_parts(report, ended_at):
+                span.child(part.name, part.start, part.end, part.attributes)
+    if finish_reason:
+        span.set({"gen_ai.response.finish_reasons": (finish_reason,)})
+    span.set({"rpc.response.status_code": status} | ({} if status == "OK" else {"error.type": status}))
+    # Only the code: messages quote what clients send.
+    span.end(failure=status if status in _OUR_FAULT else "")
+
+
+def _request_attributes(job: RequestJob) -> Attributes:
+    sampling, targets = job.sampling, job.targets
+    found: dict[str, str | int | float | bool | None] = {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": float(sampling.top_k),
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.seed": sampling.seed,
+        "twostep.request_class": job.request_class.name.lower(),
+        "twostep.target_ttft_s": targets.ttft_s,
+        "twostep.target_tpot_s": targets.tpot_s,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _answer_attributes(report: RequestReport, num_tokens: int, ended_at: float) -> Attributes:
+    """Describes the answer as far as it came."""
+    found: dict[str, str | int | float | bool | None] = {
+        "gen_ai.usage.input_tokens": report.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": num_tokens,
+        "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
+        "gen_ai.server.request.duration": ended_at - report.started,
+        "twostep.attempts": report.attempts,
+        "gen_ai.usage.reasoning.output_tokens": (report.finished and report.finished.usage.reasoning_tokens) or None,
+        "gen_ai.server.time_to_first_token": report.ttft_s,
+        "gen_ai.response.time_to_first_chunk": None if report.visible_at is None else report.visible_at - report.started,
+        "gen_ai.server.time_per_output_token": report.tpot_s,
+    }
+    return {name: value for name, value in found.items() if value is not None}

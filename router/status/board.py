@@ -1,4 +1,4 @@
-"""The router looks at itself once a second: what `GetStatus`, `twostep status` and the page are told, and the last minutes of it."""
+"""The router looks at itself once a second: what `GetStatus`, `twostep status` and the page show, and the last minutes of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from router.placing.load_ratio import role_load
 from router.status.scaling_watch import SeenDecision
 from router.status.status import (
     WINDOW_S,
+    CounterSample,
     Point,
-    Sample,
     columns,
     point,
     refused_worker,
@@ -29,7 +29,6 @@ from router.status.status import (
     worker_status,
 )
 from router.workers.pool import WorkerPool
-from router.workers.prefix_index import NO_HINTS
 from router.workers.registry import Refusal
 from twostep.errors import ResourceExhausted
 from twostep.metrics.process import package_version
@@ -46,7 +45,7 @@ _MAX_REFUSED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
-    """Who the router is, and what it knows of itself now. Called on the event loop; all return at once."""
+    """Tells who the router is, and what it knows of itself now. Called on the event loop; all return at once."""
 
     router_id: str
     model: str
@@ -65,7 +64,7 @@ class StatusBoard:
         self._metrics = metrics
         self._pool = pool
         self._started = time.monotonic()
-        self._samples: deque[Sample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
+        self._samples: deque[CounterSample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._ratio: float | None = None
         self._listeners: set[asyncio.Event] = set()
@@ -78,7 +77,7 @@ class StatusBoard:
         return self._ratio
 
     def status(self) -> status_pb2.ClusterStatus:
-        """Of now; what is counted, as of the last second."""
+        """Returns the status of now; what is counted, as of the last second."""
         before, now = sample_before(self._samples, WINDOW_S), self._samples[-1]
         state = self._view.state()
         records = sorted(self._pool.records(), key=lambda record: (record.role, record.worker_id))
@@ -114,44 +113,44 @@ class StatusBoard:
     def close(self) -> None:
         """Listeners get what there is now, and then their end."""
         self._closed = True
-        self._tell()
+        self._notify()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """One JSON object a second: {"status": as status_json(), "point": the second in the history}. Who is too slow for that misses some.
-        Raises ResourceExhausted: too many listen."""
+        """Yields a JSON object a second: {"status": as status_json(), "point": the second in the history}. A listener that is too slow
+        for that misses some. Raises ResourceExhausted: too many listen."""
         if len(self._listeners) >= MAX_LISTENERS:
             raise ResourceExhausted(
                 f"{MAX_LISTENERS} pages listen to this router already; close one, or ask /ui/api/status now and then", retry_after_s=5.0
             )
-        told = asyncio.Event()
-        told.set()
-        self._listeners.add(told)
+        changed = asyncio.Event()
+        changed.set()
+        self._listeners.add(changed)
         try:
             while True:
-                await told.wait()
-                told.clear()
+                await changed.wait()
+                changed.clear()
                 yield self._latest()
                 if self._closed:
                     return
         finally:
-            self._listeners.discard(told)
+            self._listeners.discard(changed)
 
     def _look(self) -> None:
         view, now = self._view, time.monotonic()
         state, records = view.state(), self._pool.records()
         self._samples.append(take_sample(self._metrics, now))
         lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
-        self._ratio = role_load(self._pool.snapshot(NO_HINTS, frozenset()), lengths).ratio
+        self._ratio = role_load(self._pool.snapshot(), lengths).ratio
         self._history.append(point(list(self._samples), state, self._ratio, records, time.time()))
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._event = None
-        for told in self._listeners:
-            told.set()
+        for changed in self._listeners:
+            changed.set()
 
     def _latest(self) -> bytes:
-        """Made once a second, for all who listen, if anybody does."""
+        """Made once a second, for all listeners together, if there are any."""
         if self._event is None:
             last = self._history[-1] if self._history else None
             self._event = json.dumps({"status": self.status_json(), "point": last}, separators=(",", ":")).encode()

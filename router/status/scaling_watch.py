@@ -1,5 +1,5 @@
-"""What the router knows of the autoscaler, for whoever asks for its status: the last decision, read from Redis every other second. Nothing
-that is served waits for it or depends on it.
+"""The autoscaler's last decision, as the router's status shows it: read from Redis every other second. Nothing that is served waits for it
+or depends on it.
 
 read        a decision's age is reckoned from when it was first seen, so that neither a decision with a wrong instant nor clocks that
             differ keep an old one young
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 _TIMEOUT_S = EXCHANGE_S
 MAX_BYTES = MAX_DECISION_BYTES
-# Intervals without a decision after which nobody is thought to decide any more, of an autoscaler that does not tell.
+# Intervals without a decision after which an autoscaler that does not say so itself is taken for gone.
 STALE_INTERVALS = 4
 # Beyond what a poll may be late.
 _LEAST_STALE_S = 10.0
@@ -53,7 +53,7 @@ class SeenDecision:
         return max(0.0, at - self.made_at)
 
     def stale(self, at: float) -> bool:
-        """Nobody decides any more."""
+        """Says whether the autoscaler decides no more."""
         if self.record is None:
             return False
         stale_s = self.record.stale_s if self.record.stale_s > 0 else STALE_INTERVALS * self.record.interval_s
@@ -61,8 +61,8 @@ class SeenDecision:
 
 
 def heard(before: SeenDecision | None, text: bytes, signer: Signer, now_s: float, at: float) -> SeenDecision | None:
-    """What is known once `text` was read from Redis, MAX_BYTES and one more at most; empty: there is nothing. None: no autoscaler has
-    decided anything of late. `now_s`: by Redis' clock; `at`: by the watch's. Pure."""
+    """Returns what is known once `text` was read from Redis, of MAX_BYTES and one more at most; empty: there is nothing. None: no
+    autoscaler has decided anything of late. `now_s`: by Redis' clock; `at`: by the watch's. Pure."""
     seen = before or SeenDecision()
     if at - seen.made_at > REMEMBERED_S:
         seen = SeenDecision()

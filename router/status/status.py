@@ -1,7 +1,7 @@
-"""What a router shows of itself, of its workers and of the autoscaler's decision: pure functions from records in Redis, and from what its
-counters said before and now.
+"""The status that a router shows, of itself, its workers and the autoscaler's decision: pure functions from records in Redis, and from its
+counters, before and now.
 
-    Sample   everything that the router has counted so far, taken once a second (router/status/board.py)
+    CounterSample   everything that the router has counted so far, taken once a second (router/status/board.py)
     load     two samples: what came between them, as rates and percentiles
     point    a second in the history that charts are drawn from
 
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from prometheus_client.registry import Collector
 
-from router.placing.load_ratio import Waiting
+from router.placing.load_ratio import WaitingRequests
 from router.status.scaling_watch import SeenDecision
 from router.workers.registry import Refusal
 from twostep.cluster.records import WorkerRecord
@@ -65,7 +65,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class CounterSample:
     """Since the router's start; `at` in seconds of a clock that does not go back."""
 
     at: float
@@ -89,12 +89,12 @@ class Sample:
 _NO_FAILURE = frozenset({"OK", "CANCELLED"})
 
 
-def take_sample(metrics: RouterMetrics, at: float) -> Sample:
+def take_sample(metrics: RouterMetrics, at: float) -> CounterSample:
     """Less than a millisecond, whatever has been counted."""
     requests = dict(_counted(metrics.requests, "status"))
     paths = dict(_counted(metrics.placements, "path"))
     ttft = _buckets(metrics.ttft)
-    return Sample(
+    return CounterSample(
         at=at,
         requests=sum(requests.values()),
         failures=sum(count for status, count in requests.items() if status not in _NO_FAILURE),
@@ -146,7 +146,7 @@ def _buckets(histogram: Collector) -> Buckets:
 # ---- two samples -----------------------------------------------------------------------------------------------------------
 
 
-def sample_before(samples: Sequence[Sample], seconds: float) -> Sample:
+def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSample:
     """The latest that is at least so much older than the last one, or the oldest there is. `samples` in order, one at least."""
     last = samples[-1].at
     for sample in reversed(samples):
@@ -155,8 +155,8 @@ def sample_before(samples: Sequence[Sample], seconds: float) -> Sample:
     return samples[0]
 
 
-def router_load(before: Sample, now: Sample, state: RouterState, ratio: float | None) -> status_pb2.RouterLoad:
-    """What came between two samples."""
+def router_load(before: CounterSample, now: CounterSample, state: RouterState, ratio: float | None) -> status_pb2.RouterLoad:
+    """Returns what came between two samples."""
     load = status_pb2.RouterLoad(
         window_s=now.at - before.at,
         num_running=state.num_running,
@@ -182,19 +182,19 @@ def router_load(before: Sample, now: Sample, state: RouterState, ratio: float | 
     return load
 
 
-def waiting_requests(before: Sample, now: Sample, num_waiting: int) -> Waiting:
+def waiting_requests(before: CounterSample, now: CounterSample, num_waiting: int) -> WaitingRequests:
     """With the lengths that prompts and answers had between two samples."""
     started = now.started - before.started
     if started <= 0:
-        return Waiting(num_requests=num_waiting)
-    return Waiting(
+        return WaitingRequests(num_requests=num_waiting)
+    return WaitingRequests(
         num_requests=num_waiting,
         prompt_tokens=(now.prompt_tokens - before.prompt_tokens) / started,
         answer_tokens=(now.generation_tokens - before.generation_tokens) / started,
     )
 
 
-def _rate(before: Sample, now: Sample, name: str) -> float:
+def _rate(before: CounterSample, now: CounterSample, name: str) -> float:
     elapsed = now.at - before.at
     more: float = getattr(now, name) - getattr(before, name)
     return max(0.0, more) / elapsed if elapsed > 0 else 0.0
@@ -247,6 +247,22 @@ def _unsigned(value: int, bits: int = 32) -> int:
     return min(max(0, value), (1 << bits) - 1)
 
 
+def what_ends(records: Iterable[WorkerRecord], worker_id: str, role: str) -> str:
+    """Says what would not be served any more once the worker had `role`; empty: everything still is, or was not before either."""
+    workers = [record for record in records if record.serves]
+    leaving = next((record for record in workers if record.worker_id == worker_id), None)
+    if leaving is None or leaving.role == role:
+        return ""
+    others = [record for record in workers if record.worker_id != worker_id]
+    if any(record.role == leaving.role for record in others):
+        return ""
+    if leaving.role == "decode":
+        return f"{worker_id} is the last decode worker: nothing would be served until there is another"
+    if any(record.local_prefill for record in others):
+        return ""
+    return f"{worker_id} is the last prefill worker, and no decode worker computes prompts: nothing would be served until there is another"
+
+
 # ---- the autoscaler ------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +309,9 @@ def _text(value: object, most: int) -> str:
 Point = Mapping[str, float | None]
 
 
-def point(samples: Sequence[Sample], state: RouterState, ratio: float | None, records: Iterable[WorkerRecord], unix_s: float) -> Point:
+def point(
+    samples: Sequence[CounterSample], state: RouterState, ratio: float | None, records: Iterable[WorkerRecord], unix_s: float
+) -> Point:
     """The last of `samples`, with what came before it. Figures of workers are sums over them as of their last heartbeats; shares (of cached
     tokens, of KV blocks in use) are of what all of them have."""
     now = samples[-1]

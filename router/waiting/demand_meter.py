@@ -15,8 +15,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from router.request.job import Job
-from router.request.report import Report
+from router.request.job import RequestJob
+from router.request.report import RequestReport
 from router.request.targets import Reason, Targets
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.connection import EXCHANGE_S
@@ -34,68 +34,53 @@ _NUM_WINDOWS = 2
 
 
 class DemandBook:
-    """Pure: this router's totals by window. `default`: what answers are held to whose requests name no targets; those of batch requests
-    that name none are held to nothing."""
+    """Pure: this router's totals by window. Requests that name no targets are held to `default`; batch requests that name none, to
+    nothing."""
 
     def __init__(self, default: Targets) -> None:
         self._default = default
         self._totals: dict[int, Counter[str]] = {}
 
-    def arrived(self, job: Job, window: int) -> None:
-        """Before anything is known of whether it will be served."""
+    def arrived(self, job: RequestJob, window: int) -> None:
+        """Counts a request before it is known whether it will be served."""
         totals = self._of(window)
         totals["requests"] += 1
         totals["prompt_tokens"] += len(job.prompt) + len(job.resumed)
 
-    def ended(
-        self,
-        job: Job,
-        report: Report | None,
-        *,
-        num_output: int,
-        tpot_s: float | None,
-        refused: Reason | None,
-        cancelled: bool,
-        window: int,
-    ) -> None:
-        """However it ended. `num_output`: tokens that this router gave; `tpot_s` of them, None: fewer than two; `refused`: why no worker
-        ever began."""
+    def ended(self, report: RequestReport, *, refused: Reason | None, cancelled: bool, window: int) -> None:
+        """Counts a request that arrived, however it ended. `refused`: why no worker ever began."""
+        job = report.job
+        if job is None or not report.offered:
+            return
         totals = self._of(window)
         if refused is not None:
             totals["refused"] += 1
-        first_token_at = None if report is None else report.first_token_at
-        if report is not None and first_token_at is not None:
+        if report.first_token_at is not None:
             totals["started"] += 1
             totals["started_prompt_tokens"] += report.num_prompt_tokens
             totals["cached_tokens"] += report.cached_tokens
             totals["uncached_squares"] += (report.num_prompt_tokens - report.cached_tokens) ** 2
             totals["ended"] += 1
-            totals["output_tokens"] += max(0, num_output)
-        # Of one that is gone on with, somebody else gave the beginning; one that was cancelled was not waited for.
+            totals["output_tokens"] += max(0, report.num_output_tokens)
+        # The beginning of one that is resumed came from another router; one that was cancelled was not waited for.
         if cancelled or job.resumed:
             return
-        held = self._held_to(job)
-        ttft_s = None if report is None or first_token_at is None else first_token_at - report.started
-        missed = held.missed(ttft_s, tpot_s)
-        if held.ttft_s is not None:
+        held_to = job.targets if job.targets or job.request_class is RequestClass.BATCH else self._default
+        missed = held_to.missed(report.ttft_s, report.tpot_s)
+        if held_to.ttft_s is not None:
             totals["ttft_total"] += 1
             totals["ttft_met"] += Reason.TARGET_TTFT not in missed
-        if held.tpot_s is not None and tpot_s is not None:
+        if held_to.tpot_s is not None and report.tpot_s is not None:
             totals["tpot_total"] += 1
             totals["tpot_met"] += Reason.TARGET_TPOT not in missed
 
     def totals(self, window: int, *, queued: int, left: bool = False) -> Mapping[int, DemandTotals]:
-        """What to write now, by window: nothing that came is something to say too. `left`: for the last time. Forgets older windows."""
+        """Returns what to write now, by window: that no request came is worth writing too. `left`: for the last time. Forgets older
+        windows."""
         current = range(window - _NUM_WINDOWS + 1, window + 1)
         for old in [known for known in self._totals if known not in current]:
             del self._totals[old]
         return {each: DemandTotals(**self._of(each), queued=queued, left=int(left)) for each in current}
-
-    def _held_to(self, job: Job) -> Targets:
-        own = Targets(ttft_s=job.ttft_s, tpot_s=job.tpot_s)
-        if own or job.request_class is RequestClass.BATCH:
-            return own
-        return self._default
 
     def _of(self, window: int) -> Counter[str]:
         return self._totals.setdefault(window, Counter())
@@ -126,15 +111,12 @@ class DemandMeter:
         """False while Redis does not answer."""
         return self._connected
 
-    def arrived(self, job: Job) -> None:
+    def arrived(self, job: RequestJob) -> None:
         self._book.arrived(job, window_of(self._clock.unix()))
 
-    def ended(
-        self, job: Job, report: Report | None, *, num_output: int, tpot_s: float | None, refused: Reason | None, cancelled: bool
-    ) -> None:
+    def ended(self, report: RequestReport, *, refused: Reason | None, cancelled: bool) -> None:
         """See DemandBook."""
-        window = window_of(self._clock.unix())
-        self._book.ended(job, report, num_output=num_output, tpot_s=tpot_s, refused=refused, cancelled=cancelled, window=window)
+        self._book.ended(report, refused=refused, cancelled=cancelled, window=window_of(self._clock.unix()))
 
     async def run(self) -> None:
         """Writes until cancelled, and then once more, that this router leaves: one that only falls silent may have been cut off."""

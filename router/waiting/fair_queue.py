@@ -1,17 +1,17 @@
-"""Whose turn it is among requests that wait: classes by urgency, tenants of a class by fair shares, a tenant's own by deadline. Pure: time
+"""The order of requests that wait: classes by urgency, tenants of a class by fair shares, a tenant's own by deadline. Pure: time
 is an argument, and nothing waits here.
 
-    classes   the most urgent one that has anybody waiting. Ageing: a class whose oldest request has waited for `ageing_s` gets one turn in
+    classes   the most urgent one with requests waiting. Ageing: a class whose oldest request has waited for `ageing_s` gets one turn in
               every nine, however much comes before it
     tenants   weighted fair queueing by tokens. Each tenant has a counter of what it was given, divided by its weight; the lowest is next.
-              Who has had nothing waiting begins at the level of the others, so that idleness earns no credit. A request is charged with the
-              tokens that it is expected to take when its turn comes, and with the real ones when it is over
+              One that had nothing waiting begins at the level of the others, so that idleness earns no credit. A request is charged with
+              the tokens that it is expected to take when its turn comes, and with the real ones when it is over
     a tenant  the earliest due; requests without a target are due `ageing_s` after they came
 
 Counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), the virtual token counter. The level that newcomers begin
 at is the virtual time of start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), whose bound holds: while two tenants of a class both
 wait, what they are charged, divided by their weights, grows apart by no more than one request of each, however long it goes on. A turn is
-never left unused while anybody may take it.
+never left unused while any request may take it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from router.request.job import Job
+from router.request.job import RequestJob
 from router.waiting.quota import EVERYBODY_ALIKE, Quota
 from twostep.request_class import RequestClass
 
@@ -37,9 +37,9 @@ _FEW_COUNTERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Claim:
-    """One request's place in line. `num_tokens`: of prompt and answer, as expected. `due` orders a tenant's own requests; after `lapses`
-    a turn is of no use to it. Times are those of one monotonic clock, in seconds."""
+class QueueEntry:
+    """One request's place in a queue. `num_tokens`: of prompt and answer, as expected; `num_prompt_tokens`: what has to be computed first.
+    `due` orders a tenant's own requests; after `lapses` a turn is of no use to it. Times are those of one monotonic clock, in seconds."""
 
     request_class: RequestClass
     tenant: str
@@ -47,24 +47,28 @@ class Claim:
     arrived: float
     due: float
     lapses: float | None = None
+    num_prompt_tokens: int = 0
 
     @classmethod
-    def of(cls, job: Job, *, ageing_s: float = AGEING_S) -> Claim:
+    def of(cls, job: RequestJob, *, ageing_s: float = AGEING_S) -> QueueEntry:
         """Batch requests wait however long it takes, and an answer that was begun goes on."""
-        refusable = job.ttft_s is not None and job.request_class is not RequestClass.BATCH and not job.resumed
+        ttft_s, num_prompt_tokens = job.targets.ttft_s, len(job.prompt) + len(job.resumed)
+        due = job.arrived + (ageing_s if ttft_s is None else ttft_s)
+        refusable = ttft_s is not None and job.request_class is not RequestClass.BATCH and not job.resumed
         return cls(
             request_class=job.request_class,
             tenant=job.tenant,
-            num_tokens=len(job.prompt) + len(job.resumed) + job.expected_tokens,
+            num_tokens=num_prompt_tokens + job.expected_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             arrived=job.arrived,
-            due=job.arrived + (ageing_s if job.ttft_s is None else job.ttft_s),
-            lapses=job.arrived + job.ttft_s if job.ttft_s is not None and refusable else None,
+            due=due,
+            lapses=due if refusable else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a turn changed but the charge: for whoever gives it back."""
+class QueueTurn:
+    """Keeps what a turn changed besides the charge, so that it can be given back."""
 
     number: int
     passed_over: int
@@ -74,8 +78,8 @@ class Turn:
 
 
 class FairQueue:
-    """join() or leave() a claim; first() says whose turn it is; take() charges whoever gets it, waiting or not; give_back() if nothing
-    came of it, settle() with what came of it."""
+    """join() or leave() an entry; first() says whose turn it is; take() charges the one that gets it, waiting or not; give_back() if
+    nothing came of it, settle() with what came of it."""
 
     def __init__(self, quota: Quota = EVERYBODY_ALIKE, *, ageing_s: float = AGEING_S) -> None:
         self._quota = quota
@@ -85,88 +89,88 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(len(lane.waiting) for lane in self._lanes.values())
 
-    def __contains__(self, claim: Claim) -> bool:
-        return claim in self._lanes[claim.request_class].waiting
+    def __contains__(self, entry: QueueEntry) -> bool:
+        return entry in self._lanes[entry.request_class].waiting
 
-    def __iter__(self) -> Iterator[Claim]:
+    def __iter__(self) -> Iterator[QueueEntry]:
         """In no particular order."""
         return itertools.chain.from_iterable(lane.waiting for lane in self._lanes.values())
 
     def num_waiting(self, tenant: str) -> int:
         return sum(lane.num_waiting(tenant) for lane in self._lanes.values())
 
-    def join(self, claim: Claim) -> None:
-        self._lanes[claim.request_class].join(claim)
+    def join(self, entry: QueueEntry) -> None:
+        self._lanes[entry.request_class].join(entry)
 
-    def leave(self, claim: Claim) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         """Without a turn. One that is not here is ignored."""
-        self._lanes[claim.request_class].leave(claim)
+        self._lanes[entry.request_class].leave(entry)
 
-    def first(self, may_go: Callable[[str], bool] = lambda tenant: True) -> Claim | None:
-        """Whose turn it is, of the tenants that `may_go`. The same until something changes."""
+    def first(self, may_go: Callable[[str], bool] = lambda tenant: True) -> QueueEntry | None:
+        """Returns the entry whose turn it is, of the tenants that `may_go`: the same one until something changes."""
         lanes = self._lanes.values()
         for lane in itertools.chain((lane for lane in lanes if lane.passed_over >= _AGED_TURNS), lanes):
-            claim = lane.first(may_go)
-            if claim is not None:
-                return claim
+            entry = lane.first(may_go)
+            if entry is not None:
+                return entry
         return None
 
-    def take(self, claim: Claim, now: float) -> Turn:
+    def take(self, entry: QueueEntry, now: float) -> QueueTurn:
         """It gets a turn, and is charged; it need not have waited."""
-        mine = self._lanes[claim.request_class]
-        number, passed_over, before = mine.waiting.get(claim, 0), mine.passed_over, mine.level
-        mine.take(claim)
+        mine = self._lanes[entry.request_class]
+        number, passed_over, before = mine.waiting.get(entry, 0), mine.passed_over, mine.level
+        mine.take(entry)
         mine.passed_over = 0
         aged: list[RequestClass] = []
         for request_class, lane in self._lanes.items():
-            if request_class > claim.request_class:
+            if request_class > entry.request_class:
                 oldest = lane.oldest()
                 if oldest is not None and now - oldest.arrived >= self._ageing_s:
                     lane.passed_over += 1
                     aged.append(request_class)
                 else:
                     lane.passed_over = 0
-        return Turn(number, passed_over, before, mine.level, tuple(aged))
+        return QueueTurn(number, passed_over, before, mine.level, tuple(aged))
 
-    def give_back(self, claim: Claim, turn: Turn) -> None:
+    def give_back(self, entry: QueueEntry, turn: QueueTurn) -> None:
         """The turn that was taken was of no use: it waits again, as if it had not been."""
-        lane = self._lanes[claim.request_class]
+        lane = self._lanes[entry.request_class]
         if lane.level == turn.level_after:
             lane.level = turn.level_before
         lane.passed_over = max(lane.passed_over, turn.passed_over)
         for request_class in turn.aged:
             self._lanes[request_class].passed_over = max(0, self._lanes[request_class].passed_over - 1)
-        self.settle(claim, 0)
-        lane.join(claim, turn.number)
+        self.settle(entry, 0)
+        lane.join(entry, turn.number)
 
-    def settle(self, claim: Claim, num_tokens: int) -> None:
+    def settle(self, entry: QueueEntry, num_tokens: int) -> None:
         """One that had a turn is over: this is what it really took."""
-        self._lanes[claim.request_class].charge(claim.tenant, num_tokens - claim.num_tokens)
+        self._lanes[entry.request_class].charge(entry.tenant, num_tokens - entry.num_tokens)
 
     def elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
-        """What tenants were given by other routers since the last call."""
+        """Takes note of what tenants were given by other routers since the last call."""
         for request_class, lane in self._lanes.items():
             lane.elsewhere({tenant: count for (its_class, tenant), count in tokens.items() if its_class == request_class})
 
-    def tokens_before(self, claim: Claim) -> float:
-        """Tokens that will be given out before `claim`, which need not be here, gets its turn, if nobody else comes. As in a fluid: all
+    def tokens_before(self, entry: QueueEntry) -> float:
+        """Tokens that will be given out before `entry`, which need not be here, gets its turn, if no others come. As in a fluid: all
         that is more urgent, its tenant's own earlier ones, and what these drag along of the others' by their shares."""
-        urgent = sum(lane.num_tokens for known, lane in self._lanes.items() if known < claim.request_class)
-        return urgent + self._lanes[claim.request_class].tokens_before(claim)
+        urgent = sum(lane.num_tokens for known, lane in self._lanes.items() if known < entry.request_class)
+        return urgent + self._lanes[entry.request_class].tokens_before(entry)
 
-    def gives_way(self, claim: Claim) -> Claim | None:
-        """Who should be sent away when there is no place left for `claim`: the last of what is less urgent, else of the tenant that holds
-        most places for its weight, if that is more than this one's would. None: `claim` itself should."""
+    def gives_way(self, entry: QueueEntry) -> QueueEntry | None:
+        """Returns which one to send away when there is no place left for `entry`: the last of a less urgent class, else of the tenant
+        that holds most places for its weight, if that is more than this one's would. None: `entry` itself."""
         for request_class in sorted(RequestClass, reverse=True):
-            if request_class < claim.request_class:
+            if request_class < entry.request_class:
                 return None
             lane = self._lanes[request_class]
             holder = lane.largest()
             if holder is None:
                 continue
-            if request_class > claim.request_class:
+            if request_class > entry.request_class:
                 return lane.last(holder)
-            own = (lane.num_waiting(claim.tenant) + 1) / self._quota.weight(claim.tenant)
+            own = (lane.num_waiting(entry.tenant) + 1) / self._quota.weight(entry.tenant)
             return lane.last(holder) if lane.num_waiting(holder) / self._quota.weight(holder) > own else None
         return None
 
@@ -176,51 +180,51 @@ class _Lane:
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self.waiting: dict[Claim, int] = {}  # with the number of its coming
+        self.waiting: dict[QueueEntry, int] = {}  # with the number of its coming
         self.num_tokens = 0
         self.passed_over = 0
-        self.level = 0.0  # the virtual time: the highest counter that anybody had when a turn came
+        self.level = 0.0  # the virtual time: the highest counter that any tenant had when a turn came
         self._level_heard = 0.0
-        self._tenants: dict[str, _Backlog] = {}  # those with somebody waiting
+        self._tenants: dict[str, _Backlog] = {}  # those with requests waiting
         self._counters: dict[str, float] = {}
         self._most_counters = _FEW_COUNTERS  # above so many, those that say nothing are looked for
         self._numbers = itertools.count(1)
-        self._by_coming: list[tuple[int, Claim]] = []  # a heap, with some that have left
+        self._by_coming: list[tuple[int, QueueEntry]] = []  # a heap, with some that have left
 
     def num_waiting(self, tenant: str) -> int:
         backlog = self._tenants.get(tenant)
-        return 0 if backlog is None else len(backlog.claims)
+        return 0 if backlog is None else len(backlog.entries)
 
-    def oldest(self) -> Claim | None:
+    def oldest(self) -> QueueEntry | None:
         while self._by_coming and self._by_coming[0][1] not in self.waiting:
             heapq.heappop(self._by_coming)
         return self._by_coming[0][1] if self._by_coming else None
 
-    def join(self, claim: Claim, number: int = 0) -> None:
+    def join(self, entry: QueueEntry, number: int = 0) -> None:
         """`number`: which it had before."""
-        assert claim not in self.waiting, "a claim joins once"
-        self.waiting[claim] = number = number or next(self._numbers)
-        heapq.heappush(self._by_coming, (number, claim))
-        self.num_tokens += claim.num_tokens
-        backlog = self._tenants.get(claim.tenant)
+        assert entry not in self.waiting, "a entry joins once"
+        self.waiting[entry] = number = number or next(self._numbers)
+        heapq.heappush(self._by_coming, (number, entry))
+        self.num_tokens += entry.num_tokens
+        backlog = self._tenants.get(entry.tenant)
         if backlog is None:
-            backlog = self._tenants[claim.tenant] = _Backlog()
-            self._counters[claim.tenant] = max(self.level, self._counters.get(claim.tenant, 0.0))
-        backlog.add(claim, number)
+            backlog = self._tenants[entry.tenant] = _Backlog()
+            self._counters[entry.tenant] = max(self.level, self._counters.get(entry.tenant, 0.0))
+        backlog.add(entry, number)
 
-    def leave(self, claim: Claim) -> None:
-        if self.waiting.pop(claim, None) is None:
+    def leave(self, entry: QueueEntry) -> None:
+        if self.waiting.pop(entry, None) is None:
             return
-        self.num_tokens -= claim.num_tokens
+        self.num_tokens -= entry.num_tokens
         if len(self._by_coming) > 2 * len(self.waiting) + 16:
             self._by_coming = sorted((number, waiting) for waiting, number in self.waiting.items())
-        backlog = self._tenants[claim.tenant]
-        backlog.discard(claim)
-        if not backlog.claims:
-            del self._tenants[claim.tenant]
+        backlog = self._tenants[entry.tenant]
+        backlog.discard(entry)
+        if not backlog.entries:
+            del self._tenants[entry.tenant]
             self._forget_level_ones()
 
-    def first(self, may_go: Callable[[str], bool]) -> Claim | None:
+    def first(self, may_go: Callable[[str], bool]) -> QueueEntry | None:
         """Ties go to who has been waiting."""
         allowed = [tenant for tenant in self._tenants if may_go(tenant)]
         if not allowed:
@@ -229,20 +233,20 @@ class _Lane:
         level = [self._tenants[tenant] for tenant in allowed if self._counters[tenant] == lowest]
         return (level[0] if len(level) == 1 else min(level, key=lambda backlog: backlog.oldest)).first()
 
-    def last(self, tenant: str) -> Claim:
+    def last(self, tenant: str) -> QueueEntry:
         return self._tenants[tenant].last()
 
     def largest(self) -> str | None:
-        """Who holds most places for its weight."""
+        """Returns the tenant that holds most places for its weight."""
         return max(self._tenants, key=lambda t: self.num_waiting(t) / self._quota.weight(t), default=None)
 
-    def take(self, claim: Claim) -> None:
-        start = self._counters.get(claim.tenant, 0.0)
-        if claim.tenant not in self._tenants:
+    def take(self, entry: QueueEntry) -> None:
+        start = self._counters.get(entry.tenant, 0.0)
+        if entry.tenant not in self._tenants:
             start = max(start, self.level)
-        self._counters[claim.tenant] = start + claim.num_tokens / self._quota.weight(claim.tenant)
+        self._counters[entry.tenant] = start + entry.num_tokens / self._quota.weight(entry.tenant)
         self.level = max(self.level, start)
-        self.leave(claim)
+        self.leave(entry)
         self._forget_level_ones()
 
     def charge(self, tenant: str, num_tokens: int) -> None:
@@ -263,15 +267,15 @@ class _Lane:
             self._counters[tenant] = counter + max(0.0, min(count / self._quota.weight(tenant), room))
         self._forget_level_ones()
 
-    def tokens_before(self, claim: Claim) -> float:
-        backlog = self._tenants.get(claim.tenant)
-        own = 0 if backlog is None else sum(c.num_tokens for c in backlog.claims if c is not claim and c.due <= claim.due)
-        others = sum(self._quota.weight(tenant) for tenant in self._tenants if tenant != claim.tenant)
+    def tokens_before(self, entry: QueueEntry) -> float:
+        backlog = self._tenants.get(entry.tenant)
+        own = 0 if backlog is None else sum(c.num_tokens for c in backlog.entries if c is not entry and c.due <= entry.due)
+        others = sum(self._quota.weight(tenant) for tenant in self._tenants if tenant != entry.tenant)
         others_tokens = self.num_tokens - (0 if backlog is None else backlog.num_tokens)
-        return own + min(others_tokens, (own + claim.num_tokens) * others / self._quota.weight(claim.tenant))
+        return own + min(others_tokens, (own + entry.num_tokens) * others / self._quota.weight(entry.tenant))
 
     def _forget_level_ones(self) -> None:
-        """Who does not wait and is not above the level begins there anyway."""
+        """Drops counters that say nothing: a tenant that does not wait and is not above the level begins there anyway."""
         if len(self._counters) <= self._most_counters:
             return
         for tenant in [t for t, counter in self._counters.items() if t not in self._tenants and counter <= self.level]:
@@ -289,30 +293,30 @@ class _Backlog:
     """A tenant's own: earliest due first, of equals who came first."""
 
     def __init__(self) -> None:
-        self.claims: dict[Claim, int] = {}  # with the number of its coming
+        self.entries: dict[QueueEntry, int] = {}  # with the number of its coming
         self.num_tokens = 0
-        self._heap: list[tuple[float, int, Claim]] = []  # with some that have left
+        self._heap: list[tuple[float, int, QueueEntry]] = []  # with some that have left
 
     @property
     def oldest(self) -> int:
-        return min(self.claims.values())
+        return min(self.entries.values())
 
-    def add(self, claim: Claim, number: int) -> None:
-        self.claims[claim] = number
-        self.num_tokens += claim.num_tokens
-        heapq.heappush(self._heap, (claim.due, number, claim))
+    def add(self, entry: QueueEntry, number: int) -> None:
+        self.entries[entry] = number
+        self.num_tokens += entry.num_tokens
+        heapq.heappush(self._heap, (entry.due, number, entry))
 
-    def discard(self, claim: Claim) -> None:
-        del self.claims[claim]
-        self.num_tokens -= claim.num_tokens
-        if len(self._heap) > 2 * len(self.claims) + 16:
-            self._heap = [entry for entry in self._heap if entry[2] in self.claims]
+    def discard(self, entry: QueueEntry) -> None:
+        del self.entries[entry]
+        self.num_tokens -= entry.num_tokens
+        if len(self._heap) > 2 * len(self.entries) + 16:
+            self._heap = [entry for entry in self._heap if entry[2] in self.entries]
             heapq.heapify(self._heap)
 
-    def first(self) -> Claim:
-        while self._heap[0][2] not in self.claims:
+    def first(self) -> QueueEntry:
+        while self._heap[0][2] not in self.entries:
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
-    def last(self) -> Claim:
-        return max(self.claims, key=lambda claim: (claim.due, self.claims[claim]))
+    def last(self) -> QueueEntry:
+        return max(self.entries, key=lambda entry: (entry.due, self.entries[entry]))

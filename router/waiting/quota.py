@@ -1,4 +1,4 @@
-"""What tenants may have: their shares of the system, and bounds on each. And what an answer of theirs is expected to cost."""
+"""Tenants' quotas: their shares of the system, and bounds on each. And what an answer of theirs is expected to cost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NEWEST = 0.1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
     """Shares are relative: a tenant of weight 2 gets twice the tokens of one of weight 1 while both want more than there is. The bounds are
-    requests of one tenant on this router: served at once, and waiting (0: no more than everybody's together)."""
+    requests of one tenant on this router: served at once, and waiting (0: no more than all tenants' together)."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     max_inflight: int = 0
     max_waiting: int = 0
 
     def weight(self, tenant: str) -> float:
-        """Who is not named has 1."""
+        """Returns 1 for a tenant that is not named."""
         return self.weights.get(tenant, 1.0)
 
 

@@ -1,8 +1,8 @@
-"""What tenants are given, told to and heard from the other routers through Redis, so that shares hold over all replicas.
+"""Routers exchange through Redis what tenants are given, so that shares hold over all replicas.
 
 twostep:v1:usage:{window}    hash: [router, class, tenant] as JSON -> tokens charged by that router in that window of ten seconds
 
-Each router writes its own fields as totals, never as increments: an exchange that broke may be repeated as it is. It reads everybody's, and
+Each router writes its own fields as totals, never as increments: an exchange that broke may be repeated as it is. It reads all of them, and
 what has grown since the last time is what others have given. One pipelined round trip twice a second, beside the requests and never on
 their way. Without Redis each router is fair by what it knows itself; what it gives meanwhile is told later if its window is still read.
 """
@@ -72,7 +72,7 @@ class UsageBook:
         return self._own.get(window, Counter())
 
     def hear(self, window: int, fields: Mapping[bytes, bytes]) -> Counter[Share]:
-        """What others have charged since the last time. Fields that make no sense are passed over.
+        """Returns what others have charged since the last time. Fields that make no sense are passed over.
 
         Every router reads every other's fields twice a second, most of them as they were: those cost a comparison, and a name is parsed
         once."""
@@ -94,7 +94,7 @@ class UsageBook:
         return news
 
     def _share(self, field: bytes) -> Share | None:
-        """Whose tokens another router counts there. None: it is this router's own, or makes no sense."""
+        """Returns whose tokens another router counts there. None: it is this router's own, or makes no sense."""
         try:
             router_id, number, tenant = json.loads(field)
             return None if router_id == self._router_id else (RequestClass(number), str(tenant))
@@ -118,7 +118,7 @@ class QuotaShare:
         return self._connected
 
     def charge(self, request_class: RequestClass, tenant: str, num_tokens: int) -> None:
-        """Of any request, at any time: returns at once."""
+        """Counts tokens of any request, at any time; returns at once."""
         self._book.charge((request_class, tenant), num_tokens, self._window())
 
     async def run(self) -> None:

@@ -3,9 +3,9 @@
 1. opened as soon as the worker is known; `wait_open` returns once the worker has registered it
 2. one message a step, or for several, one event for each token; every event goes to its attempt's sink, in the order of arrival
 3. broken: it is opened again, with back-off, from where every attempt on it has got: the worker sends again what was missed, and
-   the attempts notice nothing. Only when that has not come about within the lease, when nobody listens at the worker's address
+   the attempts notice nothing. Only when that has not come about within the lease, when nothing listens at the worker's address
    any more, or when the worker has ended it in good order, do the attempts fail, and begin again elsewhere
-4. an event nobody expects (its attempt was given up while the worker was away) is answered with Decode.Cancel
+4. an unexpected event (its attempt was given up while the worker was away) is answered with Decode.Cancel
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_REMEMBERED = 4096
 AttemptId = tuple[str, int]
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """Called in the event loop, must return at once and never raise."""
 
     def on_event(self, event: decode_pb2.DecodeEvent) -> None: ...
@@ -72,7 +72,7 @@ class DecodeStream:
         self._cleanup = cleanup
         self._on_message = on_message
         self._on_lost = on_lost
-        self._sinks: dict[AttemptId, Sink] = {}
+        self._sinks: dict[AttemptId, EventSink] = {}
         self._cancelled: OrderedDict[AttemptId, float] = OrderedDict()
         self._open = asyncio.Event()
         self.num_opened = 0
@@ -93,12 +93,12 @@ class DecodeStream:
             return False
         return True
 
-    def add(self, attempt: AttemptId, sink: Sink) -> None:
+    def add(self, attempt: AttemptId, sink: EventSink) -> None:
         assert attempt not in self._sinks, "an attempt has one sink"
         self._sinks[attempt] = sink
 
     def remove(self, attempt: AttemptId, *, cancel: bool) -> None:
-        """Its events are dropped from now on. `cancel`: the worker may hold something of it, and is told to free it."""
+        """Its events are dropped from now on. `cancel`: the worker may hold something of it, and is asked to free it."""
         self._sinks.pop(attempt, None)
         if cancel:
             self._cancel(attempt)
@@ -204,7 +204,7 @@ class _Outage:
         return backoff if self._given_up else min(backoff, _LAST_BACKOFF_IN_LEASE_S, max(0.01, lease_s - self.seconds))
 
     def is_over(self, lease_s: float, *, refused: bool) -> bool:
-        """After a try that failed. `refused`: nobody listened."""
+        """Called after a try that failed. `refused`: nothing listened there."""
         if self._given_up:
             return False
         now = time.monotonic()
@@ -215,5 +215,5 @@ class _Outage:
         return self.seconds >= lease_s or (self._refused_since is not None and now - self._refused_since >= _REFUSED_S)
 
     def give_up(self) -> None:
-        """The attempts have been told."""
+        """Notes that the attempts have learnt of the loss."""
         self._given_up = True

@@ -1,7 +1,7 @@
-"""Means over the last seconds of what is on one worker: everybody's load, from its heartbeats, and this router's own part.
+"""Means over the last seconds of what is on one worker: all routers' load, from its heartbeats, and this router's own part.
 
 A heartbeat says how it was a second ago, in which a queue of prompts on a GPU comes and goes ten times. Compared moment by moment, the
-router's own queue then and now would look like somebody else's. Their means over some heartbeats can be compared whatever the delay.
+router's own queue then and now would look like another router's. Their means over some heartbeats can be compared whatever the delay.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -18,7 +19,7 @@ import grpc.aio
 from router.request.cleanup import Cleanup
 from router.workers.decode_stream import DecodeStream
 from router.workers.load_meter import LoadMeter
-from router.workers.prefix_index import NOT_CACHED, CachedPrefix, WorkerLife
+from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, WorkerLife
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.snapshot import Candidate, Snapshot
 from twostep.errors import TwostepError, Unavailable
@@ -34,8 +35,8 @@ _SILENT_S = 3.0
 OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
 
 
-class Tenant(Protocol):
-    """Whoever uses a link and must know when it is lost."""
+class LinkUser(Protocol):
+    """An attempt that uses a link, and must know when it is lost."""
 
     def on_worker_lost(self, life: WorkerLife, error: TwostepError) -> None: ...
 
@@ -47,7 +48,7 @@ class WorkerLink:
         self.record = record
         self.life = WorkerLife.of(record)
         self.channel = open_to(record)
-        self.tenants: set[Tenant] = set()
+        self.users: set[LinkUser] = set()
         self.meter = LoadMeter(time.monotonic())
         self.retired = False
         self._last_event = time.monotonic()
@@ -70,9 +71,9 @@ class WorkerLink:
         return time.monotonic() - self._last_event
 
     def lose(self, error: TwostepError) -> None:
-        """Tells everybody who has something there."""
-        for tenant in list(self.tenants):
-            tenant.on_worker_lost(self.life, error)
+        """Notifies all attempts that have something there."""
+        for user in list(self.users):
+            user.on_worker_lost(self.life, error)
 
     async def close(self) -> None:
         self.lose(Unavailable(f"{self.record.role} worker {self.record.worker_id} is gone"))
@@ -113,7 +114,7 @@ class DecodeLink(WorkerLink):
 
 
 class WorkerPool:
-    """All links. `changed` is notified whenever a worker comes, goes, or changes what it can do."""
+    """Holds all links."""
 
     def __init__(
         self,
@@ -134,8 +135,6 @@ class WorkerPool:
         self._compression = compression
         self._prefill: dict[WorkerLife, PrefillLink] = {}
         self._decode: dict[WorkerLife, DecodeLink] = {}
-        self._state: object = None
-        self.changed = asyncio.Event()
 
     @property
     def prefill(self) -> Mapping[WorkerLife, PrefillLink]:
@@ -155,12 +154,22 @@ class WorkerPool:
         links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
         return [link.record for link in links if not link.retired]
 
-    def snapshot(self, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife]) -> Snapshot:
+    def snapshot(
+        self,
+        cached: Mapping[WorkerLife, CachedPrefix] = NO_HINTS,
+        *,
+        excluded: Set[WorkerLife] = frozenset(),
+        not_local: Set[WorkerLife] = frozenset(),
+    ) -> Snapshot:
+        """`not_local`: decode workers that compute no prompts for this request."""
         now = time.monotonic()
-        return Snapshot(
-            prefill=[_candidate(link, cached, excluded, now) for link in self._prefill.values() if not link.retired],
-            decode=[_candidate(link, cached, excluded, now) for link in self._decode.values() if not link.retired],
-        )
+        prefill = [_candidate(link, cached, excluded, now) for link in self._prefill.values() if not link.retired]
+        decode = [_candidate(link, cached, excluded, now) for link in self._decode.values() if not link.retired]
+        if not_local:
+            decode = [
+                replace(c, record=replace(c.record, local_prefill=False)) if WorkerLife.of(c.record) in not_local else c for c in decode
+            ]
+        return Snapshot(prefill=prefill, decode=decode)
 
     def sync(self, workers: Sequence[WorkerRecord]) -> None:
         """Makes the links match the registry; called after every poll."""
@@ -188,15 +197,11 @@ class WorkerPool:
                 gone = links[life]
                 gone.retired = True
                 replaced = newest.get(life.worker_id, life.epoch) != life.epoch
-                if replaced or not gone.tenants or gone.silent_s > _SILENT_S:
+                if replaced or not gone.users or gone.silent_s > _SILENT_S:
                     del links[life]
                     self._cleanup.spawn(gone.close())
         for link in (*self._prefill.values(), *self._decode.values()):
-            link.meter.observe(link.record.load, len(link.tenants), time.monotonic())
-        state = sorted((r.worker_id, r.epoch, r.ready, r.draining, r.transports) for r in workers)
-        if state != self._state:
-            self._state = state
-            self.changed.set()
+            link.meter.observe(link.record.load, len(link.users), time.monotonic())
 
     def open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
         """A channel of the caller's own, whose calls are meant for that life alone."""
@@ -218,7 +223,7 @@ def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excl
         queued_tokens=link.queued_tokens,
         batch_tokens=link.meter.batch_tokens,
         recent_tokens=link.meter.recent_tokens(now),
-        num_attempts=len(link.tenants),
+        num_attempts=len(link.users),
         excluded=link.life in excluded,
         mean=link.meter.mean,
     )

@@ -16,17 +16,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key
+from router.request.job import RequestJob
+from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key
+from twostep.prefix import derive_key, prefix_hashes
 
 log = logging.getLogger(__name__)
 
+# Hashing so many tokens takes about a millisecond: more is done in a thread.
+_MAX_INLINE_TOKENS = 16384
 _OPEN_S = 1.0
 # Bounds of one lookup: of more workers only the first are asked, and hashes beyond the share of each worker are probed at every
 # second, third ... unit.
@@ -69,8 +73,13 @@ NO_HINTS: Mapping[WorkerLife, CachedPrefix] = {}
 
 
 class PrefixIndex:
-    def __init__(self, redis: Redis, hash_unit: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, redis: Redis, secret: bytes, hash_unit: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`secret`: the deployment's, from which the keys of hashes are derived."""
+        self._clock = clock
         self._redis = redis
+        self._secret = secret
         self._unit = hash_unit
         self._timeout_s = timeout_s
         self._pending: set[asyncio.Task[dict[WorkerLife, CachedPrefix]]] = set()
@@ -87,13 +96,40 @@ class PrefixIndex:
             ping.cancel()
         await asyncio.gather(*pings, return_exceptions=True)
 
+    async def cached_tokens(self, job: RequestJob, workers: Sequence[WorkerRecord]) -> Mapping[WorkerLife, CachedPrefix]:
+        """Returns how much of the job's prompt each worker that takes work holds; empty without an answer in time."""
+        # The last token is always computed: its logits are what the first new token is sampled from.
+        usable = len(job.prompt) - 1
+        if usable < self._unit:
+            return NO_HINTS
+        records = [record for record in workers if record.ready and not record.draining]
+        keys = {record.layout: self._key(job, record.layout) for record in records}
+        hashes: dict[bytes, Sequence[bytes]] = {}
+        for key in set(keys.values()):
+            if usable <= _MAX_INLINE_TOKENS:
+                hashes[key] = prefix_hashes(key, job.prompt[:usable], self._unit)
+            else:
+                hashes[key] = await asyncio.to_thread(prefix_hashes, key, job.prompt[:usable], self._unit)
+        tiered = {WorkerLife.of(r) for r in records if r.num_host_blocks}
+        return await self.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records}, tiered)
+
+    def _key(self, job: RequestJob, layout: LayoutRecord) -> bytes:
+        return derive_key(
+            self._secret,
+            tenant=job.tenant,
+            salt=job.cache_salt,
+            model_fingerprint=layout.model_fingerprint,
+            dtype=layout.dtype,
+            quantization=layout.quantization,
+        )
+
     async def lookup(
         self, hashes_of: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife] = frozenset()
     ) -> Mapping[WorkerLife, CachedPrefix]:
         """The longest prefix that each worker holds, given the prompt's unit hashes under each worker's key; of the `tiered` ones, those in
         host memory too. Workers with none are left out. Empty if Redis is slow or away; never raises."""
         asked = {life: hashes for life, hashes in list(hashes_of.items())[:_MAX_WORKERS] if hashes}
-        if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or time.monotonic() < self._open_until:
+        if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or self._clock() < self._open_until:
             return NO_HINTS
         task = asyncio.create_task(self._ask(asked, tiered))
         self._pending.add(task)
@@ -113,7 +149,7 @@ class PrefixIndex:
 
     async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife]) -> dict[WorkerLife, CachedPrefix]:
         share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
-        probes = [Probe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
+        probes = [PrefixProbe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
         async with self._slots:
             await self._probe({probe: probe.first() for probe in probes})
             rest = {probe: indices for probe in probes if (indices := probe.rest())}
@@ -121,7 +157,7 @@ class PrefixIndex:
                 await self._probe(rest)
         return {probe.life: held for probe in probes if (held := probe.held(self._unit)).num_tokens}
 
-    async def _probe(self, wanted: Mapping[Probe, Sequence[int]]) -> None:
+    async def _probe(self, wanted: Mapping[PrefixProbe, Sequence[int]]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         for probe, indices in wanted.items():
             hashes = [probe.hashes[i] for i in indices]
@@ -142,7 +178,7 @@ class PrefixIndex:
         self._pending.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._open_until = time.monotonic() + _OPEN_S
+            self._open_until = self._clock() + _OPEN_S
             if not isinstance(error, RedisError | OSError | TimeoutError):
                 log.error("prefix lookup failed", exc_info=error)
             elif not self._failing:
@@ -156,7 +192,7 @@ class PrefixIndex:
 
 
 def _flags(reply: object) -> Sequence[int]:
-    """Empty for a key that is no set: nobody of ours wrote it. Raises RedisError for everything else that went wrong."""
+    """Returns nothing for a key that is no set: no worker wrote it. Raises RedisError for everything else that went wrong."""
     if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
         return ()
     if isinstance(reply, RedisError):
@@ -164,8 +200,8 @@ def _flags(reply: object) -> Sequence[int]:
     return cast(Sequence[int], reply)
 
 
-class Probe:
-    """What is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
+class PrefixProbe:
+    """Keeps what is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
 
     def __init__(self, life: WorkerLife, hashes: Sequence[bytes], stride: int, *, tiered: bool) -> None:
         self.life = life

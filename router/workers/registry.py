@@ -6,7 +6,7 @@ poll ok        a worker is there as long as its record is; one whose record goes
 poll failed    the last known workers stay; said once, and once more when Redis is back
 refused        a record that does not fit this deployment (other model, secret, hash unit, a version too far from the router's) is left
                out, with its reason logged once
-no record      one that is not signed, or has another's name: nobody of this deployment wrote it there. So is a copy of an earlier
+no record      one that is not signed, or has another's name: no worker of this deployment wrote it there. So is a copy of an earlier
                heartbeat, and a life before the newest that was seen, unless that one is gone and the earlier one answers itself
 """
 
@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.workers.prefix_index import WorkerLife
-from router.workers.witnesses import Lives, Witnesses
+from router.workers.vouching import Lives, Witnesses
 from twostep import __version__
 from twostep.checkpoint.fingerprint import is_same_model
 from twostep.cluster.cancellation import end_if_cancelled
@@ -44,14 +44,14 @@ _AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
 _VOUCHED_S = HEARTBEAT_TTL_S
 # A record that says the same heartbeat for so long is no worker's; no worker's own lasts as long.
 _SAME_BEAT_S = 30.0
-# Listed, and logged by one poll: whoever can write to Redis can make up more.
+# Listed, and logged by one poll: others who can write to Redis can make up more.
 _MAX_REFUSALS = 256
 _MAX_SAID_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What every worker of this deployment has in common with the router."""
+    """Describes what every worker of this deployment has in common with the router."""
 
     model_fingerprint: str
     secret_check: str
@@ -90,8 +90,8 @@ class Refusal:
 
 
 class Registry:
-    """`workers` is the current set; `on_poll` callbacks get it after every successful look at Redis. `lives` asks a worker itself; None:
-    nobody is asked. `clock` in seconds, does not go back."""
+    """`workers` is the current set; `on_poll` gets it after every successful look at Redis. `lives` asks a worker itself; None:
+    none is asked. `clock` in seconds, does not go back."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Registry:
         deployment: Deployment,
         *,
         lives: Lives | None = None,
+        on_poll: Callable[[Sequence[WorkerRecord]], None] = lambda workers: None,
         poll_s: float = POLL_S,
         missing_grace_s: float = _MISSING_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -108,6 +109,7 @@ class Registry:
         self._poll_s = poll_s
         self._missing_grace_s = missing_grace_s
         self._clock = clock
+        self._on_poll = on_poll
         self._witnesses = None if lives is None else Witnesses(lives, clock)
         self._workers: dict[str, WorkerRecord] = {}
         self._missing_since: dict[str, float] = {}
@@ -116,7 +118,6 @@ class Registry:
         # What was said of whom.
         self._said: dict[str, str] = {}
         self._refusals: Sequence[Refusal] = ()
-        self._callbacks: list[Callable[[Sequence[WorkerRecord]], None]] = []
         self._connected = True
         self._recovered_at = -float("inf")
 
@@ -127,16 +128,13 @@ class Registry:
 
     @property
     def refusals(self) -> Sequence[Refusal]:
-        """Of the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
+        """Lists the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
         return self._refusals
 
     @property
     def connected(self) -> bool:
         """False while Redis does not answer."""
         return self._connected
-
-    def on_poll(self, callback: Callable[[Sequence[WorkerRecord]], None]) -> None:
-        self._callbacks.append(callback)
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -238,8 +236,7 @@ class Registry:
                     ",".join(record.transports),
                 )
         self._workers = after
-        for callback in self._callbacks:
-            callback(self.workers)
+        self._on_poll(self.workers)
 
     def _read(self, name: str, text: bytes) -> WorkerRecord:
         """Raises TwostepError with what to change."""

@@ -20,13 +20,18 @@ def bare_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("router") / "model")
 
 
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    directory = tmp_path / "redis"
-    directory.mkdir()
-    server = RedisServer(directory)
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.kill()
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """Empty, and up; a test may kill or freeze it."""
+    shared_redis.reset()
+    return shared_redis
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "router.serving.attempt._MAX_EARLY_S",
         "router.workers.decode_stream._OPEN_TIMEOUT_S",
         "router.workers.decode_stream._CANCEL_SETTLES_S",
-        "router.serving.prefill_run._ACCEPT_TIMEOUT_S",
+        "router.serving.attempt._ACCEPT_TIMEOUT_S",
         "router.workers.registry._TIMEOUT_S",
         "router.waiting.demand_meter._TIMEOUT_S",
         "router.waiting.quota_share._TIMEOUT_S",

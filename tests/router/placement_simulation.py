@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.placing.placement import Candidate, Demand, NoPlacement, Placement, Snapshot
+from router.placing.placement import Candidate, NoPlacement, Placement, PlacementRequest, Snapshot
 from router.workers.load_meter import LoadMeter
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.lab.simulator.cluster import (
@@ -29,7 +29,7 @@ from twostep.lab.simulator.cluster import (
 from twostep.lab.simulator.engine import EngineSpec, SimulatedEngine
 from twostep.step_curve import StepCurve
 
-Place = Callable[[Snapshot, Demand], Placement | NoPlacement]
+Place = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 GPU = StepCurve(fixed_s=4.0e-3, per_row_s=20e-6, knee=200, per_pair_s=2e-11, per_sequence_s=4e-6, per_context_s=3e-8)
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
@@ -210,7 +210,7 @@ class _Herd(ClusterObserver):
             prefill=[router.candidate(w, request.prefix, world.prefix_tokens, now) for w in self._prefill],
             decode=[router.candidate(w, request.prefix, 0, now) for w in self._decode],
         )
-        demand = Demand(request_id=f"r{next(self._order)}", num_tokens=request.num_prompt, max_new_tokens=world.answer_tokens)
+        demand = PlacementRequest(request_id=f"r{next(self._order)}", num_tokens=request.num_prompt, max_new_tokens=world.answer_tokens)
         placed = self._place(snapshot, demand)
         assert isinstance(placed, Placement)
         assert placed.prefill is not None
@@ -240,14 +240,14 @@ class _Herd(ClusterObserver):
         self._routers[request.router].attempts[self._ways.pop(request)[2]] -= 1
 
 
-def affinity(snapshot: Snapshot, demand: Demand) -> Placement:
+def affinity(snapshot: Snapshot, demand: PlacementRequest) -> Placement:
     """What to compare with: the longest cached prefix, whatever the load; among equals the shortest queue that records tell of."""
     p = min(snapshot.prefill, key=lambda c: (-c.cached_tokens, c.record.load.num_queued_tokens, c.record.worker_id))
     d = min(snapshot.decode, key=lambda c: (c.record.load.num_running, c.record.worker_id))
     return Placement(prefill=p.record, decode=d.record, cost=0.0, reason="affinity")
 
 
-def by_lot(snapshot: Snapshot, demand: Demand) -> Placement:
+def by_lot(snapshot: Snapshot, demand: PlacementRequest) -> Placement:
     """What to compare with: no view at all."""
     number = int.from_bytes(hashlib.blake2b(demand.request_id.encode(), digest_size=8).digest(), "little")
     p = snapshot.prefill[number % len(snapshot.prefill)]

@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
-import struct
-import subprocess
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +19,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import redis.asyncio
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from bare_deployment import EOS_ID, MAX_MODEL_LEN, SECRET, RedisServer, make_bare_model_dir, until
+from tokenizers import Tokenizer
 
 from router.config import RouterConfig
 from router.server import Router
@@ -31,19 +29,15 @@ from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.local.ports import free_ports
-from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
 from twostep.rpc.channel import open_channel
 from twostep.rpc.server import server_options
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 
-SECRET = b"a secret of the tests, long enough"
 ANSWER_TEXT = " Paris is the größte city, and naïve café 🙂 the end."
-EOS_ID = 2
 # A worker that has stopped beating is gone after so long. One that beats is not, however late the tests' process is with it.
 SILENCE_MS = 300
 _PATIENCE_MS = 120_000
-MAX_MODEL_LEN = 2048
 HASH_UNIT = 64
 
 _CHATML = (
@@ -53,77 +47,10 @@ _CHATML = (
 )
 
 
-# ---- a model directory without a model -----------------------------------------------------------------------------------
-
-
 def make_model_dir(path: Path) -> Path:
-    """Everything a router reads; the weights are one number."""
-    path.mkdir(parents=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(["the capital of France is Paris, the end of the answer and so on"], trainer)
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "eos_token_id": EOS_ID,
-    }
-    (path / "config.json").write_text(json.dumps(config))
+    make_bare_model_dir(path, text="the capital of France is Paris, the end of the answer and so on", chat_template=_CHATML)
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.9}))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": _CHATML}))
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
     return path
-
-
-# ---- Redis ---------------------------------------------------------------------------------------------------------------
-
-
-class RedisServer:
-    """A real server on a unix socket, which tests may kill and start again."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.url = server_url(directory)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        argv = server_argv(server_binary(), self._directory)
-        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + 60
-        client = redis.Redis.from_url(self.url)
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.exceptions.RedisError:
-                assert time.monotonic() < give_up, "the Redis server did not start"
-                time.sleep(0.01)
-        client.close()
-
-    def freeze(self) -> None:
-        """It answers nothing until it thaws."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            socket_path(self._directory).unlink(missing_ok=True)
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------------
@@ -315,6 +242,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         for task in self._tasks.values():
             task.cancel()
         await super().die()
+
+    def freeze(self) -> None:
+        """Nothing more is computed, nothing is held, no heartbeat comes; its connections stay."""
+        self.beating = False
+        for task in self._tasks.values():
+            task.cancel()
+        self.held.clear()
 
     def break_stream(self) -> None:
         for queue in self._streams.values():
@@ -528,6 +462,14 @@ class Cluster:
         self.stub: inference_pb2_grpc.InferenceAsyncStub
         self._beat_task: asyncio.Task[None] | None = None
 
+    @property
+    def prefills(self) -> list[FakePrefill]:
+        return [worker for worker in self.workers if isinstance(worker, FakePrefill)]
+
+    @property
+    def decodes(self) -> list[FakeDecode]:
+        return [worker for worker in self.workers if isinstance(worker, FakeDecode)]
+
     async def prefill(self, name: str = "p0") -> FakePrefill:
         worker = FakePrefill(name, self.exchange, self.template)
         await self._start(worker)
@@ -698,10 +640,3 @@ class Reply:
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.pieces.append(piece)
-
-
-async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-    give_up = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {timeout} s: {what}"
-        await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT, Cluster, Reply, until
 
-from router.serving.hold_back import HoldBack, HoldBackConfig, hold_back_of, load_hook
+from router.serving.hold_back import HoldBack, hold_back_of, load_hook
 from twostep.errors import SetupError, Unavailable
 from twostep.hold_back import Allow, Held, HeldRequest, Replace, Stop, Verdict
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -81,7 +81,7 @@ async def pushed(
     async def write(response: pb.GenerateResponse) -> None:
         written.append(response.piece)
 
-    answer = HoldBack(hook, HoldBackConfig(window=window, timeout_s=5, fail_open=False)).begin(REQUEST, write)
+    answer = HoldBack(hook, window=window, timeout_s=5, fail_open=False).begin(REQUEST, write)
     for i, piece in enumerate(pieces):
         if not await answer.push(pb.GenerateResponse(piece=piece), last=i == len(pieces) - 1):
             return False, written, by_push
@@ -166,7 +166,7 @@ def test_a_replacement_shows_nothing_of_what_it_replaced(parts: list[tuple[str, 
 @pytest.mark.parametrize("hook", [broken, silly, slow, stuck])
 @pytest.mark.parametrize("fail_open", [False, True])
 async def test_a_hook_without_a_verdict(hook: Callable[[Held], Any], fail_open: bool, caplog: pytest.LogCaptureFixture) -> None:
-    hold_back = HoldBack(hook, HoldBackConfig(window=0, timeout_s=0.05, fail_open=fail_open))
+    hold_back = HoldBack(hook, window=0, timeout_s=0.05, fail_open=fail_open)
     written: list[str] = []
 
     async def write(response: pb.GenerateResponse) -> None:
@@ -197,7 +197,7 @@ async def test_a_hook_that_hangs_is_not_asked_for_those_who_gave_up() -> None:
         go_on.wait(60)
         return None
 
-    hold_back = HoldBack(hanging, HoldBackConfig(window=0, timeout_s=0.1, fail_open=False))
+    hold_back = HoldBack(hanging, window=0, timeout_s=0.1, fail_open=False)
     asked = [Held(request=REQUEST, kind="text", sent="", waiting="", piece=str(i), last=False) for i in range(30)]
     try:
         verdicts = await asyncio.gather(*map(hold_back.verdict, asked), return_exceptions=True)
@@ -268,7 +268,7 @@ async def test_a_veto_ends_the_answer_on_both_fronts_and_frees_the_workers(clust
                 assert events[-1] == "[DONE]"
                 assert events[-2]["choices"][0]["finish_reason"] == "content_filter"
             await cluster.all_free()
-        told = cluster.router._inference._metrics.requests.labels("OK", "content_filter", "standard")._value
+        told = cluster.router.inference._metrics.requests.labels("OK", "content_filter", "standard")._value
         await until(lambda: told.get() >= 5, "all are counted")
         assert told.get() == 5
 

@@ -175,7 +175,7 @@ async def test_tokens_are_taken_before_any_worker_is_asked(cluster: Cluster, key
             assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
             assert answer.headers["x-ratelimit-remaining-tokens-day"] == "20"
         assert (len(prefill.requests), len(decode.requests)) == asked
-        assert cluster.router._inference._metrics.refused.labels("quota", "standard")._value.get() == 1
+        assert cluster.router.inference._metrics.refused.labels("quota", "standard")._value.get() == 1
         other = keys.add(limits=Limits(tokens_per_minute=60))
         await cluster.router.access.refresh()
         async with http.post(TEXT, json={"prompt": [5] * 61, "max_tokens": 1}, headers=bearer(other)) as answer:
@@ -259,7 +259,7 @@ async def test_tenants_never_share_cached_prefixes(cluster: Cluster, keys: Keys,
         prefill = cluster.workers[0]
         await cluster.announce(prefill, hashes_of(cluster, "alice"))
 
-        prefixes, hints = cluster.router._inference._dispatcher._prefixes, []
+        prefixes, hints = cluster.router.inference._dispatcher._prefixes, []
         look_up = prefixes.cached_tokens
 
         async def spied(*asked: Any) -> Any:
@@ -349,7 +349,7 @@ async def test_what_nobody_expected_is_told_as_a_reference(
         async def fails(*_: Any, **__: Any) -> None:
             raise RuntimeError("a detail of the inside")
 
-        monkeypatch.setattr(cluster.router._prompts, "prompt", fails)
+        monkeypatch.setattr(cluster.router.inference.prompts, "prompt", fails)
         async with http.post(CHAT, json=chat(max_tokens=1), headers=bearer(told)) as answer:
             text = await answer.text()
             assert answer.status == 500

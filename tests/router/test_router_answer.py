@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT
 
-from router.request.answer import Answer
+from router.request.answer import AnswerReader
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.reasoning import REASONING_FORMATS, ReasoningSplitter
@@ -33,7 +33,7 @@ def test_the_answer_does_not_depend_on_how_tokens_are_batched(bare_model_dir: Pa
     sampling = SamplingParams(max_tokens=500, stop=stops)
 
     def run(sizes: list[int]) -> tuple[str, list[int], object, bool]:
-        answer = Answer(tokenizer, sampling)
+        answer = AnswerReader(tokenizer, sampling)
         said, ids, at = "", [], 0
         for size in sizes:
             response = answer.response(tokens[at : at + size])
@@ -74,7 +74,7 @@ def test_stop_strings_wait_for_min_tokens(bare_model_dir: Path, data: st.DataObj
     end = next((end for end in range(searched_from + 1, len(text) + 1) if text[:end].endswith(stop)), None)
     sampling = SamplingParams(max_tokens=500, stop=(stop,), min_tokens=min_tokens)
 
-    def read(answer: Answer, tokens: list[prefill_pb2.Token], sizes: list[int]) -> str:
+    def read(answer: AnswerReader, tokens: list[prefill_pb2.Token], sizes: list[int]) -> str:
         said, at = "", 0
         for size in [*sizes, len(tokens)]:
             if (response := answer.response(tokens[at : at + size])) is not None:
@@ -84,12 +84,12 @@ def test_stop_strings_wait_for_min_tokens(bare_model_dir: Path, data: st.DataObj
 
     sizes = data.draw(st.lists(st.integers(0, 9), max_size=len(tokens)))
     for way in ([], [1] * len(tokens), sizes):
-        answer = Answer(tokenizer, sampling)
+        answer = AnswerReader(tokenizer, sampling)
         assert read(answer, tokens, way) == (text if end is None else text[: end - len(stop)])
         assert answer.stopped_by_text == (end is not None)
         assert answer.num_tokens >= min_tokens
     cut = data.draw(st.integers(0, answer.num_tokens))
-    first, second = Answer(tokenizer, sampling), Answer(tokenizer, sampling)
+    first, second = AnswerReader(tokenizer, sampling), AnswerReader(tokenizer, sampling)
     before = read(first, tokens[:cut], [])
     second.resume(tokens[:cut])
     assert before + read(second, tokens[cut:], []) == (text if end is None else text[: end - len(stop)])
@@ -101,7 +101,7 @@ def test_a_stop_string_completed_by_text_held_back_still_stops(bare_model_dir: P
     ids = tokenizer.encode("ab🙂")[:-1]
     tokens = [prefill_pb2.Token(token_id=i, position=n) for n, i in enumerate(ids)]
     tokens[-1].finish_reason = inference_pb2.FINISH_REASON_LENGTH
-    answer = Answer(tokenizer, SamplingParams(max_tokens=50, stop=("b\ufffd",)))
+    answer = AnswerReader(tokenizer, SamplingParams(max_tokens=50, stop=("b\ufffd",)))
     response = answer.response(tokens)
     assert response is not None
     assert response.piece.text == "a"
@@ -110,7 +110,7 @@ def test_a_stop_string_completed_by_text_held_back_still_stops(bare_model_dir: P
 
 
 def test_nothing_is_sent_for_nothing(bare_model_dir: Path) -> None:
-    answer = Answer(Tokenizer.load(bare_model_dir), SamplingParams(max_tokens=5))
+    answer = AnswerReader(Tokenizer.load(bare_model_dir), SamplingParams(max_tokens=5))
     assert answer.response([]) is None
     assert answer.finish is None
 
@@ -132,10 +132,12 @@ def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Pat
         tokens.append(prefill_pb2.Token(token_id=2, position=len(tokens)))
     tokens[-1].finish_reason = finish
 
-    def new() -> Answer:
-        return Answer(tokenizer, SamplingParams(max_tokens=500, stop=stops), ReasoningSplitter(REASONING_FORMATS["qwen3"], begun=begun))
+    def new() -> AnswerReader:
+        return AnswerReader(
+            tokenizer, SamplingParams(max_tokens=500, stop=stops), ReasoningSplitter(REASONING_FORMATS["qwen3"], begun=begun)
+        )
 
-    def read(answer: Answer, tokens: list[prefill_pb2.Token], sizes: list[int]) -> tuple[str, str]:
+    def read(answer: AnswerReader, tokens: list[prefill_pb2.Token], sizes: list[int]) -> tuple[str, str]:
         reasoning, text, at = "", "", 0
         for size in [*sizes, len(tokens)]:
             response = answer.response(tokens[at : at + size])
@@ -146,7 +148,7 @@ def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Pat
                 text += response.piece.text
         return reasoning, text
 
-    def end(answer: Answer) -> tuple[object, ...]:
+    def end(answer: AnswerReader) -> tuple[object, ...]:
         return answer.num_tokens, answer.num_reasoning_tokens, answer.finish, answer.stopped_by_text
 
     whole = new()

@@ -16,26 +16,37 @@ from router_fakes import until
 from router.request.cleanup import Cleanup
 from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
-from router.request.targets import Pace, Reason, Refused
-from router.waiting.admission import Admission
-from router.waiting.fair_queue import AGEING_S, Claim
+from router.request.targets import Reason, Refused
+from router.waiting.fair_queue import AGEING_S, QueueEntry
+from router.waiting.queues import Admission, QueueRate, WorkerQueue
 from router.waiting.quota import Quota
-from router.waiting.room import Room
 from twostep.errors import InternalError, InvalidRequest, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import prefill_pb2
 
 
-def claim(num_tokens: int = 1, tenant: str = "", request_class: RequestClass = RequestClass.STANDARD, ttft_s: float | None = None) -> Claim:
+def entry(
+    num_tokens: int = 1,
+    tenant: str = "",
+    request_class: RequestClass = RequestClass.STANDARD,
+    ttft_s: float | None = None,
+    num_answer_tokens: int = 0,
+) -> QueueEntry:
     now = time.monotonic()
     lapses = None if ttft_s is None else now + ttft_s
-    return Claim(
-        request_class=request_class, tenant=tenant, num_tokens=num_tokens, arrived=now, due=lapses or now + AGEING_S, lapses=lapses
+    return QueueEntry(
+        request_class=request_class,
+        tenant=tenant,
+        num_tokens=num_tokens + num_answer_tokens,
+        num_prompt_tokens=num_tokens,
+        arrived=now,
+        due=lapses or now + AGEING_S,
+        lapses=lapses,
     )
 
 
 async def enter(admission: Admission, num_tokens: int, log: list[int], hold: asyncio.Event) -> None:
-    async with admission.slot(claim(num_tokens), num_tokens):
+    async with admission.slot(entry(num_tokens)):
         log.append(num_tokens)
         await hold.wait()
 
@@ -92,7 +103,7 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
 
         async def one(num_tokens: int, tenant: str, held_turns: int) -> None:
             nonlocal ended
-            async with admission.slot(claim(num_tokens, tenant), num_tokens, lambda: 7):
+            async with admission.slot(entry(num_tokens, tenant, num_answer_tokens=9), lambda: 7):
                 inside[tenant] += 1
                 assert inside[tenant] <= 1
                 try:
@@ -113,20 +124,23 @@ def test_admission_loses_no_place_whoever_is_cancelled_when(plan: list[tuple[int
             assert result is None or isinstance(result, asyncio.CancelledError)
         assert (admission.num_inflight, admission.num_waiting) == (0, 0)
         assert charged.total() == 7 * ended, "everybody is charged with what was really used, and nobody for nothing"
-        async with admission.slot(claim(100), 100):
-            pass
+        async with admission.slot(entry(100)):
+            another = asyncio.create_task(one(1, "z", 0))
+            await asyncio.sleep(0)
+            assert (admission.num_inflight, admission.num_waiting) == (1, 1), "all prompt tokens are taken"
+        await another
 
     asyncio.run(run())
 
 
-async def filled(admission: Admission, hold: asyncio.Event, *claims: Claim) -> list[asyncio.Task[None]]:
+async def filled(admission: Admission, hold: asyncio.Event, *entries: QueueEntry) -> list[asyncio.Task[None]]:
     """Whoever waits, behind one that holds the only place."""
 
-    async def one(its: Claim) -> None:
-        async with admission.slot(its, its.num_tokens):
+    async def one(its: QueueEntry) -> None:
+        async with admission.slot(its):
             await hold.wait()
 
-    tasks = [asyncio.create_task(one(its)) for its in claims]
+    tasks = [asyncio.create_task(one(its)) for its in entries]
     await asyncio.sleep(0)
     return tasks
 
@@ -134,16 +148,16 @@ async def filled(admission: Admission, hold: asyncio.Event, *claims: Claim) -> l
 async def test_a_full_queue_sends_away_who_holds_most_of_it() -> None:
     admission = Admission(max_inflight=1, max_waiting=3, max_prompt_tokens=1000)
     hold = asyncio.Event()
-    greedy = [claim(tenant="greedy") for _ in range(4)]
+    greedy = [entry(tenant="greedy") for _ in range(4)]
     tasks = await filled(admission, hold, *greedy)
-    modest = (await filled(admission, hold, claim(tenant="modest")))[0]
+    modest = (await filled(admission, hold, entry(tenant="modest")))[0]
     with pytest.raises(Refused, match="--max-waiting") as refused:
         await tasks[3]
     assert refused.value.reason is Reason.BOUNDED
-    (refused_too,) = await filled(admission, hold, claim(tenant="greedy"))
+    (refused_too,) = await filled(admission, hold, entry(tenant="greedy"))
     with pytest.raises(Refused):
         await refused_too
-    urgent = (await filled(admission, hold, claim(tenant="greedy", request_class=RequestClass.INTERACTIVE)))[0]
+    urgent = (await filled(admission, hold, entry(tenant="greedy", request_class=RequestClass.INTERACTIVE)))[0]
     with pytest.raises(Refused):
         await tasks[2]
     assert admission.num_waiting == 3
@@ -155,12 +169,12 @@ async def test_a_tenant_has_bounds_of_its_own_and_others_pass_it_by() -> None:
     quota = Quota(max_inflight=2, max_waiting=1)
     admission = Admission(max_inflight=10, max_waiting=10, max_prompt_tokens=1000, quota=quota)
     hold = asyncio.Event()
-    tasks = await filled(admission, hold, *(claim(tenant="a") for _ in range(3)))
+    tasks = await filled(admission, hold, *(entry(tenant="a") for _ in range(3)))
     assert (admission.num_inflight, admission.num_waiting) == (2, 1)
-    (over,) = await filled(admission, hold, claim(tenant="a"))
+    (over,) = await filled(admission, hold, entry(tenant="a"))
     with pytest.raises(Refused, match="tenant 'a' wait already"):
         await over
-    others = await filled(admission, hold, *(claim(tenant=t) for t in "bc"))
+    others = await filled(admission, hold, *(entry(tenant=t) for t in "bc"))
     assert (admission.num_inflight, admission.num_waiting) == (4, 1)
     hold.set()
     await asyncio.gather(*tasks, *others)
@@ -170,7 +184,7 @@ async def test_a_tenant_has_bounds_of_its_own_and_others_pass_it_by() -> None:
 async def test_who_waits_beyond_its_target_is_refused_and_frees_its_place_in_the_queue() -> None:
     admission = Admission(max_inflight=1, max_waiting=10, max_prompt_tokens=1000)
     hold = asyncio.Event()
-    tasks = await filled(admission, hold, claim(), claim(ttft_s=0.05), claim())
+    tasks = await filled(admission, hold, entry(), entry(ttft_s=0.05), entry())
     with pytest.raises(Refused, match="ttft_ms was up") as refused:
         await tasks[1]
     assert refused.value.reason is Reason.TARGET_TTFT
@@ -183,10 +197,10 @@ async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: 
     admission = Admission(max_inflight=1, max_waiting=10, max_prompt_tokens=1000)
     hold = asyncio.Event()
     # As has been learnt: a tenth of a second a token.
-    monkeypatch.setattr(Pace, "seconds", lambda self, num_tokens: 0.1 * num_tokens)
-    tasks = await filled(admission, hold, claim(), claim(100, request_class=RequestClass.INTERACTIVE))
-    its = claim(ttft_s=5.0)
-    monkeypatch.setattr("router.waiting.admission.time", SimpleNamespace(monotonic=lambda: its.arrived))
+    monkeypatch.setattr(QueueRate, "seconds", lambda self, num_tokens: 0.1 * num_tokens)
+    tasks = await filled(admission, hold, entry(), entry(100, request_class=RequestClass.INTERACTIVE))
+    its = entry(ttft_s=5.0)
+    monkeypatch.setattr("router.waiting.queues.time", SimpleNamespace(monotonic=lambda: its.arrived))
     (late,) = await filled(admission, hold, its)
     with pytest.raises(Refused, match="ttft_ms") as refused:
         await late
@@ -196,259 +210,166 @@ async def test_who_would_wait_beyond_its_target_is_refused_at_once(monkeypatch: 
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# ---- room --------------------------------------------------------------------------------------------------------------------
+# ---- the queue for workers ---------------------------------------------------------------------------------------------------
 
 
-def resting(room: Room) -> bool:
-    """Whoever is first has tried in vain."""
-    return room._rest is not None
+class Workers:
+    """They take as many requests as are `free`; each that wants one tries when the queue gives it a turn."""
 
+    def __init__(self, *, retry_s: float = 1000.0, refuse: bool = True, try_rounds: int = 1) -> None:
+        self.queue = WorkerQueue(retry_s=retry_s)
+        self.free = self.num_tries = 0
+        self.served: list[str] = []
+        self.tries: list[int] = []  # how many tried at once, at each try
+        self._refuse, self._try_rounds, self._trying = refuse, try_rounds, 0
 
-async def test_room_lets_one_try_at_a_time_and_a_release_wakes_it() -> None:
-    room = Room(retry_s=1000.0)
-    order: list[int] = []
-    free = trying = 0
-
-    async def wanting(i: int, its: Claim) -> None:
-        nonlocal free, trying
-        async with room.place(its):
-            await room.turn(its)
+    async def want(self, name: str, its: QueueEntry) -> None:
+        async with self.queue.place(its):
+            await self.queue.turn(its)
             while True:
-                trying += 1
-                assert trying == 1, "while workers are full one tries at a time"
-                await asyncio.sleep(0)
-                trying -= 1
-                if free:
+                self._trying += 1
+                self.tries.append(self._trying)
+                for _ in range(self._try_rounds):
+                    await asyncio.sleep(0)
+                self._trying -= 1
+                if self.free:
                     break
-                await room.again(its, refused=True)
-            room.took(its)
-            free -= 1
-            order.append(i)
+                await self.queue.again(its, refused=self._refuse)
+            self.free -= 1
+            self.queue.took(its)
+            self.served.append(name)
 
-    tasks = [asyncio.create_task(wanting(i, claim())) for i in range(4)]
-    await until(lambda: room.num_queued == 4 and resting(room), "they wait")
+    def wanted_by(self, *entries: QueueEntry) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self.want(str(i), its)) for i, its in enumerate(entries)]
+
+    async def tried_in_vain(self, num_queued: int) -> None:
+        await until(lambda: self.queue.num_queued == num_queued and bool(self.tries) and not self._trying, "they wait")
+
+    async def release(self, num: int = 1) -> None:
+        """So many places, one after the other."""
+        for _ in range(num):
+            wanted = len(self.served) + 1
+            self.free += 1
+            self.queue.release()
+            await until(lambda wanted=wanted: len(self.served) >= wanted, "one is served")  # type: ignore[misc]
+
+
+async def test_one_tries_at_a_time_and_a_release_wakes_it() -> None:
+    workers = Workers()
+    tasks = workers.wanted_by(*(entry() for _ in range(4)))
+    await workers.tried_in_vain(4)
     tasks[1].cancel()
-    for i in range(3):
-        free += 1
-        room.release()
-        await until(lambda: len(order) == i + 1, "one is served")  # noqa: B023
+    await workers.release(3)
     await asyncio.wait_for(asyncio.wait(tasks), 60.0)
-    assert order == [0, 2, 3]
-    assert room.num_queued == 0
+    assert (workers.served, workers.queue.num_queued, max(workers.tries)) == (["0", "2", "3"], 0, 1)
 
 
 @pytest.mark.parametrize("refused", [True, False])
-async def test_room_lets_several_try_where_workers_do_not_refuse(refused: bool) -> None:
-    room = Room(retry_s=0.02)
-    full, tries = True, list[int]()
-    trying = 0
-
-    async def wanting(its: Claim) -> None:
-        nonlocal trying
-        async with room.place(its):
-            await room.turn(its)
-            while True:
-                trying += 1
-                tries.append(trying)
-                for _ in range(40):
-                    await asyncio.sleep(0)
-                trying -= 1
-                if not full:
-                    break
-                await room.again(its, refused=refused)
-            room.took(its)
-
-    tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
-    await until(lambda: len(tries) > (2 if refused else 60), "tries")
-    assert room.num_queued == 100
-    assert max(tries) == (1 if refused else 16)
-    full = False
-    tries.clear()
+async def test_several_try_where_workers_do_not_refuse(refused: bool) -> None:
+    workers = Workers(retry_s=0.02, refuse=refused, try_rounds=40)
+    tasks = workers.wanted_by(*(entry() for _ in range(100)))
+    await until(lambda: len(workers.tries) > (2 if refused else 60), "tries")
+    assert workers.queue.num_queued == 100
+    assert max(workers.tries) == (1 if refused else 16)
+    workers.tries.clear()
+    workers.free = 100
     await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
-    assert max(tries) == 16
+    assert max(workers.tries) == 16
     if refused:
-        assert max(tries[:16]) == 1, "they have to be seen to succeed first"
-    assert room.num_queued == 0
+        assert max(workers.tries[:16]) == 1, "they have to be seen to succeed first"
+    assert workers.queue.num_queued == 0
 
 
-async def test_a_release_for_one_does_not_make_everybody_look() -> None:
+async def test_a_release_for_one_does_not_make_all_of_them_look() -> None:
     """What holds one back holds back those behind it: choosing workers for each of them would be for nothing."""
-    room = Room(retry_s=1000.0)
-    served = asyncio.Event()
-    free = num_tries = 0
-
-    async def wanting(its: Claim) -> None:
-        nonlocal free, num_tries
-        async with room.place(its):
-            await room.turn(its)
-            while True:
-                num_tries += 1
-                if free:
-                    free -= 1
-                    await asyncio.sleep(0.001)  # workers are asked
-                    break
-                await room.again(its, refused=False)
-            room.took(its)
-            served.set()
-
-    tasks = [asyncio.create_task(wanting(claim())) for _ in range(100)]
-    await until(lambda: room.num_queued == 100 and resting(room), "they wait")
-    num_tries = 0
-    async with asyncio.timeout(60.0):
-        for _ in range(40):
-            free += 1
-            room.release()
-            await served.wait()
-            served.clear()
-    assert num_tries <= 3 * 40 + 2, "one that finds room, one that finds none, and one more when the first has left"
-    free = 60
-    room.release()
+    workers = Workers(refuse=False)
+    tasks = workers.wanted_by(*(entry() for _ in range(100)))
+    await workers.tried_in_vain(100)
+    workers.tries.clear()
+    await workers.release(40)
+    assert len(workers.tries) <= 3 * 40 + 2, "one that finds room, one that finds none, and one more when the first has left"
+    workers.free = 60
+    workers.queue.release()
     await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
 
 
-async def test_room_goes_by_class_and_share_whoever_came_first() -> None:
-    room = Room(retry_s=1000.0)
-    order: list[str] = []
-    free = 0
-
-    async def wanting(name: str, its: Claim) -> None:
-        nonlocal free
-        async with room.place(its):
-            await room.turn(its)
-            while not free:
-                await room.again(its, refused=True)
-            free -= 1
-            room.took(its)
-            order.append(name)
-
+async def test_turns_go_by_class_and_share_in_whatever_order_requests_came() -> None:
+    workers = Workers()
     batch, interactive = RequestClass.BATCH, RequestClass.INTERACTIVE
     # What a was given without waiting counts.
-    room.took(claim(100, "a"))
-    wishes = [("batch", claim(10, "a", batch)), ("a1", claim(10, "a")), ("a2", claim(10, "a")), ("b1", claim(10, "b"))]
-    wishes += [("b2", claim(10, "b")), ("now", claim(10, "a", interactive))]
-    tasks = [asyncio.create_task(wanting(*wish)) for wish in wishes]
-    await until(lambda: room.num_queued == len(wishes) and resting(room), "they wait")
-    for i in range(len(wishes)):
-        free += 1
-        room.release()
-        await until(lambda: len(order) == i + 1, "one is served")  # noqa: B023
+    workers.queue.took(entry(100, "a"))
+    wishes = [entry(10, "a", batch), entry(10, "a"), entry(10, "a"), entry(10, "b"), entry(10, "b"), entry(10, "a", interactive)]
+    tasks = workers.wanted_by(*wishes)
+    await workers.tried_in_vain(len(wishes))
+    await workers.release(len(wishes))
     await asyncio.wait_for(asyncio.wait(tasks), 60.0)
-    assert order[0] == "now"
-    assert order[1:3] == ["b1", "b2"] or order[1:3] == ["b1", "a1"]
-    assert order[-1] == "batch"
+    assert (workers.served[0], workers.served[-1]) == ("5", "0")
+    assert workers.served[1:3] in (["3", "4"], ["3", "1"])
 
 
-async def test_room_tries_again_by_itself_and_a_newcomer_that_is_first_at_once() -> None:
-    room = Room(retry_s=0.05)
-    tries: list[str] = []
-
-    async def wanting(name: str, its: Claim, enough: int) -> None:
-        async with room.place(its):
-            await room.turn(its)
-            tries.append(name)
-            while tries.count(name) < enough:
-                await room.again(its, refused=True)
-                tries.append(name)
-            room.took(its)
-
-    slow = Room(retry_s=1000.0)
-    await asyncio.wait_for(wanting("alone", claim(), 3), 60.0)
-    assert tries == ["alone"] * 3
-    room, tries = slow, []
-    waiting = asyncio.create_task(wanting("batch", claim(request_class=RequestClass.BATCH), 2))
-    await until(lambda: resting(slow), "it has tried")
-    assert tries == ["batch"]
-    await asyncio.wait_for(wanting("urgent", claim(request_class=RequestClass.INTERACTIVE), 1), 60.0)
+async def test_a_newcomer_that_is_first_tries_at_once_and_so_does_the_next_when_it_has_left() -> None:
+    workers = Workers()
+    waiting = asyncio.create_task(workers.want("batch", entry(request_class=RequestClass.BATCH)))
+    await workers.tried_in_vain(1)
+    workers.free = 2
+    await asyncio.wait_for(workers.want("urgent", entry(request_class=RequestClass.INTERACTIVE)), 60.0)
     await asyncio.wait_for(waiting, 60.0)
-    assert tries == ["batch", "urgent", "batch"], "nobody has waited for its time"
+    assert (workers.served, len(workers.tries)) == (["urgent", "batch"], 3)
 
 
 async def test_what_is_released_during_a_try_is_not_slept_over() -> None:
-    room = Room(retry_s=1000.0)
-    its = claim()
-    async with asyncio.timeout(60.0), room.place(its):
-        await room.turn(its)
-        room.release()
-        await room.again(its, refused=True)
-        room.took(its)
+    queue, its = WorkerQueue(retry_s=1000.0), entry()
+    async with asyncio.timeout(60.0), queue.place(its):
+        await queue.turn(its)
+        queue.release()
+        await queue.again(its, refused=True)
+        queue.took(its)
 
 
 async def test_a_try_that_ends_otherwise_costs_its_tenant_nothing() -> None:
-    room = Room(retry_s=60.0)
-
-    async def fails(its: Claim) -> None:
-        async with room.place(its):
-            await room.turn(its)
-            raise Unavailable("a worker is gone")
-
+    workers = Workers()
     for _ in range(5):
-        with pytest.raises(Unavailable):
-            await fails(claim(1000, "unlucky"))
-    order: list[str] = []
-    blocker = claim(1, "z", RequestClass.INTERACTIVE)
-
-    async def wanting(tenant: str) -> None:
-        its = claim(10, tenant)
-        async with room.place(its):
-            await room.turn(its)
-            order.append(tenant)
-            room.took(its)
-
-    async with room.place(blocker):
-        await room.turn(blocker)
-        tasks = [asyncio.create_task(wanting(tenant)) for tenant in ("unlucky", "other", "unlucky", "other")]
-        await until(lambda: room.num_queued == 5, "they wait")
-        assert order == []
-        room.took(blocker)
+        its = entry(1000, "unlucky")
+        with contextlib.suppress(Unavailable):
+            async with workers.queue.place(its):
+                await workers.queue.turn(its)
+                raise Unavailable("a worker is gone")
+    tasks = workers.wanted_by(*(entry(10, tenant) for tenant in ("unlucky", "other", "unlucky", "other")))
+    await workers.tried_in_vain(4)
+    await workers.release(4)
     await asyncio.gather(*tasks)
-    assert order == ["unlucky", "other", "unlucky", "other"]
+    assert workers.served == ["0", "1", "2", "3"]
 
 
-async def test_room_refuses_who_waits_beyond_its_target() -> None:
-    room = Room(retry_s=60.0)
-    first, late = claim(), claim(ttft_s=0.03)
-
-    async def waits(its: Claim) -> None:
-        async with room.place(its):
-            await room.turn(its)
-            await room.again(its, refused=True)
-
-    task = asyncio.create_task(waits(first))
+async def test_the_queue_for_workers_refuses_at_the_target() -> None:
+    workers = Workers()
+    task = asyncio.create_task(workers.want("first", entry()))
     await asyncio.sleep(0)
-    with pytest.raises(Refused, match="ttft_ms"):
-        await waits(late)
-    assert room.num_queued == 1
+    with pytest.raises(Refused) as refused:
+        await workers.want("late", entry(ttft_s=0.03))
+    assert refused.value.reason is Reason.TARGET_TTFT
+    assert workers.queue.num_queued == 1
     task.cancel()
     await asyncio.wait([task])
-    assert room.num_queued == 0
+    assert workers.queue.num_queued == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
-def test_room_wakes_somebody_as_long_as_there_is_anybody(plan: list[tuple[str, int, bool]], tries_needed: int) -> None:
+def test_one_is_woken_as_long_as_there_is_any(plan: list[tuple[str, int, bool]], tries_needed: int) -> None:
     async def run() -> None:
-        room = Room(retry_s=0.001)
-        served: list[int] = []
-
-        async def wanting(i: int, tenant: str) -> None:
-            its = claim(1, tenant)
-            async with room.place(its):
-                await room.turn(its)
-                for _ in range(tries_needed):
-                    await asyncio.sleep(0)
-                    await room.again(its, refused=True)
-                room.took(its)
-                served.append(i)
-
-        tasks = [asyncio.create_task(wanting(i, tenant)) for i, (tenant, _, _) in enumerate(plan)]
+        workers = Workers(retry_s=0.001)
+        tasks = workers.wanted_by(*(entry(1, tenant) for tenant, _, _ in plan))
         for turn in range(4):
             await asyncio.sleep(0)
             for task, (_, at, cancelled) in zip(tasks, plan, strict=True):
                 if cancelled and at == turn:
                     task.cancel()
         async with asyncio.timeout(60):
+            await until(lambda: len(workers.tries) >= tries_needed or all(task.done() for task in tasks), "tries in vain")
+            workers.free = len(plan)
             await asyncio.gather(*tasks, return_exceptions=True)
-        assert set(served) >= {i for i, (_, _, cancelled) in enumerate(plan) if not cancelled}
-        assert room.num_queued == 0
+        assert set(workers.served) >= {str(i) for i, (_, _, cancelled) in enumerate(plan) if not cancelled}
+        assert workers.queue.num_queued == 0
 
     asyncio.run(run())
 
@@ -481,21 +402,28 @@ async def test_output_hands_over_what_there_is_and_then_the_end_or_the_error() -
 
 async def test_output_cuts_who_is_too_far_behind_or_away_too_long() -> None:
     cuts: list[str] = []
-    output = Output(max_buffered=5, on_cut=lambda: cuts.append("behind"), holding=MemoryBudget().hold("a"))
-    for _ in range(9):
+    output = Output(max_buffered=12, on_cut=lambda: cuts.append("behind"), holding=MemoryBudget().hold("a"))
+    for _ in range(12):
         output.push(token(output.next_position))
+    assert cuts == []
+    output.push(token(output.next_position))
+    output.push(token(output.next_position))
     assert cuts == ["behind"]
     assert output.cut is not None
-    waiting = Output(max_buffered=5, on_cut=lambda: cuts.append("away"), holding=MemoryBudget().hold("a"))
-    waiting.cut_if_stuck(0.0)
+    now = 0.0
+    waiting = Output(max_buffered=5, on_cut=lambda: cuts.append("away"), holding=MemoryBudget().hold("a"), clock=lambda: now)
     taking = asyncio.create_task(waiting.take())
-    await asyncio.sleep(0.01)
-    waiting.cut_if_stuck(0.0)
+    await asyncio.sleep(0)
+    now = 100.0
+    waiting.cut_if_stuck(30.0)
     assert cuts == ["behind"], "who waits for tokens is not stuck"
     waiting.push(token(0))
     await taking
-    await asyncio.sleep(0.01)
-    waiting.cut_if_stuck(0.001)
+    now = 130.0
+    waiting.cut_if_stuck(30.0)
+    assert cuts == ["behind"]
+    now = 130.1
+    waiting.cut_if_stuck(30.0)
     assert cuts == ["behind", "away"]
 
 

@@ -123,6 +123,7 @@ def theirs(tiny_llama_dir: Path) -> Any:
     return tokenizer
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_prompt_is_transformers(theirs: Any, name: str) -> None:
     ours = ChatTemplate(TEMPLATES[name], SPECIAL)

@@ -12,8 +12,8 @@ import pytest
 from router_fakes import Cluster, FakeDecode, FakePrefill, FakeWorker, Script, after, until
 from scraping import Scrape, scrape
 
-from router.waiting.fair_queue import Claim
-from router.waiting.room import Room
+from router.waiting.fair_queue import QueueEntry
+from router.waiting.queues import WorkerQueue
 from twostep.cluster.records import WorkerLoad
 from twostep.errors import ResourceExhausted
 from twostep.rpc.channel import error_from_rpc
@@ -75,27 +75,6 @@ async def test_workers_are_told_class_and_tenant_and_a_fronts_word_counts(cluste
         assert decode.requests[-1].request_class == STANDARD
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"ttft_ms": 0.0}, "ttft_ms is 0; give milliseconds above 0"),
-        ({"ttft_ms": -3.0}, "ttft_ms"),
-        ({"tpot_ms": float("nan")}, "tpot_ms"),
-        ({"tpot_ms": float("inf")}, "tpot_ms"),
-        ({"tenant": "x" * 129}, "at most 128 printable characters"),
-        ({"tenant": "a\nb"}, "printable"),
-        ({"request_class": 77}, "request_class is 77"),
-    ],
-)
-async def test_what_makes_no_sense_is_said(cluster: Cluster, fields: dict[str, Any], words: str) -> None:
-    await both(cluster)
-    async with cluster.serving():
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.ask(pb.GenerateRequest(text="hello", **fields))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert words in (caught.value.details() or "")
-
-
 async def test_decode_has_reserved_before_prefill_is_asked(cluster: Cluster) -> None:
     prefill, decode = await both(cluster)
     held: list[bool] = []
@@ -149,7 +128,7 @@ async def test_classes_and_tenants_take_turns_wherever_they_wait(cluster: Cluste
     async with cluster.serving(max_inflight=1 if where == "admission" else 512):
         router = cluster.router
         begun = await in_turn(
-            cluster, decode, requests, lambda: router.admission.num_waiting if where == "admission" else router._room.num_queued
+            cluster, decode, requests, lambda: router.admission.num_waiting if where == "admission" else router.worker_queue.num_queued
         )
     names = [(pb.RequestClass.Name(r.request_class)[14:].lower(), r.tenant) for r in begun]
     assert names[0] == ("interactive", "greedy")
@@ -168,46 +147,37 @@ async def test_weights_are_shares(cluster: Cluster) -> None:
     assert sum(r.tenant == "big" for r in begun[:8]) == 6, [r.tenant for r in begun]
 
 
-async def test_an_earlier_deadline_goes_first_within_a_tenant(cluster: Cluster) -> None:
-    _, decode = await both(cluster)
-    requests = [asking(cluster) for _ in range(3)]
-    requests[1].ttft_ms, requests[2].ttft_ms = 2_000_000.0, 1_000_000.0
-    async with cluster.serving(max_inflight=1, ageing=3000.0):
-        begun = await in_turn(cluster, decode, requests, lambda: cluster.router.admission.num_waiting)
-    assert begun == [requests[2], requests[1], requests[0]]
-
-
 async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent to a worker is out of the reach of classes and shares: no more of it than keeps the worker busy."""
     prefill, _ = await both(cluster)
     prompt_tokens = len(cluster.tokenizer.encode("the capital of France").ids)
     await described(cluster, prefill, step_tokens=prompt_tokens)
     release = asyncio.Event()
-    tries: list[Claim] = []
-    again = Room.again
+    tries: list[QueueEntry] = []
+    again = WorkerQueue.again
 
     async def held(_request: Any, _context: Any) -> None:
         await release.wait()
 
-    async def counted(room: Room, claim: Claim, *, refused: bool) -> None:
-        tries.append(claim)
-        await again(room, claim, refused=refused)
+    async def counted(queue: WorkerQueue, entry: QueueEntry, *, refused: bool) -> None:
+        tries.append(entry)
+        await again(queue, entry, refused=refused)
 
     async def tried_again() -> None:
         before = len(tries)
         await until(lambda: len(tries) >= before + 3, "those who wait try again")
 
-    monkeypatch.setattr(Room, "again", counted)
+    monkeypatch.setattr(WorkerQueue, "again", counted)
 
     prefill.before_first.extend([held] * 4)
     # Workers that have enough to do are not taken for absent ones.
     async with cluster.serving(staged_steps=4, no_worker_grace=0.0):
         batch = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(5)]
-        await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (2, 3), "two steps of it are there")
+        await until(lambda: (len(prefill.requests), cluster.router.worker_queue.num_queued) == (2, 3), "two steps of it are there")
         await tried_again()
         assert len(prefill.requests) == 2
         others = [asyncio.create_task(cluster.ask(asking(cluster))) for _ in range(4)]
-        await until(lambda: (len(prefill.requests), cluster.router._room.num_queued) == (4, 5), "four steps in all")
+        await until(lambda: (len(prefill.requests), cluster.router.worker_queue.num_queued) == (4, 5), "four steps in all")
         await tried_again()
         assert [r.request_class for r in prefill.requests] == [BATCH, BATCH, STANDARD, STANDARD]
         release.set()
@@ -217,7 +187,7 @@ async def test_prompts_wait_here_rather_than_on_a_worker_and_batch_ones_first(cl
 
 
 async def test_a_prompt_that_is_computed_makes_room_for_the_next_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.Room", lambda *args, **options: Room(*args, **options, retry_s=1000.0))
+    monkeypatch.setattr("router.server.WorkerQueue", lambda *args, **options: WorkerQueue(*args, **options, retry_s=1000.0))
     prefill, decode = await both(cluster)
     # Answers go on while prompts are computed: it is the first token that makes room, not the end.
     decode.script = Script(step_s=0.5, once=False)
@@ -232,22 +202,6 @@ async def test_a_prompt_that_is_computed_makes_room_for_the_next_at_once(cluster
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_with_no_bound_on_what_is_staged_all_of_it_is_sent(cluster: Cluster) -> None:
-    prefill, _ = await both(cluster)
-    await described(cluster, prefill, step_tokens=1)
-    release = asyncio.Event()
-
-    async def held(_request: Any, _context: Any) -> None:
-        await release.wait()
-
-    prefill.before_first.extend([held] * 6)
-    async with cluster.serving(staged_steps=0):
-        tasks = [asyncio.create_task(cluster.ask(asking(cluster, request_class=BATCH))) for _ in range(6)]
-        await until(lambda: len(prefill.requests) == 6, "nobody waits here")
-        release.set()
-        await asyncio.gather(*tasks)
-
-
 async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     await cluster.prefill()
     first, second = await cluster.decode("d0"), await cluster.decode("d1")
@@ -255,13 +209,13 @@ async def test_a_request_that_goes_on_elsewhere_is_charged_once(cluster: Cluster
     for worker in (first, second):
         worker.script = Script(hold_at=5, go_on=lost)
     charged: list[int] = []
-    took = Room.took
+    took = WorkerQueue.took
 
-    def counted(room: Room, claim: Claim) -> None:
-        charged.append(claim.num_tokens)
-        took(room, claim)
+    def counted(queue: WorkerQueue, entry: QueueEntry) -> None:
+        charged.append(entry.num_tokens)
+        took(queue, entry)
 
-    monkeypatch.setattr(Room, "took", counted)
+    monkeypatch.setattr(WorkerQueue, "took", counted)
     async with cluster.serving():
         asked = asyncio.create_task(cluster.ask(asking(cluster, max_tokens=20)))
         await until(lambda: bool(first.attaches or second.attaches), "one of them decodes")
@@ -289,22 +243,10 @@ async def test_who_runs_out_of_time_in_the_queue_costs_no_worker_anything(cluste
             await cluster.ask(asking(cluster), timeout=0.3)
         # Or the server's side of gRPC was the first to see that the time is up.
         assert caught.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-        await until(lambda: cluster.router.admission.num_waiting == cluster.router._room.num_queued == 0, "it waits no more")
+        await until(lambda: cluster.router.admission.num_waiting == cluster.router.worker_queue.num_queued == 0, "it waits no more")
         go_on.set()
         await first
         assert len(prefill.requests) == 1
-
-
-async def test_a_deadline_in_the_queue_is_counted_as_one(cluster: Cluster) -> None:
-    _, decode = await both(cluster)
-    decode.max_held = 0
-    # The router's own bound: a client's deadline ends the call before the router can say anything.
-    async with cluster.serving(request_timeout=0.3):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.ask(asking(cluster))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "no room for it" in (caught.value.details() or "")
-        assert told_by(cluster)("twostep_requests_refused_total", reason="deadline", request_class="standard") == 1
 
 
 def with_targets(request: pb.GenerateRequest, **targets: float) -> pb.GenerateRequest:
@@ -365,37 +307,6 @@ async def test_workers_that_have_not_measured_themselves_get_the_benefit_of_the_
     await described(cluster, prefill, load=WorkerLoad(num_free_blocks=1024, num_queued_tokens=10_000_000))
     async with cluster.serving():
         await cluster.ask(with_targets(asking(cluster), ttft_ms=100))
-
-
-async def test_who_waits_for_full_workers_beyond_its_target_is_refused(cluster: Cluster) -> None:
-    prefill, decode = await both(cluster)
-    await described(cluster, prefill, decode, curve=CURVE)
-    decode.max_held = 0
-    async with cluster.serving():
-        error = await refused(cluster, with_targets(asking(cluster), ttft_ms=300))
-        assert error.retry_after_s is not None
-        assert not prefill.requests
-        assert told_by(cluster)("twostep_requests_refused_total", reason="target_ttft") == 1
-        assert cluster.router._room.num_queued == 0
-
-
-async def test_a_full_queue_refuses_and_says_when_to_come_again(cluster: Cluster) -> None:
-    _, decode = await both(cluster)
-    decode.script = Script(hold_at=5)
-    go_on = decode.script.go_on
-    async with cluster.serving(max_inflight=1, max_waiting=1, tenant_max_waiting=1):
-        tasks = [asyncio.create_task(cluster.ask(asking(cluster, "a", max_tokens=16)))]
-        await until(lambda: bool(decode.held), "the first is served")
-        tasks.append(asyncio.create_task(cluster.ask(asking(cluster, "a"))))
-        await until(lambda: cluster.router.admission.num_waiting == 1, "the second waits")
-        error = await refused(cluster, asking(cluster, "a"))
-        assert "--tenant-max-waiting" in error.message
-        assert error.retry_after_s is not None
-        assert 0.1 <= error.retry_after_s <= 30.0
-        assert "--max-waiting" in (await refused(cluster, asking(cluster, "b"))).message
-        assert told_by(cluster)("twostep_requests_refused_total", reason="bounded") == 2
-        go_on.set()
-        await asyncio.gather(*tasks)
 
 
 # ---- what was promised, and kept -------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.config import parse_config
-from router.request.targets import Pace, Reason, Targets, refusal, retry_after
+from router.request.targets import Reason, Targets, refusal, retry_after
+from router.waiting.queues import QueueRate
 from twostep.errors import status_of
 
 SECONDS = st.floats(0.0, 100.0)
@@ -81,7 +82,7 @@ def test_a_promise_is_kept_or_missed_part_by_part() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.01, 1.0)), min_size=3, max_size=60), st.floats(1.0, 1e6))
 def test_a_queues_pace_is_within_what_was_seen(turns: list[tuple[int, float]], idle_s: float) -> None:
-    pace, now = Pace(), 0.0
+    pace, now = QueueRate(), 0.0
     assert pace.seconds(1000) == 0.0, "nobody is refused for what is not known"
     pace.begins(now)
     for tokens, span in turns:
@@ -100,7 +101,7 @@ def test_a_queues_pace_is_within_what_was_seen(turns: list[tuple[int, float]], i
 
 
 def test_a_pace_follows_what_changes() -> None:
-    pace, now = Pace(), 0.0
+    pace, now = QueueRate(), 0.0
     pace.begins(now)
     for rate in (1000, 100):
         for _ in range(500):

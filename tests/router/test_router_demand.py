@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from router_fakes import SECRET, Cluster, until
 
 from router.config import parse_config
-from router.request.job import Job
-from router.request.report import Report
+from router.request.answer import AnswerReader
+from router.request.job import RequestJob
+from router.request.report import RequestReport
 from router.request.targets import Reason, Targets
 from router.waiting.demand_meter import DemandBook
 from twostep.cluster.demand import KEPT_WINDOWS, WINDOW_S, DemandTotals, demand_key, demand_of, said_in, window_of, windows_to_read
@@ -30,14 +32,19 @@ DEFAULT = Targets(ttft_s=1.0, tpot_s=0.05)
 METRICS = RouterMetrics(MetricsRegistry(), lambda: RouterState(num_running=0, num_waiting=0, num_streams=0, workers={}))
 
 
-def job(num_prompt: int = 100, **options: Any) -> Job:
+def job(num_prompt: int = 100, **options: Any) -> RequestJob:
     values: dict[str, Any] = {"request_id": "r", "prompt": [7] * num_prompt, "sampling": SamplingParams(max_tokens=8), "deadline": 1e9}
-    return Job(**(values | options))
+    return RequestJob(**(values | options))
 
 
-def report(ttft_s: float | None = 0.5, cached: int = 0, num_prompt: int = 100) -> Report:
-    made = Report(num_prompt_tokens=num_prompt, started=50.0, metrics=METRICS, cached_tokens=cached)
-    made.first_token_at = None if ttft_s is None else 50.0 + ttft_s
+def report(one: RequestJob, ttft_s: float | None = 0.5, tpot_s: float | None = 0.02, cached: int = 0) -> RequestReport:
+    """Eight tokens, or one where there is no `tpot_s`."""
+    num_tokens = 8 if tpot_s is not None else 1
+    answer = cast(AnswerReader, SimpleNamespace(num_tokens=num_tokens + len(one.resumed)))
+    made = RequestReport(started=50.0, metrics=METRICS, job=one, answer=answer, offered=True, cached_tokens=cached)
+    if ttft_s is not None:
+        made.first_token_at = 50.0 + ttft_s
+        made.last_token_at = made.first_token_at + 7 * (tpot_s or 0.0)
     return made
 
 
@@ -45,9 +52,8 @@ def totals(book: DemandBook, window: int = 10) -> DemandTotals:
     return book.totals(window, queued=0)[window]
 
 
-def end(book: DemandBook, one: Job, told: Report | None = None, **options: Any) -> None:
-    values: dict[str, Any] = {"num_output": 8, "tpot_s": 0.02, "refused": None, "cancelled": False, "window": 10}
-    book.ended(one, told, **(values | options))
+def end(book: DemandBook, ended: RequestReport, *, refused: Reason | None = None, cancelled: bool = False) -> None:
+    book.ended(ended, refused=refused, cancelled=cancelled, window=10)
 
 
 # ---- a router's own book ---------------------------------------------------------------------------------------------------
@@ -57,7 +63,7 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens() -> None:
     book = DemandBook(DEFAULT)
     book.arrived(job(100), 9)
     book.arrived(job(50, resumed=[1, 2]), 10)
-    end(book, job(100), report(cached=64))
+    end(book, report(job(100), cached=64))
     assert book.totals(10, queued=3) == {
         9: DemandTotals(requests=1, prompt_tokens=100, queued=3),
         10: DemandTotals(
@@ -86,10 +92,10 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens() -> None:
         ({}, 1.1, 0.06, (1, 0, 1, 0)),
         ({}, 0.9, None, (1, 1, 0, 0)),  # one token
         ({}, None, None, (1, 0, 0, 0)),  # none: lost, or refused
-        ({"ttft_s": 2.0}, 1.5, 0.9, (1, 1, 0, 0)),  # a request's own targets, and no others
-        ({"tpot_s": 0.03}, 1.5, 0.04, (0, 0, 1, 0)),
+        ({"targets": Targets(ttft_s=2.0)}, 1.5, 0.9, (1, 1, 0, 0)),  # a request's own targets, and no others
+        ({"targets": Targets(tpot_s=0.03)}, 1.5, 0.04, (0, 0, 1, 0)),
         ({"request_class": RequestClass.BATCH}, 30.0, 1.0, (0, 0, 0, 0)),
-        ({"request_class": RequestClass.BATCH, "ttft_s": 9.0}, 30.0, 1.0, (1, 0, 0, 0)),
+        ({"request_class": RequestClass.BATCH, "targets": Targets(ttft_s=9.0)}, 30.0, 1.0, (1, 0, 0, 0)),
         ({"resumed": [1]}, 0.9, 0.04, (0, 0, 0, 0)),  # somebody else gave the beginning
     ],
 )
@@ -97,15 +103,15 @@ def test_answers_are_held_to_their_own_targets_or_to_the_deployments(
     options: dict[str, Any], ttft_s: float | None, tpot_s: float | None, counted: tuple[int, int, int, int]
 ) -> None:
     book = DemandBook(DEFAULT)
-    end(book, job(**options), report(ttft_s), tpot_s=tpot_s)
+    end(book, report(job(**options), ttft_s, tpot_s))
     found = totals(book)
     assert (found.ttft_total, found.ttft_met, found.tpot_total, found.tpot_met) == counted
 
 
 def test_a_refusal_is_a_miss_and_a_cancelled_request_is_none() -> None:
     book = DemandBook(DEFAULT)
-    end(book, job(), None, num_output=0, tpot_s=None, refused=Reason.TARGET_TTFT)
-    end(book, job(), report(5.0), cancelled=True)
+    end(book, RequestReport(started=50.0, metrics=METRICS, job=job(), offered=True), refused=Reason.TARGET_TTFT)
+    end(book, report(job(), 5.0), cancelled=True)
     found = totals(book)
     assert (found.refused, found.ttft_total, found.ttft_met) == (1, 1, 0)
     assert (found.started, found.ended, found.output_tokens) == (1, 1, 8), "but it was work"
@@ -211,7 +217,7 @@ async def test_a_router_tells_what_is_asked_of_it_and_serves_on_without_redis(cl
         bad = cluster.request(max_tokens=-1)
         with pytest.raises(grpc.aio.AioRpcError):
             await cluster.ask(bad)
-        meter = cluster.router._demand
+        meter = cluster.router.demand
         await meter.exchange()
         await meter.exchange()  # totals: once more is the same
         found = await kept(redis_client)
@@ -240,7 +246,7 @@ async def test_what_has_no_room_was_asked_for_all_the_same(cluster: Cluster, red
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
         await asyncio.wait([first])
-        await cluster.router._demand.exchange()
+        await cluster.router.demand.exchange()
         found = await kept(redis_client)
         assert (found.requests, found.refused) == (2, 1)
         assert found.ttft_met == found.ttft_total - 1

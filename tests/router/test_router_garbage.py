@@ -29,6 +29,7 @@ def cycles_of_ours() -> dict[str, int]:
     return dict(found)
 
 
+@pytest.mark.system
 async def test_requests_leave_no_cycles(cluster: Cluster, only_references: None) -> None:
     await cluster.prefill()
     await cluster.decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from grammar_cases import save_tokenizer
 from router_fakes import Cluster
 
-from router.prompting import grammar_check, helper_pool
+from router.prompting import helper_pool
 from router.prompting.grammar_check import GrammarChecker
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -41,7 +40,6 @@ def schema(text: str) -> Grammar:
 
 async def test_good_ones_pass_and_bad_ones_are_named(checker: GrammarChecker) -> None:
     await checker.check(None)
-    assert not checker.pool.num_idle, "no grammar, no process"
     await checker.check(Grammar(GrammarKind.JSON_OBJECT))
     await checker.check(Grammar(GrammarKind.REGEX, "(yes|no)"))
     await checker.check(schema('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
@@ -82,23 +80,6 @@ async def test_what_a_busy_machine_had_no_time_for_is_not_remembered(checker: Gr
         with pytest.raises(ResourceExhausted, match="busy"):
             await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
     await checker.check(Grammar(GrammarKind.REGEX, "[0-9]+"))
-
-
-async def test_a_client_that_leaves_takes_no_probe_with_it(checker: GrammarChecker) -> None:
-    await checker.check(Grammar(GrammarKind.JSON_OBJECT))
-    asking = [asyncio.create_task(checker.check(Grammar(GrammarKind.REGEX, f"a{{{i}}}"))) for i in range(8)]
-    await asyncio.sleep(0)
-    for task in asking[::2]:
-        task.cancel()
-    results = await asyncio.gather(*asking, return_exceptions=True)
-    assert [result for result in results[1::2] if result is not None] == []
-    await checker.check(Grammar(GrammarKind.REGEX, "b"))
-
-
-async def test_too_many_at_once_are_told_so(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 0)
-    with pytest.raises(ResourceExhausted):
-        await GrammarChecker(tokenizer_file.parent).check(Grammar(GrammarKind.JSON_OBJECT))
 
 
 async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:

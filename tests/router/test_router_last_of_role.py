@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from router.status.last_of_role import what_ends
+from router.status.status import what_ends
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 
 _RECORD = WorkerRecord(

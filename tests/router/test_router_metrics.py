@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc.aio
 import pytest
 from router_fakes import Cluster, Reply, Script, until
@@ -79,24 +77,3 @@ async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
         tokens = told("twostep_generation_tokens_total")
         assert tokens is not None
         assert tokens >= 3
-
-
-async def test_a_migration_is_one_request_with_two_attempts(cluster: Cluster) -> None:
-    await cluster.prefill()
-    first, second = await cluster.decode("d0"), await cluster.decode("d1")
-    lost = asyncio.Event()
-    for worker in (first, second):
-        worker.script = Script(hold_at=5, go_on=lost)
-    async with cluster.serving():
-        asking = asyncio.create_task(cluster.ask(max_tokens=20))
-        await until(lambda: bool(first.attaches or second.attaches), "one of them decodes")
-        lost.set()
-        await (first if first.held else second).die()
-        reply = await asking
-        assert reply.token_ids == cluster.expected(20)
-        told = told_by(cluster)
-        assert told("twostep_requests_total", status="OK") == 1
-        assert told("twostep_request_attempts_total") == 2
-        assert told("twostep_request_migrations_total") == 1
-        assert told("twostep_time_to_first_token_seconds_count") == told("twostep_second_token_seconds_count") == 1
-        assert told("twostep_generation_tokens_total") == 20

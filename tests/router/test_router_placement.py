@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placing.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Shortage, Snapshot, place
+from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Shortage, Snapshot, place
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
@@ -38,11 +38,11 @@ def candidate(name: str, *, cached: int = 0, queued: int = 0, attempts: int = 0,
     return Candidate(record=record(name, **options), cached_tokens=cached, queued_tokens=queued, num_attempts=attempts, excluded=excluded)
 
 
-def demand(name: str = "r", num_tokens: int = 1000, max_new_tokens: int = 100) -> Demand:
-    return Demand(request_id=name, num_tokens=num_tokens, max_new_tokens=max_new_tokens)
+def demand(name: str = "r", num_tokens: int = 1000, max_new_tokens: int = 100) -> PlacementRequest:
+    return PlacementRequest(request_id=name, num_tokens=num_tokens, max_new_tokens=max_new_tokens)
 
 
-def chosen(prefill: list[Candidate], decode: list[Candidate], wanted: Demand | None = None) -> tuple[str, str]:
+def chosen(prefill: list[Candidate], decode: list[Candidate], wanted: PlacementRequest | None = None) -> tuple[str, str]:
     placed = place(Snapshot(prefill=prefill, decode=decode), wanted or demand())
     assert isinstance(placed, Placement), placed
     assert placed.prefill is not None
@@ -50,7 +50,7 @@ def chosen(prefill: list[Candidate], decode: list[Candidate], wanted: Demand | N
     return placed.prefill.worker_id, placed.decode.worker_id
 
 
-def shortage(prefill: list[Candidate], decode: list[Candidate], wanted: Demand | None = None) -> NoPlacement:
+def shortage(prefill: list[Candidate], decode: list[Candidate], wanted: PlacementRequest | None = None) -> NoPlacement:
     placed = place(Snapshot(prefill=prefill, decode=decode), wanted or demand())
     assert isinstance(placed, NoPlacement), placed
     return placed

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from placement_simulation import GPU, World, affinity, by_lot, simulate
 
-from router.placing.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
+from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Snapshot, place
 from router.workers.load_meter import LoadMeter
 from twostep.cluster.records import WorkerLoad
 
@@ -37,6 +37,7 @@ def test_load_is_spread_no_worker_starves_and_hits_are_kept(name: str) -> None:
     assert max(ours.peak_seqs) < 0.6 * max(herd.peak_seqs)
 
 
+@pytest.mark.system
 def test_one_prefix_for_all_is_soon_everywhere() -> None:
     world = World(num_prefixes=1, rate=150.0)
     ours, herd = simulate(world, place), simulate(world, affinity)
@@ -57,11 +58,12 @@ def test_late_views_are_better_than_none(num_routers: int) -> None:
     assert max(ours.peak_seqs) <= max(drawn.peak_seqs)
 
 
+@pytest.mark.system
 def test_routers_that_look_at_records_alone_run_over_each_other() -> None:
     """What the meters are for: without them a router takes a late record for now, and knows nothing of what it did since."""
     world = World(num_routers=8, rate=100.0, num_prefixes=100)
 
-    def forgetful(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+    def forgetful(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
         return place(Snapshot(prefill=[_bare(c) for c in snapshot.prefill], decode=[_bare(c) for c in snapshot.decode]), demand)
 
     ours, theirs = simulate(world, place), simulate(world, forgetful)
@@ -73,6 +75,7 @@ def _bare(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, mean=None, queued_tokens=0, num_attempts=0, recent_tokens=0.0)
 
 
+@pytest.mark.system
 def test_the_work_is_split_by_speed() -> None:
     half = dataclasses.replace(GPU, fixed_s=2 * GPU.fixed_s, per_row_s=2 * GPU.per_row_s)
     outcome = simulate(World(num_prefill=3, num_prefixes=100_000, hot=0.0, rate=35.0, curves=(GPU, GPU, half)), place)
@@ -118,6 +121,8 @@ def test_a_meter_weighs_queues_by_how_long_they_lasted_and_forgets() -> None:
     fresh = LoadMeter(5.0)
     fresh.observe(WorkerLoad(num_queued_tokens=700, num_running=2), 1, 5.0)
     assert fresh.mean == MeanLoad(queued_tokens=700, own_queued_tokens=0.0, num_seqs=2, own_num_seqs=1)
+    fresh.observe(WorkerLoad(num_queued_tokens=100, num_running=2), 1, 65.0)
+    assert fresh.mean.queued_tokens == pytest.approx(100, abs=1)
 
 
 def test_a_meter_tells_batch_prompts_apart() -> None:

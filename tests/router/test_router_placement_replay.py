@@ -18,8 +18,8 @@ from router_fakes import Cluster, until
 
 from router.placing import log as placement_log
 from router.placing import replay
-from router.placing.log import Decision, Encoder, PlacementLog, choice_of
-from router.placing.placement import Candidate, Demand, MeanLoad, NoPlacement, Placement, Snapshot, place
+from router.placing.log import LoggedPlacement, PlacementEncoder, PlacementLog, choice_of
+from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Snapshot, place
 from router.placing.replay import differs, main, read_decisions
 from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
@@ -66,7 +66,7 @@ options = st.builds(
     layout=st.sampled_from([LAYOUT, dataclasses.replace(LAYOUT, block_size=32), dataclasses.replace(LAYOUT, num_layers=3)]),
 )
 demands = st.builds(
-    Demand,
+    PlacementRequest,
     request_id=st.text(min_size=1, max_size=9),
     num_tokens=st.integers(1, 9000),
     max_new_tokens=st.integers(1, 500),
@@ -80,17 +80,17 @@ def sides(parts: list[tuple[dict[str, Any], dict[str, Any]]], letter: str) -> li
     return [Candidate(record=record(f"{letter}{i}", **own), **known) for i, (known, own) in enumerate(parts)]
 
 
-@settings(deadline=None)
+@settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.lists(st.tuples(candidates, options), max_size=4), st.lists(st.tuples(candidates, options), max_size=4), demands))
 )
-def test_whatever_was_decided_is_decided_again(cases: list[tuple[Any, Any, Demand]]) -> None:
-    encoder, lines = Encoder(), []
+def test_whatever_was_decided_is_decided_again(cases: list[tuple[Any, Any, PlacementRequest]]) -> None:
+    encoder, lines = PlacementEncoder(), []
     made = []
     for prefill, decode, demand in cases:
         snapshot = Snapshot(prefill=sides(prefill, "p"), decode=sides(decode, "d"))
         made.append((snapshot, demand))
-        lines += encoder.lines(Decision(1.5, snapshot, demand, place(snapshot, demand)))
+        lines += encoder.lines(LoggedPlacement(1.5, snapshot, demand, place(snapshot, demand)))
     logged = list(read_decisions(lines))
     assert [(each.snapshot, each.demand) for each in logged] == made
     assert [differs(each) for each in logged] == [None] * len(made)
@@ -104,7 +104,7 @@ def _log_of(path: Path, num_decisions: int = 40, **options: Any) -> list[Placeme
         # One worker's heartbeat comes every ten requests.
         workers[0][0] = workers[0][0] if number % 10 else Candidate(record=record("p0", load=WorkerLoad(num_free_blocks=number)))
         snapshot = Snapshot(prefill=list(workers[0]), decode=list(workers[1]))
-        results.append(log.place(snapshot, Demand(request_id=f"r{number}", num_tokens=2600, max_new_tokens=128)))
+        results.append(log.place(snapshot, PlacementRequest(request_id=f"r{number}", num_tokens=2600, max_new_tokens=128)))
     log.close(60.0)
     assert log.num_left_out == 0
     return results
@@ -133,7 +133,7 @@ def test_what_would_be_decided_otherwise_is_shown(
     path = tmp_path / "placement.jsonl"
     _log_of(path, 4)
 
-    def changed(snapshot: Snapshot, demand: Demand) -> Placement | NoPlacement:
+    def changed(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
         if demand.request_id != "r2":
             return place(snapshot, demand)
         return Placement(
@@ -185,7 +185,7 @@ def test_a_slow_disk_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PlacementLog, "_write", slow)
     monkeypatch.setattr(placement_log, "_MAX_QUEUED", 8)
     log = PlacementLog(tmp_path / "placement.jsonl")
-    snapshot, demand = Snapshot(prefill=[], decode=[]), Demand(request_id="r", num_tokens=1, max_new_tokens=1)
+    snapshot, demand = Snapshot(prefill=[], decode=[]), PlacementRequest(request_id="r", num_tokens=1, max_new_tokens=1)
     for _ in range(50):
         assert isinstance(log.place(snapshot, demand), NoPlacement)
     assert log.num_left_out >= 50 - 8 - 1

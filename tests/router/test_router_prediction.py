@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.placing.placement import Candidate, Demand, MeanLoad, Placement, Snapshot, place
+from router.placing.placement import Candidate, MeanLoad, Placement, PlacementRequest, Snapshot, place
 from twostep.cluster.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.request_class import RequestClass
@@ -49,7 +49,7 @@ def worker(role: str, **options: Any) -> Candidate:
 
 
 def placed(prefill: list[Candidate], decode: list[Candidate], **options: Any) -> Placement:
-    demand = Demand(**({"request_id": "r", "num_tokens": 2600, "max_new_tokens": 128} | options))
+    demand = PlacementRequest(**({"request_id": "r", "num_tokens": 2600, "max_new_tokens": 128} | options))
     result = place(Snapshot(prefill=prefill, decode=decode), demand)
     assert isinstance(result, Placement), result
     return result
@@ -81,7 +81,7 @@ def test_a_step_with_prompts_and_decodes_takes_what_its_launch_takes_the_host() 
     # So that a neighbour's pause is worth a hand-over.
     few = (worker("prefill"), worker("decode", seqs=12, local_prefill=True))
     many = (few[0], worker("decode", seqs=12, local_prefill=True, curve=slow))
-    demand = Demand(request_id="r", num_tokens=64, max_new_tokens=128)
+    demand = PlacementRequest(request_id="r", num_tokens=64, max_new_tokens=128)
     chosen = [place(Snapshot(prefill=(p,), decode=(d,)), demand) for p, d in (few, many)]
     assert [isinstance(each, Placement) and each.prefill is not None for each in chosen] == [False, True]
 

@@ -98,6 +98,8 @@ async def refused(stub: inference_pb2_grpc.InferenceAsyncStub) -> grpc.StatusCod
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 async def test_it_is_ready_once_it_can_serve_and_drains_at_sigterm(cluster: Cluster) -> None:
     await cluster.prefill()
     port = free_port()
@@ -125,6 +127,7 @@ async def test_it_is_ready_once_it_can_serve_and_drains_at_sigterm(cluster: Clus
     await cluster.all_free()
 
 
+@pytest.mark.system
 async def test_what_does_not_end_in_time_is_cancelled_everywhere(cluster: Cluster) -> None:
     await cluster.prefill()
     decode = await cluster.decode()
@@ -142,6 +145,7 @@ async def test_what_does_not_end_in_time_is_cancelled_everywhere(cluster: Cluste
         assert len(set(decode.cancels)) == 1
 
 
+@pytest.mark.system
 async def test_each_thing_that_prevents_a_start_is_said_with_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -80,6 +80,7 @@ async def renderer_of() -> AsyncIterator[Callable[..., Renderer]]:
         await renderer.close()
 
 
+@pytest.mark.system
 async def test_every_evil_template_ends(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of(EVIL_TEMPLATE, short_s=0.05, long_s=0.2)
     for name in EVIL:
@@ -105,16 +106,6 @@ async def test_others_are_rendered_while_a_template_computes(renderer_of: Callab
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
-
-
-async def test_a_client_that_leaves_takes_no_process_with_it(renderer_of: Callable[..., Renderer]) -> None:
-    renderer = renderer_of("{{ messages[0].content }}")
-    asking = [asyncio.create_task(renderer.render(chat(f"{i}"))) for i in range(40)]
-    await asyncio.sleep(0)
-    for task in asking[::2]:
-        task.cancel()
-    results = await asyncio.gather(*asking, return_exceptions=True)
-    assert [result.text for result in results[1::2] if not isinstance(result, BaseException)] == [f"{i}" for i in range(1, 40, 2)]
 
 
 async def test_too_many_long_ones_are_told_so(renderer_of: Callable[..., Renderer]) -> None:
@@ -150,6 +141,7 @@ async def test_the_same_as_in_this_process(renderer_of: Callable[..., Renderer])
     assert (await renderer_of(QWEN3).render(sent)).text == expected
 
 
+@pytest.mark.system
 async def test_whatever_a_template_does_with_a_text(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of(INTERPRETER, short_s=0.05, long_s=0.1)
     loop = asyncio.get_running_loop()

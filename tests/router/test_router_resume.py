@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT, EOS_ID, Cluster, Reply, Script
 
-from router.request.answer import Answer
-from router.request.resume import resumed_tokens
+from router.request.answer import AnswerReader, resumed_tokens
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import prefill_pb2
 from twostep.sampling_params import SamplingParams
@@ -34,22 +33,29 @@ def test_text_and_stop_strings_go_on_across_the_break(bare_model_dir: Path, data
     tokens = resumed_tokens(ids, sampling, eos_token_ids=frozenset(), vocab_size=1 << 20)
     assert tokens[-1].finish_reason == pb.FINISH_REASON_LENGTH
 
-    def read(answer: Answer, tokens: list[prefill_pb2.Token]) -> str:
+    def read(answer: AnswerReader, tokens: list[prefill_pb2.Token]) -> str:
         said = ""
         for token in tokens:
             response = answer.response([token])
             said += "" if response is None else response.piece.text
         return said
 
-    whole = Answer(tokenizer, sampling)
+    whole = AnswerReader(tokenizer, sampling)
     complete = read(whole, tokens)
     cut = data.draw(st.integers(0, whole.num_tokens))
-    first, second = Answer(tokenizer, sampling), Answer(tokenizer, sampling)
+    first, second = AnswerReader(tokenizer, sampling), AnswerReader(tokenizer, sampling)
     before = read(first, tokens[:cut])
     second.resume(resumed_tokens(ids[:cut], sampling, eos_token_ids=frozenset(), vocab_size=1 << 20))
     assert (second.finish, second.num_tokens) == (first.finish, first.num_tokens)
     assert before + read(second, tokens[cut:]) == complete
     assert (second.finish, second.num_tokens, second.stopped_by_text) == (whole.finish, whole.num_tokens, whole.stopped_by_text)
+
+
+@pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False)])
+def test_a_resumed_answer_is_over_only_where_it_could_have_ended(min_tokens: int, ends: bool) -> None:
+    sampling = SamplingParams(max_tokens=9, min_tokens=min_tokens)
+    *_, last = resumed_tokens([5, EOS_ID], sampling, eos_token_ids=frozenset({EOS_ID}), vocab_size=100)
+    assert (last.finish_reason == pb.FINISH_REASON_STOP) == ends
 
 
 async def go_on(cluster: Cluster, resumed: list[int], **sampling: Any) -> Reply:

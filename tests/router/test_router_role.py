@@ -19,7 +19,7 @@ from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
 
 
-class Tenant:
+class User:
     def __init__(self) -> None:
         self.lost: list[tuple[WorkerLife, str]] = []
 
@@ -41,7 +41,7 @@ def described(cluster: Cluster, **options: Any) -> WorkerRecord:
 
 def roles(pool: WorkerPool) -> dict[str, set[int]]:
     """Epochs of the lives that may get work."""
-    snapshot = pool.snapshot({}, frozenset())
+    snapshot = pool.snapshot()
     return {
         "prefill": {c.record.epoch for c in snapshot.prefill if not c.record.draining},
         "decode": {c.record.epoch for c in snapshot.decode if not c.record.draining},
@@ -50,24 +50,22 @@ def roles(pool: WorkerPool) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize(("before", "after"), [("prefill", "decode"), ("decode", "prefill")])
 async def test_a_new_life_in_the_other_role_takes_the_name(cluster: Cluster, pool: WorkerPool, before: str, after: str) -> None:
-    tenant = Tenant()
+    user = User()
     pool.sync([described(cluster, role=before)])
     links = {**pool.prefill, **pool.decode}
     old = links[WorkerLife("w", 5)]
-    old.tenants.add(tenant)
+    old.users.add(user)
     assert roles(pool) == {before: {5}, after: set()}
 
     # It drains: what runs there is let alone, nothing new is sent.
     pool.sync([described(cluster, role=before, draining=True, ready=False)])
     assert roles(pool) == {before: set(), after: set()}
-    assert not tenant.lost
+    assert not user.lost
 
-    pool.changed.clear()
     pool.sync([described(cluster, role=after, epoch=6)])
     assert roles(pool) == {before: set(), after: {6}}
-    assert pool.changed.is_set(), "who waits for a worker of that role looks again"
-    await until(lambda: bool(tenant.lost), "who has something there is told")
-    assert tenant.lost == [(WorkerLife("w", 5), f"{before} worker w is gone")]
+    await until(lambda: bool(user.lost), "who has something there is told")
+    assert user.lost == [(WorkerLife("w", 5), f"{before} worker w is gone")]
     # And back again, as often as anybody likes.
     for epoch, role in ((7, before), (8, after), (9, before)):
         pool.sync([described(cluster, role=role, epoch=epoch)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from otlp_receiver import Collector, collecting
 from router_fakes import Cluster, Script, refuse
 
-from router.request.report import Report
-from router.serving.tracing import parts_of
+from router.request.report import RequestReport
+from router.serving.recorder import span_parts
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
 
@@ -47,13 +46,13 @@ def test_parts_follow_one_another_within_the_request(
     def at(seconds: float | None) -> float | None:
         return None if seconds is None else started + seconds
 
-    report = Report(num_prompt_tokens=3, started=started, metrics=cast(RouterMetrics, None))
+    report = RequestReport(started=started, metrics=cast(RouterMetrics, None))
     report.route_s, report.queue_s = route_s, queue_s
     report.first_token_at, report.committed_at, report.last_decode_at = at(first), at(committed), at(decoded)
     report.transfer.transport = transport
     # An end after all that is known of it.
     ended_at = started + max(last, first or 0.0, committed or 0.0, decoded or 0.0)
-    parts = list(parts_of(report, ended_at))
+    parts = list(span_parts(report, ended_at))
     names = [part.name for part in parts]
     assert names == [name for name in ("route", "queue", "prefill", "hand_over", "decode") if name in names]
     assert names[0] == "route"
@@ -93,21 +92,6 @@ async def test_workers_are_told_the_routers_span_not_the_clients(cluster: Cluste
         await ask(cluster)
     request = collector.one("text_completion m")
     assert seen == {name: [TRACE, request.span_id] for name in ("Reserve", "Run", "Attach")}
-
-
-async def test_without_tracing_the_clients_context_goes_on_as_it_came(cluster: Cluster) -> None:
-    seen = []
-
-    async def look(_request: Any, context: Any) -> None:
-        seen.append(dict(context.invocation_metadata())["traceparent"])
-
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    prefill.hooks.append(look)
-    decode.hooks.append(look)
-    async with cluster.serving():
-        await ask(cluster)
-        assert cluster.router._tracer is None
-    assert seen == [METADATA[0][1]] * 2
 
 
 async def test_how_requests_that_fail_end_in_the_trace(cluster: Cluster, collector: Collector) -> None:
@@ -185,26 +169,3 @@ async def test_an_http_request_is_one_span_around_its_answers(cluster: Cluster, 
     assert (missing.attributes["error.type"], missing.failed) == ("404", False)
     assert not [span for span in collector.spans if "/health" in span.name or "/metrics" in span.name]
     assert b"question of mine" not in b"".join(span.proto.SerializeToString() for span in collector.spans)
-
-
-async def test_phases_end_every_answer_over_grpc_and_every_one_over_http_that_asks(cluster: Cluster) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    names = {"route_s", "queue_s", "prefill_s", "publish_s", "fetch_s", "first_decode_s", "decode_s", "ttft_s", "total_s", "visible_ttft_s"}
-    assert {field.name for field in inference_pb2.Phases.DESCRIPTOR.fields} == names
-    body = {"model": "m", "prompt": "the capital of France", "max_tokens": 4}
-    async with cluster.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http:
-        end = await ask(cluster)
-        assert end is not None
-        assert 0 < end.phases.ttft_s <= end.phases.total_s
-        assert end.phases.prefill_s == pytest.approx(0.002)
-        for more, headers in (({"return_phases": True}, {}), ({}, {"x-twostep-phases": "1"})):
-            async with http.post("/v1/completions", json=body | more, headers=headers) as answer:
-                told = json.dumps(await answer.json())
-            assert all(f'"{name}"' in told for name in names), told
-            async with http.post("/v1/completions", json=body | more | {"stream": True}, headers=headers) as answer:
-                *_, last, done = [line for line in (await answer.text()).split("\n\n") if line]
-            assert done == "data: [DONE]"
-            assert all(f'"{name}"' in last for name in names), last
-        async with http.post("/v1/completions", json=body) as answer:
-            assert "ttft_s" not in await answer.text()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_system import make_model_dir
+from bare_deployment import make_bare_model_dir
 
 
 @pytest.fixture(scope="session")
 def fake_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("streams") / "m")
+    return make_bare_model_dir(tmp_path_factory.mktemp("streams") / "m")
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What routers and workers take for a loss after some seconds: here all are in one process, which may stand still for longer."""
     for name in ("_STREAM_TIMEOUT_S", "_UNARY_TIMEOUT_S", "_DONE_TIMEOUT_S", "_MAX_EARLY_S"):
         monkeypatch.setattr(f"router.serving.attempt.{name}", 60.0)
-    for name in ("router.serving.prefill_run._ACCEPT_TIMEOUT_S", "twostep.cluster.registration.HEARTBEAT_TTL_S"):
+    for name in ("router.serving.attempt._ACCEPT_TIMEOUT_S", "twostep.cluster.registration.HEARTBEAT_TTL_S"):
         monkeypatch.setattr(name, 60.0)
     for name in ("router.server", "twostep.worker.telemetry"):
         monkeypatch.setattr(f"{name}.TRACES_FLUSH_S", 60.0)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from whole_system import WholeSystem, expected, until, whole_system
@@ -18,11 +21,6 @@ from twostep.text.model_card import ModelCard
 
 def prompt_of(rng: random.Random, vocab_size: int) -> list[int]:
     return [rng.randrange(3, vocab_size) for _ in range(rng.randrange(2, 60))]
-
-
-async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Completion:
-    """The SDK resumes nothing here: what is whole was kept whole by the servers."""
-    return await client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True).result()
 
 
 class UnderWay:
@@ -65,6 +63,27 @@ async def cut_at_random(system: WholeSystem, stream: DecodeStream, under_way: Un
 
 
 both_ways = pytest.mark.parametrize("aggregated", [False, True], ids=["handed-over", "computed-there"])
+PROMPT = list(range(3, 40))
+LONG = SequencesConfig(router_lease_s=1000.0)
+
+
+@asynccontextmanager
+async def serving(
+    model_dir: Path,
+    tmp_path: Path,
+    *,
+    aggregated: bool,
+    limits: SequencesConfig | None = LONG,
+    stream_lease: float = 1000.0,
+    **options: Any,
+) -> AsyncIterator[tuple[WholeSystem, AsyncClient, int]]:
+    """A system, its client and the size of its vocabulary; leaves nothing behind. Nothing is lost by itself where no lease is given."""
+    async with (
+        whole_system(model_dir, tmp_path, aggregated=aggregated, stream_lease=stream_lease, limits=limits, **options) as system,
+        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
+    ):
+        yield system, client, ModelCard.load(model_dir).vocab_size
+        await system.settled()
 
 
 @both_ways
@@ -73,13 +92,7 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
     fake_model_dir: Path, tmp_path: Path, seed: int, aggregated: bool
 ) -> None:
     rng = random.Random(seed)
-    vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    async with (
-        whole_system(
-            fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=1000.0, limits=SequencesConfig(router_lease_s=1000.0)
-        ) as system,
-        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
-    ):
+    async with serving(fake_model_dir, tmp_path, aggregated=aggregated) as (system, client, vocab_size):
         stream = next(iter(system.routers[0].pool.decode.values())).stream
         under_way = UnderWay()
         cutter = asyncio.create_task(cut_at_random(system, stream, under_way, rng))
@@ -94,17 +107,16 @@ async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
 
         await asyncio.gather(*(ask_while_it_is_cut() for _ in range(8)))
         await cutter
-        await system.settled()
 
 
-async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: list[int], max_tokens: int) -> asyncio.Task[Completion]:
+async def cut_while_decoding(system: WholeSystem, client: AsyncClient, max_tokens: int) -> asyncio.Task[Completion]:
     """A request whose decode worker has become unreachable on the way, after the router has heard of its first token. What comes until then
     is not all of it."""
     system.brake.hold_at(20)
     begun = asyncio.Event()
 
     async def asked() -> Completion:
-        answer = client.generate(token_ids=prompt, max_tokens=max_tokens, ignore_eos=True)
+        answer = client.generate(token_ids=PROMPT, max_tokens=max_tokens, ignore_eos=True)
         async for _ in answer:
             begun.set()
         return await answer.result()
@@ -122,85 +134,55 @@ async def cut_while_decoding(system: WholeSystem, client: AsyncClient, prompt: l
         await asyncio.sleep(0.002)
 
 
+@pytest.mark.smoke
 @both_ways
 async def test_an_answer_that_ends_while_the_stream_is_down_is_delivered(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
-    vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    async with (
-        whole_system(
-            fake_model_dir,
-            tmp_path,
-            aggregated=aggregated,
-            stream_lease=1000.0,
-            limits=SequencesConfig(router_lease_s=1000.0),
-        ) as system,
-        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
-    ):
-        prompt = list(range(3, 40))
-        task = await cut_while_decoding(system, client, prompt, 80)
+    async with serving(fake_model_dir, tmp_path, aggregated=aggregated) as (system, client, vocab_size):
+        task = await cut_while_decoding(system, client, 80)
         await until(lambda: not system.decodes[0].record().load.num_running, "all of it is decoded")
         await asyncio.sleep(0.1)
         assert not task.done()
         system.proxies[0].down = False
         answer = await task
-        assert list(answer.token_ids) == expected(prompt, 80, vocab_size)
-        assert answer.attempts == 1
-        await system.settled()
+        assert (list(answer.token_ids), answer.attempts) == (expected(PROMPT, 80, vocab_size), 1)
 
 
 @both_ways
 async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
-    vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    limits = SequencesConfig(router_lease_s=1.0)
-    async with (
-        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=1.0, limits=limits) as system,
-        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
-    ):
-        prompt = list(range(3, 40))
+    """What the unreachable worker held is dropped with the router's lease."""
+    leases: Any = {"limits": SequencesConfig(router_lease_s=1.0), "stream_lease": 1.0}
+    async with serving(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, **leases) as (system, client, vocab_size):
         started = time.monotonic()
-        task = await cut_while_decoding(system, client, prompt, 300)
-        answer = await task
+        answer = await (await cut_while_decoding(system, client, 300))
         assert time.monotonic() - started >= 1.0
-        assert list(answer.token_ids) == expected(prompt, 300, vocab_size)
-        assert answer.attempts == 2
-        # What the unreachable worker held is dropped with the router's lease.
-        await system.settled()
+        assert (list(answer.token_ids), answer.attempts) == (expected(PROMPT, 300, vocab_size), 2)
 
 
 @both_ways
 async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_again(
     fake_model_dir: Path, tmp_path: Path, aggregated: bool
 ) -> None:
-    vocab_size = ModelCard.load(fake_model_dir).vocab_size
     limits = SequencesConfig(router_lease_s=1000.0, max_replay_tokens=8)
-    async with (
-        whole_system(fake_model_dir, tmp_path, aggregated=aggregated, stream_lease=1000.0, limits=limits) as system,
-        AsyncClient(system.target(), timeout=120, max_retries=0) as client,
-    ):
-        prompt = list(range(3, 40))
-        task = await cut_while_decoding(system, client, prompt, 400)
+    async with serving(fake_model_dir, tmp_path, aggregated=aggregated, limits=limits) as (system, client, vocab_size):
+        task = await cut_while_decoding(system, client, 400)
         cut_at = system.brake.num_steps
         await until(lambda: system.brake.num_steps > cut_at + 20, "more is decoded than is kept")
         system.proxies[0].down = False
         answer = await task
-        assert list(answer.token_ids) == expected(prompt, 400, vocab_size)
-        assert answer.attempts == 2
-        await system.settled()
+        assert (list(answer.token_ids), answer.attempts) == (expected(PROMPT, 400, vocab_size), 2)
 
 
 @both_ways
 async def test_a_dead_worker_is_not_waited_for_as_long_as_the_lease(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
-    vocab_size = ModelCard.load(fake_model_dir).vocab_size
     async with (
         whole_system(fake_model_dir, tmp_path, aggregated=aggregated, num_decode=2, stream_lease=1000.0) as system,
         AsyncClient(system.target(), timeout=120, max_retries=0) as client,
     ):
-        prompt = list(range(3, 40))
         system.brake.hold_at(20)
-        task = asyncio.create_task(ask(client, prompt, 300))
+        task = asyncio.create_task(client.generate(token_ids=PROMPT, max_tokens=300, ignore_eos=True).result())
         await until(lambda: any(w.record().load.num_running for w in system.decodes), "it is decoding")
-        # Nobody listens at its address any more; the process behind it matters no more.
+        # Nothing listens at its address any more; the process behind it matters no more.
         await next(p for w, p in zip(system.decodes, system.proxies, strict=True) if w.record().load.num_running).stop()
         system.brake.open()
         answer = await task
-        assert list(answer.token_ids) == expected(prompt, 300, vocab_size)
-        assert answer.attempts == 2
+        assert (list(answer.token_ids), answer.attempts) == (expected(PROMPT, 300, ModelCard.load(fake_model_dir).vocab_size), 2)

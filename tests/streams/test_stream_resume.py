@@ -40,24 +40,8 @@ class DoomedRouter:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        flags = map(
-            str,
-            [
-                *self._flags,
-                "--port",
-                self.port,
-                "--health-port",
-                -1,
-                "--http-port",
-                -1,
-                "--served-model-name",
-                "m",
-                "--prefix-lookup-timeout",
-                5,
-                "--redis-start-timeout",
-                60,
-            ],
-        )
+        fixed = "--health-port -1 --http-port -1 --served-model-name m --prefix-lookup-timeout 5 --redis-start-timeout 60"
+        flags = map(str, [*self._flags, "--port", self.port, *fixed.split()])
         argv = [sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", *flags]
         await self._streams(0)
         self._process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL)
@@ -142,6 +126,7 @@ async def ask_and_kill(
     return completion, answer.seed
 
 
+@pytest.mark.smoke
 async def test_an_answer_outlives_its_router(fake_model_dir: Path, tmp_path: Path) -> None:
     """Greedy, with logprobs and a stop string that no piece of the first router completes."""
     vocab_size = ModelCard.load(fake_model_dir).vocab_size

@@ -4,20 +4,16 @@ decode workers."""
 from __future__ import annotations
 
 import asyncio
-import json
-import struct
-import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import redis
+from bare_deployment import MAX_MODEL_LEN, SECRET, RedisServer, until
 from brake import Brake
 from cutting_proxy import CuttingProxy, proxying
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
@@ -30,7 +26,6 @@ from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Runner
 from twostep.engine.fake import FakeRunner, fake_next_token
-from twostep.local.redis_server import server_argv, server_binary, server_url
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
@@ -40,59 +35,7 @@ from twostep.worker.edge import EdgeParts
 from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.worker import Worker
 
-SECRET = b"a secret of the tests, long enough"
 BLOCK = 16
-MAX_MODEL_LEN = 2048
-EOS_ID = 2
-
-
-def make_model_dir(path: Path) -> Path:
-    """Everything a router and a fake runner's worker read; the weights are one number."""
-    path.mkdir(parents=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(["rivers run to the sea, and so on to the end of the answer"], trainer)
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "eos_token_id": EOS_ID,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
-    return path
-
-
-@contextmanager
-def redis_serving(directory: Path) -> Iterator[str]:
-    """A server's URL."""
-    directory.mkdir()
-    process = subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = server_url(directory)
-    give_up = time.monotonic() + 60
-    client = redis.Redis.from_url(url)
-    try:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.exceptions.RedisError:
-                assert time.monotonic() < give_up, "the Redis server did not start"
-                time.sleep(0.01)
-        yield url
-    finally:
-        client.close()
-        process.kill()
-        process.wait()
 
 
 def fake_runner(model_dir: Path, *, step_s: float = 0.004) -> FakeRunner:
@@ -184,7 +127,10 @@ async def whole_system(
 ) -> AsyncIterator[WholeSystem]:
     """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none."""
     async with AsyncExitStack() as stack:
-        url = stack.enter_context(redis_serving(tmp_path / "redis"))
+        (tmp_path / "redis").mkdir()
+        redis_server = RedisServer(tmp_path / "redis")
+        stack.callback(redis_server.kill)
+        url = redis_server.url
         secret_file = tmp_path / "secret"
         secret_file.write_bytes(SECRET)
         hub = LocalHub()
@@ -248,10 +194,3 @@ def _decode_edge(hub: LocalHub, limits: SequencesConfig | None) -> Callable[[Edg
 def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
     runner = parts.model.runner
     return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=64 << 20)
-
-
-async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-    give_up = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {timeout} s: {what}"
-        await asyncio.sleep(0.01)

@@ -36,7 +36,8 @@ from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.worker import Worker
 
 sys.path.append(str(Path(__file__).parent.parent / "streams"))
-from whole_system import SECRET, expected, fake_runner, make_model_dir
+from bare_deployment import make_bare_model_dir as make_model_dir
+from whole_system import SECRET, expected, fake_runner
 
 __all__ = ["SECRET", "WAIT_S", "expected", "fake_runner", "make_model_dir", "until"]
 

@@ -107,7 +107,7 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     registry = Registry(client, deployment())
     await registry.poll()
     assert await client.smismember(WORKERS_KEY, ["w", "gone"]) == [1, 0]
-    index = PrefixIndex(client, 8, timeout_s=WAIT_S)
+    index = PrefixIndex(client, b"secret", 8, timeout_s=WAIT_S)
     await index.open()
     await index.lookup({WorkerLife("w", 7): [b"a" * 16]}, {WorkerLife("w", 7)})
     await index.close()

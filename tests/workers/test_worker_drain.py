@@ -79,7 +79,7 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(redis_url: str,
         reserve = decode_pb2.ReserveRequest(router_id="x", **h.router.request("n", prompt_of(4), 2))
         await refused(h.pair.decode.Reserve(reserve, timeout=WAIT_S), Code.UNAVAILABLE)
         # The prefill worker has handed everything over and may be at its end: gRPC cancels what comes then, and routers take either for
-        # a worker that is gone (router/serving/losses.py).
+        # a worker that is gone (router/serving/attempt.py).
         run = h.pair.prefill.Run(prefill_pb2.PrefillRequest(**h.router.request("n", prompt_of(4), 2)), timeout=WAIT_S)
         await refused(run.read(), Code.UNAVAILABLE, Code.CANCELLED)
         h.let_go()

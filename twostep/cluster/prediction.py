@@ -10,7 +10,7 @@
             + others * stall                            local: what the prompt's chunks add to their steps
             + share of the prompt's own computing       those who come behind wait for it, and a cached prefix spares them
 
-The first token is sampled by whoever computes the prompt, so the hand-over delays the second token and never the first.
+The first token is sampled where the prompt is computed, so the hand-over delays the second token and never the first.
 
 Load is what this router has there now, and what it thinks the other routers have. Their part is known from heartbeats only, which are
 older than a queue of prompts on a GPU. So it is taken for its mean over the last seconds, for at least as much, in proportion, as this
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord
-from twostep.cluster.snapshot import Candidate, Demand, MeanLoad
+from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
 
@@ -42,7 +42,7 @@ _CONGESTION = 0.5
 _OWN_WEIGHT = {RequestClass.INTERACTIVE: 1.0, RequestClass.STANDARD: 1.0, RequestClass.BATCH: 0.1}
 
 # Above all costs in seconds. A target that is missed counts by how far; KV in another number format gives answers that no single worker
-# would give, and is no cached prefix afterwards: only where nobody else has room; a worker that looks full is asked last, not never,
+# would give, and is no cached prefix afterwards: only where no other has room; a worker that looks full is asked last, not never,
 # since heartbeats are a second old.
 _MISS_COST, _MAX_MISS = 1e5, 1e3
 ROUNDING_COST = 1e9
@@ -80,7 +80,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
-    """Of one worker's part. `cost` is what is compared (seconds and penalties); `load_s`, the part of it that hangs on how loaded the
+    """Predicts one worker's part. `cost` is what is compared (seconds and penalties); `load_s`, the part of it that hangs on how loaded the
     worker is, and may be out of date. Times of what this part does not decide are 0."""
 
     candidate: Candidate
@@ -102,7 +102,7 @@ class Decoding:
     seqs: float
     context: float
     room: int  # tokens of prompts in a step
-    step_s: float  # 0: nobody decodes
+    step_s: float  # 0: nothing is decoded there
     longer_step_s: float  # with this sequence
     idle_step_s: float  # with this one alone
     waiting_s: float  # until the prompts queued there are computed, and how much of that their chunks add to its steps
@@ -114,7 +114,7 @@ class Decoding:
 
 
 def token_bytes(layout: LayoutRecord) -> float:
-    """Of the KV of one token, over all layers, heads and parts."""
+    """Returns the size of one token's KV, over all layers, heads and parts."""
     vectors = 2 * layout.num_layers * layout.num_kv_heads * layout.tp_size
     if layout.quantization != "none":
         return float(vectors * (layout.head_dim + 2))
@@ -174,14 +174,14 @@ def _share(own: float, total: float) -> float:
 
 
 def load_now(own_now: float, mean_total: float, share: float) -> float:
-    """What everybody has there now: what this router has, and of the others their mean, at least what they would have there if they did as
-    this one does."""
+    """Returns the load of all routers there now: what this router has, and of the others their mean, at least what they would have there
+    if they did as this one does."""
     return own_now + (1.0 - share) * max(mean_total, own_now / share)
 
 
 def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass) -> float:
-    """Prompt tokens to be computed there. Queues are over before they are told of: where this router has sent more lately than elsewhere,
-    the others have too."""
+    """Returns the prompt tokens to be computed there. Queues are over before a record shows them: where this router has sent more lately
+    than elsewhere, the others have too."""
     own, total, running = candidate.queued_tokens, mean.queued_tokens, 0.0
     batch = load_now(candidate.batch_tokens, mean.batch_tokens, share.tokens)
     if batch and request_class is not RequestClass.BATCH:
@@ -230,7 +230,7 @@ def hand_over_s(num_bytes: float, transport: str) -> float:
 
 
 def conversion_cost(there: LayoutRecord, here: LayoutRecord, num_tokens: int) -> float:
-    """Of cutting KV of one layout into the other's blocks."""
+    """Returns the seconds that cutting KV of one layout into the other's blocks costs."""
     if there == here:
         return 0.0
     return token_bytes(here) * num_tokens / _CONVERSION_BYTES_PER_S + (0.0 if keeps_keys(there, here) else ROUNDING_COST)
@@ -255,7 +255,7 @@ def _miss(predicted_s: float, target_ms: float | None) -> float:
 class Predictor:
     """For one demand: what each worker of a side would do for it."""
 
-    def __init__(self, demand: Demand, fallback: StepCurve) -> None:
+    def __init__(self, demand: PlacementRequest, fallback: StepCurve) -> None:
         """`fallback`: of workers that have not measured themselves."""
         self._demand = demand
         self._fallback = fallback
@@ -283,7 +283,7 @@ class Predictor:
         )
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
-        """What a decode worker is at, and would be with this request."""
+        """Describes what a decode worker is at, and would be with this request."""
         demand, record, answer = self._demand, candidate.record, self._answer
         curve, load = record.curve or self._fallback, record.load
         seqs = load_now(candidate.num_attempts, mean.num_seqs, share.seqs)
@@ -356,7 +356,7 @@ class Predictor:
         computing, stall = prompt_s(at.curve, num_tokens, pairs, at.room, decodes=at.seqs, context=at.context)
         ttft = at.step_s / 2 + at.waiting_s + computing + at.host_copy_s
         tpot = at.longer_step_s if answer else 0.0
-        # An idle decode worker does not stay idle: somebody comes while a long prompt is computed.
+        # An idle decode worker does not stay idle: others come while a long prompt is computed.
         others = at.others_s + stall * max(1.0, at.seqs)
         cost = self._own * (ttft + answer * tpot) + others + _miss(ttft, demand.ttft_ms) + _miss(tpot, demand.tpot_ms) + at.penalty
         return Prediction(

@@ -1,7 +1,7 @@
-"""What placement knows of the workers and of the request, at one moment: plain values, so that a decision can be repeated.
+"""The workers and the request as placement sees them at one moment: plain values, so that a decision can be repeated.
 
 Records come with heartbeats and are up to a second and a half old when they are looked at. What this router itself has on a worker
-it knows to the moment. So each candidate carries three views of its load: the record's (everybody's, late), the router's own (now), and
+it knows to the moment. So each candidate carries three views of its load: the record's (all routers', late), the router's own (now), and
 the means of both over the last seconds, from which placement reckons how much the other routers have there (twostep/cluster/prediction.py).
 """
 
@@ -55,9 +55,9 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from now;
-    None: as soon as can be."""
+class PlacementRequest:
+    """Describes what a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from
+    now; None: as soon as can be."""
 
     request_id: str
     num_tokens: int
