@@ -37,8 +37,8 @@ from router.workers.pool import WorkerPool
 from twostep.errors import Incompatible, InvalidRequest, NotFound, Unauthenticated
 from twostep.keys.api_keys import Key, make_key, same_key
 from twostep.rpc.call_signing import channel_to_worker
-from twostep.rpc.channel import TlsFiles
 from twostep.rpc.worker_role import switch_role
+from twostep.settings.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from router.http.whole_answer import ENCODER, Encoder
 from twostep.errors import SetupError
 from twostep.process.log import concerning
 from twostep.process.tracing import trace_id_of
-from twostep.rpc.channel import TlsFiles
+from twostep.settings.tls import TlsFiles
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEEPALIVE_S = 75.0

@@ -91,7 +91,7 @@ class Admission:
         if num_tokens > self._max_prompt_tokens:
             raise InvalidRequest(
                 f"the prompt has {num_tokens} tokens and the router takes {self._max_prompt_tokens} in all; "
-                "shorten it, or raise --max-inflight-prompt-tokens"
+                "shorten it, or raise --max-inflight"
             )
         waiter = self._waiters[claim] = _Waiter(num_tokens, asyncio.get_running_loop().create_future())
         self._queue.join(claim)

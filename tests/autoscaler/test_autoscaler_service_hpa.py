@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, worker
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.hpa import Asked, ask, metric, replicas_asked
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig
 from twostep.autoscaler.policy import Step
 from twostep.autoscaler.server import Autoscaler
+from twostep.settings.autoscaler import Pool
 
 UP_TO = 200
 

@@ -17,11 +17,12 @@ import pytest
 from aiohttp import web
 from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from twostep.autoscaler.config import AutoscalerConfig, Pool
+from twostep.autoscaler.config import AutoscalerConfig
 from twostep.autoscaler.lease import Lease
 from twostep.autoscaler.pods import ANNOTATION, FIRST_COST, LEASE_ANNOTATION, MarkLease, PatchResult, PodMarks
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY
 from twostep.errors import SetupError
+from twostep.settings.autoscaler import Pool
 
 TOKEN = "a token"
 NAMESPACE = "models"

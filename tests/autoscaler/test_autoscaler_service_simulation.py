@@ -9,7 +9,6 @@ import pytest
 from hpa_formula import desired
 from service_harness import Clock, RedisServer, Writer, config, keda
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.decision_log import read_decisions
 from twostep.autoscaler.model import ROLES
 from twostep.autoscaler.server import Autoscaler
@@ -18,6 +17,7 @@ from twostep.lab.simulation.hardware import hardware_of
 from twostep.lab.simulation.run import Setting
 from twostep.lab.simulation.tape import decision_lines
 from twostep.lab.simulation.traces import Curve, Loss, Trace, requests
+from twostep.settings.autoscaler import Pool
 
 # Up and down, from prompts to answers, and a worker lost, in ten minutes.
 TRACE = Trace(

@@ -11,7 +11,6 @@ from typing import Any
 
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.model import Role, Switch
 from twostep.autoscaler.switches import Outcome, Switcher, last_of_role
 from twostep.cluster.records import WorkerRecord
@@ -19,6 +18,7 @@ from twostep.errors import Incompatible, Unavailable
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.settings.autoscaler import Pool
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):

@@ -98,7 +98,7 @@ def test_a_router_that_is_gone_is_shown_beside_the_others(server: tuple[Scripted
 
 def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
     servicer, target = server
-    done = run("--once", "--target", target)
+    done = run("--interval", "0", "--target", target)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert all(width_of(line) <= 80 for line in done.stdout.splitlines())
@@ -121,7 +121,7 @@ def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
         "limit": "",
         "problem": "",
     }
-    with Session([*COMMAND, "--once", "--target", target], env={"NO_COLOR": "1"}) as terminal:
+    with Session([*COMMAND, "--interval", "0", "--target", target], env={"NO_COLOR": "1"}) as terminal:
         assert terminal.wait() == 0
         assert terminal.screen.num_sequences == 0
         assert "prefill-0" in terminal.screen.text()
@@ -139,10 +139,10 @@ def test_nobody_there_and_bad_flags(server: tuple[ScriptedInference, str]) -> No
 def test_a_key_is_asked_for_and_shown(server: tuple[ScriptedInference, str]) -> None:
     servicer, target = server
     servicer.key = "sk-1"
-    done = run("--once", "--target", target)
+    done = run("--interval", "0", "--target", target)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"twostep: {target}: no API key was given; send one; here: TWOSTEP_API_KEY, or --api-key\n"
-    assert run("--once", "--target", target, "--api-key", "sk-1").returncode == 0
+    assert run("--interval", "0", "--target", target, "--api-key", "sk-1").returncode == 0
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------------

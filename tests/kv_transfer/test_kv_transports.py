@@ -19,7 +19,7 @@ from kv_transfer.transports import Transports, make_transports
 from prefill_worker.outlet import Outlets
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InvalidRequest, SetupError, Unavailable
-from twostep.settings.flags import kv_transports
+from twostep.settings.readers import kv_transports
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
 

@@ -24,7 +24,7 @@ from twostep.metrics import catalogue, dashboard
 from twostep.metrics.family import Family, Kind
 from twostep.metrics.registry import MetricsRegistry
 from twostep.request_class import RequestClass
-from twostep.settings.flags import KV_TRANSPORTS
+from twostep.settings.readers import KV_TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "twostep.json"

@@ -13,8 +13,9 @@ from router_fakes import Cluster
 from router.config import RouterConfig
 from router.http.server import ssl_context
 from twostep.errors import SetupError
-from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
+from twostep.settings.tls import TlsFiles
 
 
 @pytest.mark.parametrize("with_ca", [False, True])

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from twostep.cli._extras import require_worker_extra
 from twostep.cli._flags import parser
 from twostep.errors import TwostepError, Unauthenticated
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Begun by a shell that keeps Ctrl-C from what it runs in the background; whoever has a terminal means it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if args.command in ("up", "demo"):
+            require_worker_extra(f"twostep {args.command}")
         command = importlib.import_module(f"twostep.cli._{args.command}")
         status: int = command.run(args)
         sys.stdout.flush()

@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from twostep.cli._extras import require_worker_extra
 from twostep.errors import SetupError
+from twostep.lab.bench.shapes import SHAPES
 
 if TYPE_CHECKING:
     from twostep.engine.batch import Runner
     from twostep.lab.bench.batching import BatchingResult
     from twostep.lab.bench.engine import PhaseResult, ScenarioResult
+
+
+# Longest that dynamic batching waits for its batch to fill.
+_BATCH_TIMEOUT_S = 0.1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,12 +35,11 @@ def run(args: argparse.Namespace) -> int:
         status: int = serve.run(args)
         return status
     require_worker_extra("twostep bench engine")
-    if min([*args.batch_size, args.prompt_tokens, args.output_tokens - 2, args.max_num_batched_tokens]) < 1:
-        raise SetupError("--batch-size, --prompt-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")
+    if min([*args.batch_size, args.input_tokens, args.output_tokens - 2, args.max_num_batched_tokens]) < 1:
+        raise SetupError("--batch-size, --input-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")
     with tempfile.TemporaryDirectory() as directory:
-        if args.shape:
-            shapes = importlib.import_module("twostep.lab.bench.shapes").SHAPES
-            (Path(directory) / "config.json").write_text(json.dumps(shapes[args.shape]))
+        if args.model in SHAPES:
+            (Path(directory) / "config.json").write_text(json.dumps(SHAPES[args.model]))
             args.model, args.load_format = directory, "dummy"
         return _bench(args)
 
@@ -68,7 +72,7 @@ def _bench(args: argparse.Namespace) -> int:
     device: torch.device = devices.device_of(name)
     model = config_of(model_dir)
     longest_answer = 2 * args.output_tokens - 1 if args.batching else args.output_tokens
-    importlib.import_module("twostep.lab.bench.room").check_context(args.prompt_tokens, longest_answer, model.max_model_len)
+    importlib.import_module("twostep.lab.bench.room").check_context(args.input_tokens, longest_answer, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     # A model and its cache leave a GPU no memory to be measured in.
     limits = measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
@@ -82,7 +86,7 @@ def _bench(args: argparse.Namespace) -> int:
         device=name,
         load_format=args.load_format,
         block_size=args.block_size,
-        max_model_len=min(model.max_model_len, args.prompt_tokens + (2 if args.batching else 1) * args.output_tokens),
+        max_model_len=min(model.max_model_len, args.input_tokens + (2 if args.batching else 1) * args.output_tokens),
         max_num_seqs=max(args.batch_size),
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes or 0,
@@ -90,7 +94,7 @@ def _bench(args: argparse.Namespace) -> int:
     )
     runner = importlib.import_module("twostep.worker.model").load_model(config).runner
     scenarios = [
-        bench.Scenario(batch=batch, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, temperature=args.temperature)
+        bench.Scenario(batch=batch, prompt_tokens=args.input_tokens, output_tokens=args.output_tokens, temperature=args.temperature)
         for batch in args.batch_size
     ]
     if not args.batching:
@@ -120,7 +124,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _batchings(args: argparse.Namespace, runner: Runner) -> int:
     bench: Any = importlib.import_module("twostep.lab.bench.batching")
     load = bench.Load(
-        num_requests=args.requests, rate=args.rate, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, seed=0
+        num_requests=args.num_requests, rate=args.rate, prompt_tokens=args.input_tokens, output_tokens=args.output_tokens, seed=0
     )
     reports = []
     for batch in args.batch_size:
@@ -132,7 +136,7 @@ def _batchings(args: argparse.Namespace, runner: Runner) -> int:
             args.max_num_batched_tokens,
         )
         for name in args.batching:
-            rule = bench.Rule(batching=bench.Batching(name), batch=batch, timeout_s=args.batch_timeout_ms / 1e3)
+            rule = bench.Rule(batching=bench.Batching(name), batch=batch, timeout_s=_BATCH_TIMEOUT_S)
             result: BatchingResult = bench.run_load(runner, load, rule, args.max_num_batched_tokens)
             report = _plain_batching(result)
             reports.append(report)

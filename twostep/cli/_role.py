@@ -9,9 +9,10 @@ import json
 from twostep.errors import InvalidRequest, Unavailable
 from twostep.keys.secret import load_secret
 from twostep.rpc.call_signing import CallSigner, introduced
-from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2
 from twostep.rpc.worker_role import switch_role, who_is
+from twostep.settings.tls import TlsFiles
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,13 +29,13 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0.1 <= args.interval <= 3600:
-        raise InvalidRequest(f"--interval {args.interval:g}: give seconds from 0.1 to 3600")
+    if args.interval and not 0.1 <= args.interval <= 3600:
+        raise InvalidRequest(f"--interval {args.interval:g}: give seconds from 0.1 to 3600, or 0 for one table")
     targets = list(dict.fromkeys(targets_of(args.target)))
     if len(targets) > _MAX_ROUTERS:
         raise InvalidRequest(f"--target has {len(targets)} routers; give {_MAX_ROUTERS} at most")
     terminal = Terminal.of(sys.stdout, os.environ)
-    live = terminal.live and not args.once and not args.json
+    live = terminal.live and args.interval > 0 and not args.json
     timeout = min(_LOOK_S, args.timeout) if live else args.timeout
     with contextlib.ExitStack() as stack:
         clients = {target: stack.enter_context(client_of(args, target)) for target in targets}
@@ -96,7 +96,10 @@ def _draw(terminal: Terminal, looks: Sequence[Look]) -> None:
     lines = render(looks, size.columns, terminal.paint)
     room = max(1, size.lines - 1)
     if len(lines) > room:
-        lines = [*lines[: room - 1], clipped(f"… {len(lines) - room + 1} more lines: make the window higher, or use --once", size.columns)]
+        lines = [
+            *lines[: room - 1],
+            clipped(f"… {len(lines) - room + 1} more lines: make the window higher, or use --interval 0", size.columns),
+        ]
     foot = terminal.paint(clipped(f"{time.strftime('%H:%M:%S')}  q or Ctrl-C leaves", size.columns), "dim")
     lines += [""] * (room - len(lines)) + [foot]
     terminal.write(_HOME + "\n".join(line + _END_OF_LINE for line in lines) + _BELOW)
