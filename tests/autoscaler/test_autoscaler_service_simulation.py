@@ -17,7 +17,7 @@ from twostep.lab.simulation.hardware import hardware_of
 from twostep.lab.simulation.run import Setting
 from twostep.lab.simulation.tape import decision_lines
 from twostep.lab.simulation.traces import Curve, Loss, Trace, requests
-from twostep.settings.autoscaler import Pool
+from twostep.settings.autoscaler import PoolSettings
 
 # Up and down, from prompts to answers, and a worker lost, in ten minutes.
 TRACE = Trace(
@@ -33,7 +33,7 @@ TRACE = Trace(
 async def test_the_service_follows_a_trace_as_the_simulation_says(
     redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, clock = Pool(max_workers=12, cold_start=45.0), Clock(0.0)
+    pool, clock = PoolSettings(max_workers=12, cold_start=45.0), Clock(0.0)
     targets = {"target_ttft_ms": 500.0, "target_tpot_ms": 10.0}
     settings = config(redis_server.url, tmp_path, leader_lease=3600.0, stale_after=1000, prefill=pool, decode=pool, **targets)
     simulated = Setting(cluster=ClusterConfig(hardware=hardware_of("h200-llama-3.1-8b"), cold_start_s=45), policy=settings.policy())

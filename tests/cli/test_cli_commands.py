@@ -90,7 +90,8 @@ def test_nobody_there_and_wrong_usage() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("usage: twostep generate")
     assert done.stderr.endswith("twostep generate: error: unrecognized arguments: --router x\n")
-    assert "given as variables: TWOSTEP_SWAP_SPACE=4" in run("up", "--cpu-offload-gb", "4").stderr
+    assert "did you mean --swap-space" in run("up", "--swap-spce", "4").stderr
+    assert "give --prefill-max-workers" in run("up", "--max-prefill", "4").stderr
 
 
 def test_models(server: tuple[ScriptedInference, str]) -> None:
@@ -151,7 +152,7 @@ def test_up_refuses_what_cannot_be(tmp_path: Path, model_dir: Path) -> None:
     assert "is no model directory: it has no config.json" in done.stderr
     assert "neither a directory nor a known name" in run("up", "--model", str(tmp_path / "missing")).stderr
     assert "--prefill and --decode of 1 or more" in run("up", "--model", str(model_dir), "--decode", "0").stderr
-    assert "give 1 or more" in run("up", "--model", str(model_dir), "--tensor-parallel-size", "0").stderr
+    assert "--tensor-parallel-size" in run("up", "--model", str(model_dir), "--tensor-parallel-size", "0").stderr
     (model_dir / "config.json").write_text("{")
     assert "config.json cannot be read" in run("up", "--model", str(model_dir)).stderr
 

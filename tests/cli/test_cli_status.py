@@ -132,7 +132,7 @@ def test_nobody_there_and_bad_flags(server: tuple[ScriptedInference, str]) -> No
     assert done.returncode == 1
     assert "no server answers at 127.0.0.1:9; start one with `twostep up`" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "--interval 0: give seconds" in run("--interval", "0", "--target", server[1]).stderr
+    assert "--interval 0.01" in run("--interval", "0.01", "--target", server[1]).stderr
     assert "16 at most" in run("--target", ",".join(f"127.0.0.1:{port}" for port in range(1, 20))).stderr
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from twostep.autoscaler.model import PolicyConfig, PoolConfig
 from twostep.errors import InvalidRequest
-from twostep.settings.autoscaler import AutoscalerSettings, Pool
+from twostep.settings.autoscaler import AutoscalerSettings, PoolSettings
 from twostep.settings.reading import read_settings
 from twostep.settings.tls import TlsFiles
 
@@ -84,7 +84,7 @@ def parse_config(argv: Sequence[str] | None = None) -> AutoscalerConfig:
     )
 
 
-def _pool(pool: Pool) -> PoolConfig:
+def _pool(pool: PoolSettings) -> PoolConfig:
     return PoolConfig(
         min_workers=pool.min_workers,
         max_workers=pool.max_workers,

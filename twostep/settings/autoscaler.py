@@ -15,7 +15,7 @@ _TARGETS = {each.name: each for each in settings_of(RouterSettings) if each.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool(Settings):
+class PoolSettings(Settings):
     """What the Deployment of one role may have and costs. `price` is that of a GPU-hour, in any currency that both pools share."""
 
     min_workers: int = setting(1, "fewest pods of the {group} Deployment", Whole(0, 10_000))
@@ -42,8 +42,8 @@ class AutoscalerSettings(ServiceSettings):
     target_ttft_ms: float = setting(_TARGETS["target-ttft-ms"].default, _TARGETS["target-ttft-ms"].help, MILLISECONDS)
     target_tpot_ms: float = setting(_TARGETS["target-tpot-ms"].default, _TARGETS["target-tpot-ms"].help, MILLISECONDS)
     attainment: float = setting(0.95, "share of answers that are to keep the targets", SHARE)
-    prefill: Pool = group(Pool())
-    decode: Pool = group(Pool())
+    prefill: PoolSettings = group(PoolSettings())
+    decode: PoolSettings = group(PoolSettings())
     max_cost: float = setting(0.0, "most that all workers may cost an hour; 0: no bound", NOT_NEGATIVE)
     max_workers: int = setting(0, "most workers of both roles together; 0: no bound", Whole(0, 20_000))
     spare: int = setting(1, "workers that may be lost at once without a target missed", Whole(0, 10_000))
