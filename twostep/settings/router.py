@@ -47,6 +47,7 @@ class RouterSettings(TracedServiceSettings):
         "whether clients of this router need a certificate of --tls-ca; workers need one in any case",
         choices=("require", "none"),
     )
+    redis_start_timeout: float = setting(10.0, "how long to wait for Redis at start", SECONDS)
     drain_timeout: float = setting(30.0, "time for running requests to end after SIGTERM", SECONDS)
     placement_log: Path | None = setting(
         None,

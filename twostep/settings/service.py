@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from twostep.settings.readers import OPTIONAL_PORT, SECONDS
+from twostep.settings.readers import OPTIONAL_PORT
 from twostep.settings.table import Settings, group, setting
 from twostep.settings.tls import PLAINTEXT, TlsFiles
 
@@ -34,7 +34,6 @@ class ServiceSettings(LogSettings):
 
     redis_url: str = setting(DEFAULT_REDIS_URL, "where workers register", metavar="URL")
     secret_file: Path | None = setting(None, "deployment secret, the same file on every process", metavar="FILE")
-    redis_start_timeout: float = setting(10.0, "how long to wait for Redis at start", SECONDS)
     host: str = setting("0.0.0.0", "address to listen on")
     health_port: int | None = setting(None, "plaintext health-only port; the gRPC port + 1 if not given, -1 for none", OPTIONAL_PORT)
     metrics_port: int | None = setting(None, "plaintext HTTP, GET /metrics; the gRPC port + 2 if not given, -1 for none", OPTIONAL_PORT)
