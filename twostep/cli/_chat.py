@@ -31,7 +31,7 @@ _SPINNER = "|/-\\"
 
 def run(args: argparse.Namespace) -> int:
     terminal = Terminal.of(sys.stdout, os.environ)
-    session = Session(model=args.model, system=args.system, settings=sampling_of(args), show_reasoning=not args.hide_reasoning)
+    session = Session(model=args.model, system=args.system, settings=sampling_of(args))
     with client_of(args) as client:
         # Said now, not after the first question.
         names = [model.name for model in client.models(timeout=min(10.0, args.timeout))]

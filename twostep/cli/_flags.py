@@ -50,7 +50,6 @@ def parser() -> FlagParser:
     _sampling(chat)
     _urgency(chat, "interactive")
     chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
-    chat.add_argument("--hide-reasoning", action="store_true", help="do not show what the model thinks before it answers")
     chat.add_argument("--no-history", action="store_true", help="forget what was typed (else: $XDG_STATE_HOME/twostep/chat_history)")
 
     status = commands.add_parser(
@@ -170,6 +169,8 @@ def _bench_engine(command: FlagParser) -> None:
 def _role(command: FlagParser) -> None:
     command.add_argument("address", metavar="HOST:PORT", help="the worker's gRPC port")
     command.add_argument("role", nargs="?", choices=["prefill", "decode"], help="what it is to be")
+    command.add_argument("--force", action="store_true", help="even if it is the last one in its role")
+    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="a router, which knows whether others have its role")
     command.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="time for its running requests to end")
     command.flag("--secret-file", type=Path, metavar="FILE", help="the deployment's secret, without which no worker answers")
     _tls(command, "authority to check the worker by; switches TLS on")

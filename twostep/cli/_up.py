@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         if system.plan.scale is not None:
             say(to_come(system.plan.scale, options.num_workers))
         if options.num_prefill:
-            say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.secret_file}")
+            say(f"  {command} role HOST:PORT prefill|decode --secret-file {system.plan.secret_file}{target}")
         if admin := admin_url(options):
             say(f"Admin: {admin}")
             say(f"  {command} keys list --admin {admin} --secret-file {system.plan.secret_file}")

@@ -52,6 +52,7 @@ REMOVED_FLAGS: dict[str, str] = {
     "edge-ms": "give --preset FILE with it",
     "hand-over-gb-per-s": "give --preset FILE with it",
     "hand-over-ms": "give --preset FILE with it",
+    "hide-reasoning": "type /set reasoning hide",
     "json-object": 'give --json-schema \'{"type": "object"}\'',
     "long-share": f"{_CONSTANT}0.5",
     "max-in-flight": f"{_CONSTANT}10000",
