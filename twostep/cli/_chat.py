@@ -18,8 +18,7 @@ from twostep.cli import _input_history
 from twostep.cli._chat_session import Session, commands
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
-from twostep.cli._flow import Flow
-from twostep.cli._terminal import Terminal, harmless, unechoed
+from twostep.cli._terminal import Terminal, clipped, harmless, unechoed
 from twostep.client import Client, Generation, Piece, SamplingOptions
 from twostep.errors import InvalidRequest, TwostepError
 
@@ -113,32 +112,43 @@ class Chat:
 
     def _show(self, answer: Generation) -> tuple[bool, Pace]:
         """Streams the answer. Raises what it raises, at the beginning of a line."""
-        flow, pace, thinking = Flow(self._terminal), Pace(time.monotonic()), False
-        cancelled = False
+        pace, shown, cancelled = Pace(time.monotonic()), "", False
+        thinking = False
+
+        def show(text: str, *styles: str) -> None:
+            nonlocal shown
+            self._wait_line("" if shown else "\r")
+            shown = text or shown
+            self._terminal.write(self._terminal.paint(text, *styles))
+
         try:
             for piece in ticking(answer):
-                now = time.monotonic()
-                if piece is not None:
-                    pace.took(piece, now)
-                    if piece.reasoning and self._session.show_reasoning:
-                        if not thinking and not self._terminal.color:
-                            flow.write("(thinking) ")
-                        thinking = True
-                        flow.write(harmless(piece.reasoning), "dim")
-                    if piece.text:
-                        if thinking:
-                            flow.write("\n\n")
-                            thinking = False
-                        flow.write(harmless(piece.text))
-                flow.status(pace.line(now))
+                if piece is None:
+                    if not shown:
+                        self._wait_line(pace.line(time.monotonic()))
+                    continue
+                pace.took(piece, time.monotonic())
+                if piece.reasoning and self._session.show_reasoning:
+                    show(harmless(piece.reasoning if thinking or self._terminal.color else f"(thinking) {piece.reasoning}"), "dim")
+                    thinking = True
+                if piece.text:
+                    show(harmless(f"\n\n{piece.text}" if thinking else piece.text))
+                    thinking = False
         except KeyboardInterrupt:
             answer.cancel()
             cancelled = True
         finally:
-            flow.status("")
-            if flow.column:
+            if not shown:
+                self._wait_line("\r")
+            elif not shown.endswith("\n"):
                 self._terminal.write("\n")
         return cancelled, pace
+
+    def _wait_line(self, line: str) -> None:
+        """Shows on a live terminal that the answer has not begun; a carriage return alone takes the line away."""
+        if line and self._terminal.live:
+            text = clipped(line.strip("\r"), self._terminal.size().columns - 1)
+            self._terminal.write(f"\r\x1b[K{self._terminal.paint(text, 'dim')}")
 
     def _say(self, text: str, style: str) -> None:
         print(self._terminal.paint(text, style), file=sys.stderr if style == "red" else sys.stdout, flush=True)
@@ -166,13 +176,11 @@ class Pace:
         return (self.num_tokens - 1) / (now - self.first) if self.num_tokens > 1 and now > self.first else 0.0
 
     def line(self, now: float) -> str:
-        """The status line of now."""
+        """Returns what is shown until there is something to read."""
         sign = _SPINNER[int((now - self.started) / _TICK_S) % len(_SPINNER)]
         if not self.first:
             return f"{sign} waiting for the first token · {now - self.started:.1f} s · Ctrl-C cancels"
-        doing = "" if self.first_visible else "thinking · "
-        rate = f"{self.rate(now):.1f} tokens/s · " if self.num_tokens > 1 else ""
-        return f"{sign} {doing}{rate}{_tokens(self.num_tokens)} · first after {self.first - self.started:.2f} s"
+        return f"{sign} thinking · {_tokens(self.num_tokens)} · Ctrl-C cancels"
 
 
 def summary(answer: Generation, pace: Pace, *, cancelled: bool) -> str:

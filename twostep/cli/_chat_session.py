@@ -73,10 +73,9 @@ class Session:
 
         Not `strict`: what is no known command is a message, as it is best in a pipe."""
         word, _, rest = line.partition(" ")
-        command = getattr(self, f"_do_{word[1:]}", None) if _COMMAND.match(line) else None
-        if callable(command):
-            outcome: Outcome = command(rest.strip())
-            return outcome
+        command = _COMMANDS.get(word) if _COMMAND.match(line) else None
+        if command is not None:
+            return command(self, rest.strip())
         if strict and _COMMAND.match(line):
             raise InvalidRequest(f"there is no command {word}; /help lists them, and a message may begin with //")
         self.messages.append(Message("user", line[1:] if line.startswith("//") else line))
@@ -100,8 +99,6 @@ class Session:
 
     def _do_quit(self, _: str) -> Outcome:
         return Outcome(leave=True)
-
-    _do_exit = _do_quit
 
     def _do_new(self, _: str) -> Outcome:
         self.messages = []
@@ -176,9 +173,22 @@ class Session:
         return "\n".join(lines)
 
 
+_COMMANDS: dict[str, Callable[[Session, str], Outcome]] = {
+    "/exit": Session._do_quit,
+    "/help": Session._do_help,
+    "/load": Session._do_load,
+    "/new": Session._do_new,
+    "/quit": Session._do_quit,
+    "/retry": Session._do_retry,
+    "/save": Session._do_save,
+    "/set": Session._do_set,
+    "/system": Session._do_system,
+}
+
+
 def commands() -> list[str]:
-    """All of them, each with its slash."""
-    return sorted(f"/{name.removeprefix('_do_')}" for name in dir(Session) if name.startswith("_do_"))
+    """Returns all of them, each with its slash."""
+    return list(_COMMANDS)
 
 
 def _value(name: str, text: str) -> Any:
