@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Begun by a shell that keeps Ctrl-C from what it runs in the background; whoever has a terminal means it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if args.command in ("up", "demo"):
-            require_worker_extra(f"twostep {args.command}")
-        command = importlib.import_module(f"twostep.cli._{args.command}")
+        words = [args.command, args.kind] if args.command == "bench" else [args.command]
+        if words[-1] in ("up", "demo", "engine"):
+            require_worker_extra(f"twostep {' '.join(words)}")
+        command = importlib.import_module(f"twostep.cli._{'_'.join(words)}")
         status: int = command.run(args)
         sys.stdout.flush()
     except TwostepError as error:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import math
-from typing import Any
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve import lengths
@@ -85,14 +83,16 @@ def target_of(args: argparse.Namespace, targets: Targets) -> Target:
 def _openai_target(args: argparse.Namespace) -> Target:
     if importlib.util.find_spec("aiohttp") is None:
         raise SetupError("an http target needs aiohttp; pip install 'twostep[bench]'")
-    module: Any = importlib.import_module("twostep.lab.bench.serve.openai_target")
+    # Needs aiohttp.
+    from twostep.lab.bench.serve.openai_target import OpenAIOptions, OpenAITarget  # noqa: PLC0415
+
     try:
         extra = json.loads(args.extra_body or "{}")
     except ValueError as error:
         raise InvalidRequest(f"--extra-body is not JSON ({error}); give an object, as in '{{\"top_p\": 0.9}}'") from error
     if not isinstance(extra, dict):
         raise InvalidRequest("--extra-body is no JSON object; give one, as in '{\"top_p\": 0.9}'")
-    options = module.OpenAIOptions(
+    options = OpenAIOptions(
         url=args.target,
         api=args.api,
         model=args.model,
@@ -104,8 +104,7 @@ def _openai_target(args: argparse.Namespace) -> Target:
         extra_body=extra,
         max_model_len=args.max_model_len,
     )
-    target: Target = module.OpenAITarget(options)
-    return target
+    return OpenAITarget(options)
 
 
 async def load_of(args: argparse.Namespace, target: Target, served: Served) -> Load:

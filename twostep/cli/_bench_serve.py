@@ -85,7 +85,9 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
     if args.json:
         print(_document(args, served, points, judgement))
     if args.plots:
-        plots = importlib.import_module("twostep.lab.bench.serve.plots")
+        # Needs matplotlib.
+        from twostep.lab.bench.serve import plots  # noqa: PLC0415
+
         for path in plots.draw(points, best, judgement.targets, args.plots, title=served.model, attainment=judgement.attainment):
             print(f"drawn: {path}", file=sys.stderr)
     # A run in which nothing was answered has measured nothing.
