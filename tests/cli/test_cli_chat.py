@@ -16,6 +16,8 @@ from terminal_screen import Session
 
 from twostep.cli import _input_history
 
+# At terminals, with processes of their own: one of them is in the first tier.
+pytestmark = pytest.mark.system
 COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli", "chat"]
 
 
@@ -40,6 +42,7 @@ def say(terminal: Session, text: str) -> None:
 # ---- at a terminal --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_conversation(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
     servicer, _ = server
     with chat(server, tmp_path, "--system", "be brief") as terminal:
@@ -123,14 +126,6 @@ def test_waiting_is_shown(server: tuple[ScriptedInference, str], tmp_path: Path)
         terminal.expect("waiting for the first token · ")
         terminal.type("\x03")
         terminal.expect("[cancelled · 0 tokens]")
-
-
-def test_what_shows_the_waiting_goes_when_there_is_something_to_read(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
-    with chat(server, tmp_path, width=24) as terminal:
-        say(terminal, "later-2000\n")
-        terminal.expect("[3 tokens")
-        assert "waiting" in terminal.raw
-        assert "waiting" not in terminal.screen.text()
 
 
 def test_what_a_model_says_does_not_command_the_terminal(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import run
 from scripted_server import ScriptedInference, serving_in_thread
 from terminal_screen import Session
 
@@ -28,12 +29,6 @@ def server() -> Iterator[tuple[ScriptedInference, str]]:
     servicer = ScriptedInference()
     with serving_in_thread(servicer) as target:
         yield servicer, target
-
-
-def run(*words: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run([*COMMAND, *words], input=data, capture_output=True, timeout=DEADLINE_S, check=False, env={**os.environ, **env})
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 def test_generate(server: tuple[ScriptedInference, str]) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import commands
 import grpc
 import pytest
 
@@ -26,7 +24,6 @@ from twostep.keys.api_keys import system_key
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
-COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli", "role"]
 SECRET = b"sixteen bytes or more"
 
 
@@ -77,8 +74,7 @@ def secret(tmp_path: Path) -> str:
 
 def run(*words: str, **env: str) -> tuple[int, str, str]:
     """Status, output and errors. Without --force a router is asked, and there is none."""
-    environ = {**os.environ, "TWOSTEP_TARGET": "127.0.0.1:1", **env}
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, env=environ)
+    done = commands.run("role", *words, **{"TWOSTEP_TARGET": "127.0.0.1:1", **env})
     return done.returncode, done.stdout, done.stderr
 
 

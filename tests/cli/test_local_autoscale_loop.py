@@ -139,6 +139,7 @@ async def test_who_changes_its_role_is_told_as_who_comes_and_goes_is(loop: Loop)
     await loop.supervisor.stop()
 
 
+@pytest.mark.system
 async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that_grows(loop: Loop) -> None:
     await loop.supervisor.start()
     loop.script = "sys.exit(3)"
@@ -155,6 +156,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that
     await loop.supervisor.stop()
 
 
+@pytest.mark.system
 async def test_an_end_in_the_midst_of_scaling_leaves_nothing_and_cuts_no_drain_short(loop: Loop) -> None:
     """One worker drains, one is being started and never gets ready."""
     await loop.supervisor.start()

@@ -138,6 +138,7 @@ async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path
     await pod.stop()
 
 
+@pytest.mark.system
 async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str) -> None:
     first, (health,) = first_port_for(2), free_ports(1)
     flags = {"prefill": 0, "decode": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1"}
@@ -179,6 +180,7 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
         assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.system
 async def test_a_worker_that_cannot_start_ends_the_pod(tmp_path: Path, redis_url: str) -> None:
     first, (health,) = first_port_for(1), free_ports(1)
     flags = {"prefill": 0, "decode": 1, "gpus_per_worker": 0, "host": "127.0.0.1", "decode_flags": '{"block-size": 7}'}
