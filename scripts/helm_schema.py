@@ -15,7 +15,7 @@ from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.readers import Number, Whole
 from twostep.settings.removed import REMOVED
 from twostep.settings.router import RouterSettings
-from twostep.settings.table import Setting, Settings, settings_of
+from twostep.settings.table import SettingRow, Settings, settings_of
 from twostep.settings.worker import WorkerSettings
 
 _NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
@@ -190,7 +190,7 @@ def _flags(table: type[Settings]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": dict(sorted(properties.items()))}
 
 
-def _flag(each: Setting) -> dict[str, Any]:
+def _flag(each: SettingRow) -> dict[str, Any]:
     if each.switch:
         return {"type": "boolean"}
     if each.choices:

@@ -8,7 +8,7 @@ from helm_schema import SETTLED
 
 from twostep.settings.known import TABLES
 from twostep.settings.removed import REMOVED
-from twostep.settings.table import Setting, settings_of
+from twostep.settings.table import SettingRow, settings_of
 
 HEAD = """# Settings
 
@@ -45,7 +45,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _item(each: Setting, in_chart: bool) -> str:
+def _item(each: SettingRow, in_chart: bool) -> str:
     given = each.flag if each.switch else f"{each.flag} {'|'.join(filter(None, each.choices)) or each.metavar or each.kind}"
     default = f" ({each.default_text})" if each.default_text else ""
     star = " \\*" if in_chart and each.name in SETTLED else ""

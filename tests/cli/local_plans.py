@@ -9,7 +9,7 @@ from twostep.cli._flags import parser
 from twostep.cli._up import options_of
 from twostep.local.components import Components
 from twostep.local.options import LocalOptions
-from twostep.local.plan import Plan, make_plan
+from twostep.local.plan import LocalPlan, make_plan
 from twostep.local.probes import Probes
 from twostep.local.supervisor import Component
 
@@ -18,7 +18,7 @@ from twostep.local.supervisor import Component
 class Planned:
     """A plan, its components by name, and what was said meanwhile."""
 
-    plan: Plan
+    plan: LocalPlan
     components: dict[str, Component]
     said: list[str]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from twostep.cli import _input_history
-from twostep.cli._chat import Pace, read_message
-from twostep.cli._chat_session import Session as ChatSession
+from twostep.cli._chat import AnswerSpeed, read_message
+from twostep.cli._chat_session import Conversation as ChatSession
 from twostep.cli._chat_session import commands
 from twostep.cli._terminal import clipped, harmless, width_of
 from twostep.client import Message, Piece
@@ -36,7 +36,7 @@ def test_messages_of_several_lines() -> None:
 
 
 def test_the_pace() -> None:
-    pace = Pace(10.0)
+    pace = AnswerSpeed(10.0)
     assert "waiting for the first token · 0.5 s" in pace.line(10.5)
     pace.took(Piece("", (1, 2), reasoning="hm"), 11.0)
     assert "thinking · 2 tokens" in pace.line(11.5)

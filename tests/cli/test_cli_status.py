@@ -17,7 +17,7 @@ from scripted_server import ScriptedInference, serving_in_thread, some_cluster
 from terminal_screen import Session
 
 from twostep.cli import _status, main
-from twostep.cli._status_table import Look, amount, duration, instant, percent, render
+from twostep.cli._status_table import RouterReply, amount, duration, instant, percent, render
 from twostep.cli._terminal import Terminal, width_of
 from twostep.client._status import cluster_status
 from twostep.rpc.v1 import status_pb2 as pb
@@ -153,15 +153,17 @@ def test_no_workers_yet_and_workers_of_one_role() -> None:
     cluster = some_cluster()
     del cluster.workers[:]
     cluster.ready = False
-    lines = render([Look("a:1", status=cluster_status(cluster))], 80, plain)
+    lines = render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
     assert lines[0].endswith("not ready")
     assert "No worker has registered" in lines[-1]
     cluster = some_cluster()
     del cluster.workers[0]
-    shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    shown = "\n".join(render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain))
     assert "prefill: no workers; decode workers compute prompts themselves\n\ndecode: 1 of 2 ready" in shown
     cluster.workers[0].local_prefill = False
-    assert "prefill: no workers, and nothing is served" in "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    assert "prefill: no workers, and nothing is served" in "\n".join(
+        render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
+    )
 
 
 def test_workers_that_get_no_request_are_named_with_why() -> None:
@@ -169,7 +171,7 @@ def test_workers_that_get_no_request_are_named_with_why() -> None:
     cluster.workers[0].not_ready_reason = "no KV transport works (--kv-transfer ray): ray: Ray does not answer at h:1"
     cluster.refused.add(worker_id="decode-9", role="decode", version="0.3.0", reason="it runs version 0.3.0; upgrade \x1b[31mthe router")
     cluster.refused.add(worker_id="odd", reason="not a worker record of this version")
-    lines = render([Look("a:1", status=cluster_status(cluster))], 70, plain)
+    lines = render([RouterReply("a:1", status=cluster_status(cluster))], 70, plain)
     shown = " ".join("".join(lines).split())
     assert "prefill: 0 of 1 ready" in lines
     assert any(line.split()[:3] == ["prefill-0", "no", "use"] for line in lines)
@@ -201,7 +203,7 @@ def decided(*decisions: pb.Scaling, width: int = 80, paint: Any = plain) -> list
     for number, scaling in enumerate(decisions):
         cluster = some_cluster()
         cluster.scaling.CopyFrom(scaling)
-        looks.append(Look(f"{number}:1", status=cluster_status(cluster)))
+        looks.append(RouterReply(f"{number}:1", status=cluster_status(cluster)))
     lines = render(looks, width, paint)
     at = next(number for number, line in enumerate(lines) if "autoscaler: " in line)
     assert lines[at - 1] == ""
@@ -209,7 +211,7 @@ def decided(*decisions: pb.Scaling, width: int = 80, paint: Any = plain) -> list
 
 
 def test_what_the_autoscaler_wants_and_why() -> None:
-    assert "autoscaler" not in "\n".join(render([Look("a:1", status=cluster_status(some_cluster()))], 80, plain))
+    assert "autoscaler" not in "\n".join(render([RouterReply("a:1", status=cluster_status(some_cluster()))], 80, plain))
     assert decided(some_decision()) == [
         "autoscaler: prefill 1 of 2, decode 3 of 3 workers; 8 s ago, by autoscaler-0",
         "2.43 requests/s need 1 + 2; 4 with reserve",
@@ -248,7 +250,7 @@ def test_an_autoscaler_that_decides_no_more_stands_out() -> None:
 
 def test_failures_and_what_was_not_observed() -> None:
     cluster = pb.ClusterStatus(model="m", router_id="r", load=pb.RouterLoad(failures_per_s=2.5, window_s=60))
-    shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    shown = "\n".join(render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain))
     assert "0 running, 0 waiting; 0/s, 2.5/s failed" in shown
     assert "load –   targets kept –" in shown
     assert shown.count("–") == 2 + 12, "no percentile was observed"
@@ -280,7 +282,7 @@ def clusters(draw: Any) -> pb.ClusterStatus:
 @settings(max_examples=40)
 @given(clusters(), st.integers(40, 200), st.text("ab 日\n\x1b", max_size=300))
 def test_no_line_is_wider_than_the_terminal(cluster: pb.ClusterStatus, width: int, error: str) -> None:
-    lines = render([Look("a:1", status=cluster_status(cluster)), Look("b:1", error=error)], width, plain)
+    lines = render([RouterReply("a:1", status=cluster_status(cluster)), RouterReply("b:1", error=error)], width, plain)
     assert max(map(width_of, lines)) <= width
     assert not any(char in line for line in lines for char in "\x1b\n\r")
 

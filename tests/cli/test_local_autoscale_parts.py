@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from local_plans import planned, told
 
 from twostep.cli._up import admin_url, to_come
-from twostep.local.capacity import Machine, Need, need_of, room_for, this_machine
-from twostep.local.scaling import ROLES, Bounds, Changes, Running, Scale, changes
+from twostep.local.capacity import HostResources, WorkerResources, need_of, room_for, this_machine
+from twostep.local.scaling import ROLES, Bounds, Changes, RunningWorker, Scale, changes
 from twostep.process.free_memory import Free
 
 GIB = 1 << 30
@@ -23,15 +23,15 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("machine", "need", "room"),
     [
-        (Machine(cores=16, memory_bytes=60 * GIB), Need(memory_bytes=3 * GIB), (16, "cores")),
-        (Machine(cores=16, memory_bytes=60 * GIB), Need(memory_bytes=20 * GIB), (3, "memory")),
-        (Machine(cores=2, memory_bytes=60 * GIB, num_gpus=4), Need(memory_bytes=3 * GIB, num_gpus=2), (2, "GPUs")),
-        (Machine(cores=2, memory_bytes=9 * GIB, num_gpus=8), Need(memory_bytes=3 * GIB, num_gpus=1), (3, "memory")),
-        (Machine(cores=1, memory_bytes=1), Need(memory_bytes=GIB), (1, "memory")),
-        (Machine(cores=2, memory_bytes=60 * GIB), Need(memory_bytes=1, workers_per_core=8), (16, "cores")),
+        (HostResources(cores=16, memory_bytes=60 * GIB), WorkerResources(memory_bytes=3 * GIB), (16, "cores")),
+        (HostResources(cores=16, memory_bytes=60 * GIB), WorkerResources(memory_bytes=20 * GIB), (3, "memory")),
+        (HostResources(cores=2, memory_bytes=60 * GIB, num_gpus=4), WorkerResources(memory_bytes=3 * GIB, num_gpus=2), (2, "GPUs")),
+        (HostResources(cores=2, memory_bytes=9 * GIB, num_gpus=8), WorkerResources(memory_bytes=3 * GIB, num_gpus=1), (3, "memory")),
+        (HostResources(cores=1, memory_bytes=1), WorkerResources(memory_bytes=GIB), (1, "memory")),
+        (HostResources(cores=2, memory_bytes=60 * GIB), WorkerResources(memory_bytes=1, workers_per_core=8), (16, "cores")),
     ],
 )
-def test_room(machine: Machine, need: Need, room: tuple[int, str]) -> None:
+def test_room(machine: HostResources, need: WorkerResources, room: tuple[int, str]) -> None:
     found = room_for(machine, need)
     assert (found.num_workers, found.limit) == room
 
@@ -63,9 +63,9 @@ def scale(total: int = 8, *, most: int = 4) -> Scale:
     return Scale(prefill=Bounds(least=1, most=most), decode=Bounds(least=1, most=most), total=total)
 
 
-def fleet(num_prefill: int, num_decode: int, retiring: tuple[str, ...] = ()) -> list[Running]:
+def fleet(num_prefill: int, num_decode: int, retiring: tuple[str, ...] = ()) -> list[RunningWorker]:
     names = [f"prefill-{n}" for n in range(num_prefill)] + [f"decode-{n}" for n in range(num_decode)]
-    return [Running(worker_id=n, owner=n.partition("-")[0], number=i, retiring=n in retiring) for i, n in enumerate(names)]
+    return [RunningWorker(worker_id=n, owner=n.partition("-")[0], number=i, retiring=n in retiring) for i, n in enumerate(names)]
 
 
 def test_victims_go_first_then_the_youngest() -> None:
@@ -98,7 +98,7 @@ def test_bounds_hold_whatever_is_asked(
     owners: list[tuple[str, bool]], wanted: dict[str, int], more: int, most: int, data: st.DataObject
 ) -> None:
     """And look after look it comes to what is wanted, or to as many as there may be."""
-    there = [Running(worker_id=f"w{n}", owner=role, number=n, retiring=gone) for n, (role, gone) in enumerate(owners)]
+    there = [RunningWorker(worker_id=f"w{n}", owner=role, number=n, retiring=gone) for n, (role, gone) in enumerate(owners)]
     victims = data.draw(st.permutations([worker.worker_id for worker in there]))
     bounds = scale(len(owners) + more, most=most)
     target = {role: bounds.of(role).clamp(wanted[role]) for role in ROLES}
@@ -114,7 +114,7 @@ def test_bounds_hold_whatever_is_asked(
         assert set(todo.retire) <= {w.worker_id for w in there if not w.retiring}
         # By the next look, who drains is gone.
         there = [w for w in there if not w.retiring and w.worker_id not in todo.retire]
-        there += [Running(worker_id=f"n{n}", owner=role, number=n) for role, n in zip(todo.start, numbers, strict=False)]
+        there += [RunningWorker(worker_id=f"n{n}", owner=role, number=n) for role, n in zip(todo.start, numbers, strict=False)]
     counts = {role: sum(w.owner == role for w in there) for role in ROLES}
     assert counts == target or sum(counts.values()) == bounds.total
 

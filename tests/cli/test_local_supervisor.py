@@ -21,7 +21,7 @@ from twostep.errors import SetupError
 from twostep.local import ports
 from twostep.local.ports import check_free, free_ports
 from twostep.local.process import Process
-from twostep.local.report import LogFollower, Report
+from twostep.local.report import LogFollower, ProgressLines
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
 from twostep.process.ending import how_it_ended, oom_kills
 
@@ -350,7 +350,7 @@ def test_ports_of_a_living_process_are_given_to_no_other(monkeypatch: pytest.Mon
 
 def test_report_and_followed_logs(tmp_path: Path) -> None:
     lines: list[str] = []
-    report = Report(lines.append)
+    report = ProgressLines(lines.append)
     report.starting("ray")
     report.ready("ray", 4.25)
     report.died("ray", "exited with status 3", 0.5)

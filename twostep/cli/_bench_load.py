@@ -39,7 +39,7 @@ _AT_LEAST_0 = (*("warmup", "think_time", "spread", "max_model_len", "vocab_size"
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """What can be told before anything is connected to. Raises InvalidRequest."""
+    """Checks what can be told before anything is connected to. Raises InvalidRequest."""
     for names, least in ((_ABOVE_0, "above 0"), (_AT_LEAST_0, "of 0 or more")):
         for name in names:
             value = getattr(args, name)

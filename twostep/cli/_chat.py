@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from twostep.cli import _input_history
-from twostep.cli._chat_session import Session, commands
+from twostep.cli._chat_session import Conversation, commands
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
 from twostep.cli._terminal import Terminal, clipped, harmless, unechoed
@@ -30,24 +30,24 @@ _SPINNER = "|/-\\"
 
 def run(args: argparse.Namespace) -> int:
     terminal = Terminal.of(sys.stdout, os.environ)
-    session = Session(model=args.model, system=args.system, settings=sampling_of(args))
+    session = Conversation(model=args.model, system=args.system, settings=sampling_of(args))
     with client_of(args) as client:
         # Said now, not after the first question.
         names = [model.name for model in client.models(timeout=min(10.0, args.timeout))]
-        chat = Chat(client, session, terminal, urgency=dict(urgency_of(args)), migrate=not args.no_migrate)
+        chat = ChatLoop(client, session, terminal, urgency=dict(urgency_of(args)), migrate=not args.no_migrate)
         if not sys.stdin.isatty():
             return chat.through_pipe(sys.stdin)
         print(terminal.paint(f"{args.model or ', '.join(names) or 'no model yet'} at {args.target}", "bold"))
         print(terminal.paint("/help lists the commands, Ctrl-C cancels an answer, Ctrl-D leaves.", "dim"))
         history = None if args.no_history else _input_history.default_path(os.environ)
-        with Prompt(terminal, history) as prompt:
+        with MessagePrompt(terminal, history) as prompt:
             return chat.at_terminal(prompt.message)
 
 
-class Chat:
+class ChatLoop:
     """Turns until the input ends. At a terminal an error ends the turn, in a pipe the conversation."""
 
-    def __init__(self, client: Client, session: Session, terminal: Terminal, *, urgency: dict[str, Any], migrate: bool) -> None:
+    def __init__(self, client: Client, session: Conversation, terminal: Terminal, *, urgency: dict[str, Any], migrate: bool) -> None:
         self._client, self._session, self._terminal = client, session, terminal
         self._options = {"migrate": migrate, **urgency}
 
@@ -110,9 +110,9 @@ class Chat:
         sampling = cast(SamplingOptions, self._session.settings)
         return self._client.chat(self._session.conversation(), model=self._session.model, **self._options, **sampling)
 
-    def _show(self, answer: Generation) -> tuple[bool, Pace]:
+    def _show(self, answer: Generation) -> tuple[bool, AnswerSpeed]:
         """Streams the answer. Raises what it raises, at the beginning of a line."""
-        pace, shown, cancelled = Pace(time.monotonic()), "", False
+        pace, shown, cancelled = AnswerSpeed(time.monotonic()), "", False
         thinking = False
 
         def show(text: str, *styles: str) -> None:
@@ -155,7 +155,7 @@ class Chat:
 
 
 @dataclass(slots=True)
-class Pace:
+class AnswerSpeed:
     """How fast an answer comes, as this terminal sees it. Instants are time.monotonic() seconds."""
 
     started: float
@@ -183,8 +183,8 @@ class Pace:
         return f"{sign} thinking · {_tokens(self.num_tokens)} · Ctrl-C cancels"
 
 
-def summary(answer: Generation, pace: Pace, *, cancelled: bool) -> str:
-    """What stays under an answer."""
+def summary(answer: Generation, pace: AnswerSpeed, *, cancelled: bool) -> str:
+    """Returns the line that stays under an answer."""
     parts = ["cancelled"] if cancelled else []
     parts.append(_tokens(pace.num_tokens))
     if pace.rate(pace.last):
@@ -243,7 +243,7 @@ def ticking(answer: Generation) -> Iterator[Piece | None]:
         reader.join()
 
 
-class Prompt:
+class MessagePrompt:
     """Asks for messages, with line editing, a history, and commands that complete. A context: leaving it writes the history."""
 
     def __init__(self, terminal: Terminal, history: Path | None) -> None:
@@ -259,7 +259,7 @@ class Prompt:
         except ImportError:
             self._readline = None
 
-    def __enter__(self) -> Prompt:
+    def __enter__(self) -> MessagePrompt:
         readline = self._readline
         if readline is not None:
             readline.set_auto_history(False)

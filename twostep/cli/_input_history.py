@@ -1,4 +1,4 @@
-"""What was typed at a prompt, kept from one session to the next: a file of JSON strings, one a line, readable by its owner alone.
+"""Keeps what was typed at a prompt from one session to the next: a file of JSON strings, one a line, readable by its owner alone.
 
 readline's own file would do but for messages of several lines, which it gives back as several."""
 

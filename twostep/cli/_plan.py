@@ -104,7 +104,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _preset(args: argparse.Namespace) -> Preset:
-    """What is known of the machine, with what the flags say instead."""
+    """Returns what is known of the machine, with what the flags say instead."""
     if sum(map(bool, (args.curve, args.redis_url))) > 1:
         raise InvalidRequest("--curve and --redis-url both say how long steps take: give one of them")
     if args.preset:
@@ -149,7 +149,7 @@ def _registered(url: str) -> list[WorkerRecord]:
 
 
 class _Progress:
-    """What was tried last, on stderr, once it takes long: in place on a terminal, else a line now and then."""
+    """Shows what was tried last, on stderr, once it takes long: in place on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
         self._last = time.monotonic() + _QUIET_S - _LINE_EVERY_S

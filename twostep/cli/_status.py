@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from twostep.cli._connect import client_of, targets_of
-from twostep.cli._status_table import Look, render
+from twostep.cli._status_table import RouterReply, render
 from twostep.cli._terminal import Terminal, clipped
 from twostep.client import Client
 from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         clients = {target: stack.enter_context(client_of(args, target)) for target in targets}
         pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
 
-        def look(seconds: float = timeout) -> list[Look]:
+        def look(seconds: float = timeout) -> list[RouterReply]:
             return list(pool.map(lambda target: _look(target, clients[target], seconds), targets))
 
         # The first look fails as a command does, in one line, and like one not before its own time-out.
@@ -60,25 +60,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _look(target: str, client: Client, timeout: float) -> Look:
+def _look(target: str, client: Client, timeout: float) -> RouterReply:
     try:
-        return Look(target, status=client.status(timeout=timeout))
+        return RouterReply(target, status=client.status(timeout=timeout))
     except TwostepError as error:
-        return Look(target, error=error.message, cause=error)
+        return RouterReply(target, error=error.message, cause=error)
 
 
-def _error(looks: Sequence[Look]) -> TwostepError:
-    """Of the kind that the first router raised."""
+def _error(looks: Sequence[RouterReply]) -> TwostepError:
+    """Returns an error of the kind that the first router raised."""
     kind = type(looks[0].cause) if looks[0].cause is not None else TwostepError
     return kind("; ".join(f"{look.target}: {look.error}" if look.target not in look.error else look.error for look in looks))
 
 
-def _plain(look: Look) -> dict[str, Any]:
+def _plain(look: RouterReply) -> dict[str, Any]:
     said = {"target": look.target}
     return said | ({"error": look.error} if look.status is None else dataclasses.asdict(look.status))
 
 
-def _follow(terminal: Terminal, looks: list[Look], look: Callable[[], list[Look]], interval_s: float) -> list[Look]:
+def _follow(terminal: Terminal, looks: list[RouterReply], look: Callable[[], list[RouterReply]], interval_s: float) -> list[RouterReply]:
     """Draws until Ctrl-C or q; returns what was seen last. A router that is gone meanwhile is shown with why."""
     with _screen(terminal), _keys() as pressed:
         try:
@@ -91,7 +91,7 @@ def _follow(terminal: Terminal, looks: list[Look], look: Callable[[], list[Look]
             return looks
 
 
-def _draw(terminal: Terminal, looks: Sequence[Look]) -> None:
+def _draw(terminal: Terminal, looks: Sequence[RouterReply]) -> None:
     size = terminal.size()
     lines = render(looks, size.columns, terminal.paint)
     room = max(1, size.lines - 1)

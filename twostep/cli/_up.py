@@ -35,7 +35,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
 
 
 def to_come(scale: Scale, num_workers: int) -> str:
-    """What an autoscaler may make of the workers that start: no more than the machine has room for."""
+    """Says what an autoscaler may make of the workers that start: no more than the machine has room for."""
     more, fewer = scale.total > num_workers, scale.prefill.least + scale.decode.least < num_workers
     if more:
         return f"{'More or fewer' if fewer else 'More'} of them as the load asks for it."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from twostep.local import redis_server
 from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, RAY_HOST, LocalWorker, Plan
+from twostep.local.plan import LOOPBACK, RAY_HOST, LocalPlan, LocalWorker
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes, ray_up
 from twostep.local.scaling import ROLES, Scale
@@ -31,9 +31,9 @@ def write_secret(path: Path) -> None:
 
 
 class Components:
-    """Of one plan. `all` also makes what the processes find in the run directory."""
+    """Makes the components of one plan. `all` also makes what the processes find in the run directory."""
 
-    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], probes: Probes) -> None:
+    def __init__(self, options: LocalOptions, plan: LocalPlan, *, environ: Mapping[str, str], probes: Probes) -> None:
         self._options = options
         self._plan = plan
         self._environ = environ
@@ -82,7 +82,7 @@ class Components:
         )
 
     def worker(self, worker: LocalWorker) -> Component:
-        """Of the start, or one more."""
+        """Returns the component of a worker, of the start or one more."""
         options, most = self._options, len(self._plan.places)
         threads = str(options.threads_of_each(most))
         flags = [*self._shared(), "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]

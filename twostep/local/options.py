@@ -1,4 +1,4 @@
-"""What a local system consists of."""
+"""Options of a local system."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class LocalOptions(UpSettings):
         return max(_LEAST_STORE_BYTES, min(wanted, shared.f_bavail * shared.f_frsize // 2))
 
     def budget_bytes(self, num_workers: int) -> int:
-        """What each of so many workers may keep published while it has the prefill role, which all but one may come to have: their shares
-        leave room for what is being copied."""
+        """Returns the bytes that each of so many workers may keep published while it has the prefill role, which all but one may come to
+        have: their shares leave room for what is being copied."""
         return self.store_bytes * 7 // 10 // max(1, num_workers - 1)
 
     def threads_of_each(self, num_workers: int) -> int:

@@ -62,7 +62,7 @@ class LocalWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LocalPlan:
     """Where everything of one system is."""
 
     model_dir: Path
@@ -101,7 +101,7 @@ class Plan:
         return self.run_dir / "ray"
 
 
-def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callable[[str], None]) -> Plan:
+def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callable[[str], None]) -> LocalPlan:
     """Checks what can be known before anything starts. Fetches and converts a model given by name. Blocks; raises SetupError."""
     if options.worker.runner == "model":
         # Before a model is fetched for nothing.
@@ -128,7 +128,7 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     workers = tuple(LocalWorker.new(name, role, gpu) for name, (role, _), gpu in zip(names, roles, places, strict=False))
     ray_port = next(ports)
     run_dir = _make_run_dir()
-    return Plan(
+    return LocalPlan(
         model_dir=model_dir,
         model_name=options.worker.served_model_name or (options.model if not Path(options.model).is_dir() else model_dir.name),
         run_dir=run_dir,

@@ -32,6 +32,7 @@ from twostep.process.log import setup_logging
 from twostep.rpc.health import READINESS, HealthBoard
 from twostep.rpc.server import health_server
 from twostep.settings.pod import PodSettings
+from twostep.settings.reading import CONFIG_VARIABLE
 
 log = logging.getLogger("twostep.local.pod")
 
@@ -52,7 +53,8 @@ class Pod:
         self.board = HealthBoard()
         # Of those that have been ready in their present life: when they last said that they are live.
         self._last_live: dict[str, float] = {}
-        env = {**environ, "PYTHONUNBUFFERED": "1"}
+        # The file of --config has this process' settings, not the workers'.
+        env = {name: value for name, value in environ.items() if name != CONFIG_VARIABLE} | {"PYTHONUNBUFFERED": "1"}
         components = [self._component(worker, env) for worker in self._workers.values()]
         self.supervisor = Supervisor(components, run_dir=run_dir, observer=self, log_files=False)
 

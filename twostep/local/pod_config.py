@@ -1,4 +1,4 @@
-"""What the workers of one pod are (twostep.local.pod): how many, and where each is.
+"""Settles the workers of one pod (twostep.local.pod): how many, and where each is.
 
 worker i, prefill first:   gRPC first + 10 i   health + 1   metrics + 2   GPUs from i * gpus per worker
 """

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from twostep.errors import SetupError
 from twostep.local.options import LocalOptions
 from twostep.local.plan import make_plan
-from twostep.local.report import LogFollower, Report
+from twostep.local.report import LogFollower, ProgressLines
 from twostep.local.system import LocalSystem
 
 INTERRUPTED = 130
@@ -23,7 +23,7 @@ def run_system(
 
     The first SIGINT or SIGTERM cancels the start or the work, and drains; the second kills what is left.
     """
-    report = Report(write)
+    report = ProgressLines(write)
     where = make_plan(options, environ=environ, progress=report.line)
     try:
         system = LocalSystem(options, where, environ=environ, observer=report)

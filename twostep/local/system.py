@@ -24,10 +24,10 @@ from twostep.local import redis_server
 from twostep.local.autoscale import LocalAutoscale
 from twostep.local.components import Components, write_secret
 from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, LocalWorker, Plan
+from twostep.local.plan import LOOPBACK, LocalPlan, LocalWorker
 from twostep.local.ports import check_reachable
 from twostep.local.probes import Probes
-from twostep.local.report import Report
+from twostep.local.report import ProgressLines
 from twostep.local.scaler import ScalerClient
 from twostep.local.scaling import Scale
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
@@ -36,9 +36,9 @@ _POLL_S = 0.1
 
 
 class LocalSystem:
-    """The processes of one Plan. start(), then wait() or use it, then stop() in any case."""
+    """The processes of one LocalPlan. start(), then wait() or use it, then stop() in any case."""
 
-    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], observer: Report) -> None:
+    def __init__(self, options: LocalOptions, plan: LocalPlan, *, environ: Mapping[str, str], observer: ProgressLines) -> None:
         self.plan = plan
         self._options = options
         self._probes = Probes()
@@ -67,7 +67,7 @@ class LocalSystem:
 
     @property
     def open_door(self) -> str:
-        """What to say of a router that lets everybody in; empty if it does not."""
+        """Returns a warning of a router that lets everybody in; empty if it does not."""
         return open_door(
             self._options.host,
             {"gRPC": self.plan.port, "HTTP": self.plan.http_port},
@@ -134,7 +134,7 @@ class LocalSystem:
         self._failed = False
 
     async def held(self) -> dict[str, str]:
-        """What each worker still holds; workers that hold nothing are left out."""
+        """Returns what each worker still holds; workers that hold nothing are left out."""
         states = {worker.worker_id: await self._probes.worker(worker.address, self._secret) for worker in self.plan.workers}
         return {name: "does not answer" if state is None else state.held for name, state in states.items() if state is None or state.held}
 
@@ -167,7 +167,7 @@ class LocalSystem:
         )
 
     async def _missing(self, client: AsyncClient) -> str:
-        """What keeps the system from serving; empty if nothing does."""
+        """Returns what keeps the system from serving; empty if nothing does."""
         try:
             models = await client.models(timeout=2)
         except TwostepError as error:
@@ -185,7 +185,7 @@ class LocalSystem:
         return ""
 
     def _key(self) -> str | None:
-        """What this process shows the router, if it wants a key of everybody: its own way to them may be another variable."""
+        """Returns the key that this process shows the router, if that wants one of everybody."""
         if not self._options.asks_for_keys:
             return None
         return system_key(self._secret)

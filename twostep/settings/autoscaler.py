@@ -16,7 +16,7 @@ _TARGETS = {each.name: each for each in settings_of(RouterSettings) if each.name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings(Settings):
-    """What the Deployment of one role may have and costs. `price` is that of a GPU-hour, in any currency that both pools share."""
+    """Says what the Deployment of one role may have and costs. `price` is that of a GPU-hour, in any currency that both pools share."""
 
     min_workers: int = setting(1, "fewest pods of the {group} Deployment", Whole(0, 10_000))
     max_workers: int = setting(8, "most of them", Whole(1, 10_000))
@@ -27,7 +27,7 @@ class PoolSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerSettings(ServiceSettings):
-    """What an autoscaler may be told; times in seconds. 0: there is no such bound."""
+    """Holds what an autoscaler may be told; times in seconds. 0: there is no such bound."""
 
     autoscaler_id: str = setting("", "unique name of this replica; drawn at start if not given")
     port: int = setting(DEFAULT_PORT, "gRPC port that KEDA asks, 0 for any free one", PORT)

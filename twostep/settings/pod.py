@@ -13,7 +13,7 @@ _MOST_WORKERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSettings(LogSettings):
-    """What it may be told; times in seconds. Everything else in its environment is the workers'."""
+    """Holds what it may be told; times in seconds. Everything else in its environment is the workers'."""
 
     prefill: int = setting(1, "prefill workers", Whole(0, _MOST_WORKERS))
     decode: int = setting(1, "decode workers", Whole(1, _MOST_WORKERS))

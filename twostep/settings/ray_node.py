@@ -15,7 +15,7 @@ MIN_OBJECT_STORE_BYTES = 75 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNodeSettings(LogSettings):
-    """What a node may be told. `ray_address` is the GCS's: of a head, where it listens. `log_json` is not of Ray's own lines."""
+    """Holds what a node may be told. `ray_address` is the GCS's: of a head, where it listens. `log_json` is not of Ray's own lines."""
 
     ray_head: bool = setting(False, "this node is the head: the GCS runs here")
     ray_address: str = setting(

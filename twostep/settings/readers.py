@@ -1,4 +1,4 @@
-"""What settings take: each reader turns a text into a value, or says what to give instead.
+"""Readers of settings: each turns a text into a value, or says what to give instead.
 
 `Whole` and `Number` also tell the chart's schema their bounds.
 """

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from twostep.errors import SetupError
 from twostep.settings.removed import REMOVED, REMOVED_FLAGS
-from twostep.settings.table import Setting, Settings, settings_of, switched, table_of, variable_of
+from twostep.settings.table import SettingRow, Settings, settings_of, switched, table_of, variable_of
 
 TableT = TypeVar("TableT", bound=Settings)
 
@@ -115,7 +115,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, settings: Iterable[Setting]) -> None:
+def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, settings: Iterable[SettingRow]) -> None:
     """Adds a flag for each; whatever is given stays a text, and what is not given leaves no attribute behind."""
     for each in settings:
         default = f" (default: {each.default_text})" if each.default_text else ""
@@ -128,7 +128,7 @@ def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, setting
         parser.add_argument(each.flag, *each.aliases, **options)
 
 
-def gather(settings: Iterable[Setting], args: Mapping[str, Any], environ: Mapping[str, str]) -> Texts:
+def gather(settings: Iterable[SettingRow], args: Mapping[str, Any], environ: Mapping[str, str]) -> Texts:
     """Returns the texts that flags, variables and the file of --config give. Raises SetupError for a key of the file that is no setting and
     for a variable that was removed, and warns of variables that no process knows."""
     settings = tuple(settings)
@@ -162,7 +162,7 @@ def build(table: type[TableT], texts: Mapping[str, Given], defaults: Mapping[str
     return found
 
 
-def _of_file(path: Path, settings: Sequence[Setting]) -> Texts:
+def _of_file(path: Path, settings: Sequence[SettingRow]) -> Texts:
     """Raises SetupError."""
     try:
         # Not part of the base install, whose commands have no --config.

@@ -30,7 +30,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings(TracedServiceSettings):
-    """What a router may be told; times in seconds."""
+    """Holds what a router may be told; times in seconds."""
 
     model: Path = setting(Required, "model directory: tokenizer.json, config.json; weights are not read", metavar="DIR")
     served_model_name: str = setting("", "name clients ask for; the directory's name if not given")

@@ -22,7 +22,7 @@ DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings(Settings):
-    """What every process may be told of its log."""
+    """Holds what every process may be told of its log."""
 
     log_level: str = setting("info", "least severe level that is logged", choices=LOG_LEVELS)
     log_json: bool = setting(False, "one JSON object a line")
@@ -30,7 +30,7 @@ class LogSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings(LogSettings):
-    """What routers, workers and autoscalers may be told. A port of None is the gRPC port + 1 or + 2."""
+    """Holds what routers, workers and autoscalers may be told. A port of None is the gRPC port + 1 or + 2."""
 
     redis_url: str = setting(DEFAULT_REDIS_URL, "where workers register", metavar="URL")
     secret_file: Path | None = setting(None, "deployment secret, the same file on every process", metavar="FILE")
@@ -42,7 +42,7 @@ class ServiceSettings(LogSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedServiceSettings(ServiceSettings):
-    """What routers and workers may be told: they have spans to send."""
+    """Holds what routers and workers may be told: they have spans to send."""
 
     otlp_endpoint: str = setting(
         "",

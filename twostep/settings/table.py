@@ -26,7 +26,7 @@ class Required:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SettingRow:
     """One row of the table. `path`: where the value stands in its dataclass. `choices`: the only texts allowed, if there are any.
     `switch`: a flag without a value, with a twin --no-..."""
 
@@ -126,7 +126,7 @@ def group(default: Settings) -> Any:
 
 
 class Settings:
-    """What a process may be told; dataclasses of settings derive from it."""
+    """Holds what a process may be told; dataclasses of settings derive from it."""
 
     __slots__ = ()
 
@@ -135,10 +135,10 @@ class Settings:
         return ""
 
 
-def settings_of(table: type[Settings]) -> tuple[Setting, ...]:
+def settings_of(table: type[Settings]) -> tuple[SettingRow, ...]:
     """Returns the rows of a table, those of its base classes first."""
     hints = get_type_hints(table)
-    found: list[Setting] = []
+    found: list[SettingRow] = []
     for each in fields(table):  # type: ignore[arg-type]
         if _GROUP in each.metadata:
             for inner in settings_of(type(_default(each))):
@@ -156,11 +156,11 @@ def _default(each: Any) -> Any:
     return Required if each.default is MISSING else each.default
 
 
-def _setting(name: str, hint: Any, about: _About, default: Any) -> Setting:
+def _setting(name: str, hint: Any, about: _About, default: Any) -> SettingRow:
     kinds = set(get_args(hint)) - {type(None)} if isinstance(hint, UnionType) else {hint}
     read = about.read or (Path if kinds == {Path} else str)
     assert about.read or kinds <= {str, bool, Path}, f"{name} needs a reader: a text is no {hint}"
-    return Setting(
+    return SettingRow(
         path=(name,),
         help=about.help,
         default=default,

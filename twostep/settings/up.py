@@ -10,7 +10,7 @@ from pathlib import Path
 from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.readers import SECONDS, Whole
 from twostep.settings.router import DEFAULT_HTTP_PORT, DEFAULT_PORT, RouterSettings
-from twostep.settings.table import Setting, Settings, setting, settings_of
+from twostep.settings.table import SettingRow, Settings, setting, settings_of
 from twostep.settings.worker import WorkerSettings
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -18,7 +18,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpSettings(Settings):
-    """What `twostep up` may be told besides; times in seconds. An empty address: one is started here."""
+    """Holds what `twostep up` may be told besides; times in seconds. An empty address: one is started here."""
 
     model: str = setting(DEFAULT_MODEL, "a Hugging Face model directory, or a known name", metavar="DIR|NAME")
     prefill: int | None = setting(None, "prefill workers; 1 if not given, none with --aggregated", Whole(0, 1 << 20), metavar="N")
@@ -61,7 +61,7 @@ _SETTLED = frozenset((
 ))  # fmt: skip
 
 
-def _forwarded(own: Iterable[Setting]) -> dict[str, tuple[Setting, ...]]:
+def _forwarded(own: Iterable[SettingRow]) -> dict[str, tuple[SettingRow, ...]]:
     seen = {each.name for each in own} | _SETTLED
     found = {}
     for title, table in (("workers", WorkerSettings), ("the router", RouterSettings), ("the autoscaler", AutoscalerSettings)):

@@ -23,7 +23,7 @@ GPU_MAX_STEP_MS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(TracedServiceSettings):
-    """What a worker may be told; times in seconds. 0, None and an empty text leave it to the worker."""
+    """Holds what a worker may be told; times in seconds. 0, None and an empty text leave it to the worker."""
 
     # ---- the model and its steps ----
     model: str = setting("", "model directory, or the name of a known model", metavar="DIR")
