@@ -7,7 +7,6 @@ import textwrap
 from helm_schema import SETTLED
 
 from twostep.settings.known import TABLES
-from twostep.settings.removed import REMOVED
 from twostep.settings.table import SettingRow, settings_of
 
 HEAD = """# Settings
@@ -41,7 +40,7 @@ def page() -> str:
         parts.append(f"## `{title}`\n\n" + "\n".join(_item(each, title in CHART) for each in fresh) + "\n")
         if again:
             parts.append(_wrapped(f"And, as above: {', '.join(again)}.") + "\n")
-    parts.append("## Removed\n\n" + "\n".join(_wrapped(f"- `--{name}`: {why}") for name, why in REMOVED.items()) + "\n")
+    parts.append("Settings that were removed, and what replaces each: [CHANGELOG.md](../CHANGELOG.md).\n")
     return "\n".join(parts)
 
 
