@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,7 +153,15 @@ def test_up_refuses_what_cannot_be(tmp_path: Path, model_dir: Path) -> None:
     assert "config.json cannot be read" in run("up", "--model", str(model_dir)).stderr
 
 
-def test_up_with_a_port_in_use_or_no_redis(model_dir: Path) -> None:
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short enough for a system's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        yield Path(directory)
+
+
+def test_up_with_a_port_in_use_or_no_redis(model_dir: Path, temporary: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -163,6 +172,7 @@ def test_up_with_a_port_in_use_or_no_redis(model_dir: Path) -> None:
     assert done.returncode == 1
     assert "no Redis answers at redis://127.0.0.1:9/0" in done.stderr
     assert "--redis-url" in done.stderr
+    assert not list(temporary.iterdir()), "nothing had begun that would have something to say"
 
 
 @pytest.mark.ray
