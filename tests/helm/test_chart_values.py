@@ -69,6 +69,8 @@ CONTRARY: list[tuple[str, Any, str]] = [
         {"networkPolicy": {"egress": True}, "redis": {"embedded": False, "external": {"existingSecret": "redis"}}},
         "Redis is there: give networkPolicy.extraEgress",
     ),
+    ("router.env", [{"name": "TWOSTEP_HASH_UNIT", "value": "128"}], "router.env has TWOSTEP_HASH_UNIT, which was removed: it is"),
+    ("autoscaling.env", [{"name": "TWOSTEP_LEADER_LEASE", "value": "9"}], "autoscaling.env has TWOSTEP_LEADER_LEASE"),
     ("", {"workers": {"device": "cuda"}, "decode": {"gpus": 0}}, "workers.device is cuda and decode.gpus is 0"),
     ("redis", {"embedded": False}, "give redis.external.existingSecret"),
     ("auth.apiKeys", "file", "give auth.existingSecret"),
