@@ -59,7 +59,7 @@ help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.worker
-	@$(BIN)/twostep demo --prompt "$$PROMPT" $(DEMO_FLAGS)
+	@$(BIN)/twostep demo "$$PROMPT" $(DEMO_FLAGS)
 
 up: $(VENV)/.worker
 	@$(BIN)/twostep up $(UP_FLAGS)

@@ -100,10 +100,10 @@ def load(target: str, rate: float, arguments: argparse.Namespace, out: Path, nam
     records = out / f"requests-{name}.jsonl"
     gpus = arguments.decode + (0 if arguments.aggregated else arguments.prefill)
     words = [
-        *(sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", target, "--no-progress", "--num-gpus", str(gpus)),
+        *(sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", target, "--gpus", str(gpus)),
         *("--workload", "normal", "--input-tokens", str(arguments.input_tokens), "--output-tokens", str(arguments.output_tokens)),
         *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(rate), "--seed", str(arguments.seed)),
-        *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup), "--cooldown", "3"),
+        *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup)),
         *(("--send-targets",) if arguments.send_targets else ()),
         *("--goodput", *TARGETS[0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{name}.json")),
     ]

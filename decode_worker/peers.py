@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from twostep.rpc.call_signing import CallSigner
-from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
+from twostep.settings.tls import TlsFiles
 
 _MAX_IDLE = 32
 

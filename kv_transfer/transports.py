@@ -27,7 +27,7 @@ from pathlib import Path
 from kv_transfer.ray.transport import RayTransport
 from kv_transfer.transport import KvTransport
 from twostep.errors import SetupError
-from twostep.settings.flags import KV_TRANSPORTS
+from twostep.settings.readers import KV_TRANSPORTS
 from twostep.worker.edge import EdgeParts
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from kv_transfer import convert, kv_numbers
 from twostep.cluster.convertible import SLOTS_TOGETHER
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import DataLoss, InvalidRequest
-from twostep.settings.flags import KV_WIRES
+from twostep.settings.readers import KV_WIRES
 
 Bytes = npt.NDArray[np.uint8]
 

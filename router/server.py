@@ -13,7 +13,7 @@ from typing import Any
 from router.access.control import Access
 from router.access.sources import source_of
 from router.batches.service import DAY_S, BatchConfig, Batches
-from router.config import DEFAULT_HTTP_PORT, RouterConfig
+from router.config import RouterConfig
 from router.grpc.service import InferenceService, KeyGate, StatusService
 from router.http.admin import Administration, admin_listener, load_admin_key
 from router.http.batches import BatchEndpoints
@@ -63,6 +63,7 @@ from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
+from twostep.settings.router import DEFAULT_HTTP_PORT
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import check_syntax
 from twostep.text.model_card import ModelCard

@@ -1,4 +1,4 @@
-"""The JSON schema of the chart's values: types from the defaults, what those cannot say from the rules below, flags from the parsers.
+"""The JSON schema of the chart's values: types from the defaults, what those cannot say from the rules below, flags from the settings.
 
 A rule is looked up by the value's dotted name; the first whose pattern fits wins. A default of {} or [] must have one. A fragment of
 $defs is named by a string.
@@ -6,14 +6,17 @@ $defs is named by a string.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
-import importlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
-from twostep.settings.flags import FlagParser
+from twostep.settings.autoscaler import AutoscalerSettings
+from twostep.settings.readers import Number, Whole
+from twostep.settings.removed import REMOVED
+from twostep.settings.router import RouterSettings
+from twostep.settings.table import SettingRow, Settings, settings_of
+from twostep.settings.worker import WorkerSettings
 
 _NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 _NATURAL = {"type": "integer", "minimum": 0}
@@ -116,8 +119,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("gateway.*ostnames", "list"),
     ("router.flags", "routerFlags"),
     ("workers.flags", "workerFlags"),
-    ("prefill.flags", "prefillFlags"),
-    ("decode.flags", "decodeFlags"),
+    ("prefill.flags", "workerFlags"),
+    ("decode.flags", "workerFlags"),
     ("autoscaling.flags", "autoscalerFlags"),
 )
 
@@ -180,51 +183,29 @@ SETTLED = frozenset((
 # fmt: on
 
 
-class _ParserCaughtError(Exception):
-    def __init__(self, parser: FlagParser) -> None:
-        self.parser = parser
-
-
-def parser_of(module: str, *arguments: str, function: str = "parse_config") -> FlagParser:
-    """The parser that `module.function(*arguments)` makes, before it parses anything."""
-
-    def caught(parser: FlagParser, *_: Any) -> None:
-        raise _ParserCaughtError(parser)
-
-    with mock.patch.object(FlagParser, "parse_args", caught):
-        try:
-            getattr(importlib.import_module(module), function)(*arguments)
-        except _ParserCaughtError as error:
-            return error.parser
-    raise AssertionError(f"{module}.{function} made no FlagParser")
-
-
-def _flags(parser: FlagParser) -> dict[str, Any]:
-    scalar = {"type": ["string", "number", "boolean", "array", "object"]}
-    properties: dict[str, Any] = {}
-    for action in parser._actions:
-        name = action.option_strings[0].removeprefix("--")
-        if name in SETTLED or action.dest == "help":
-            continue
-        if isinstance(action, argparse._StoreTrueAction | argparse.BooleanOptionalAction):
-            properties[name] = {"type": "boolean"}
-        elif action.choices:
-            properties[name] = _one_of(*action.choices)
-        else:
-            properties[name] = scalar
+def _flags(table: type[Settings]) -> dict[str, Any]:
+    properties = {each.name: _flag(each) for each in settings_of(table) if each.name not in SETTLED}
+    # Refused by name: the only text allowed says what replaces it.
+    properties |= {name: _one_of(f"removed: {why}") for name, why in REMOVED.items() if name not in properties and name not in SETTLED}
     return {"type": "object", "additionalProperties": False, "properties": dict(sorted(properties.items()))}
 
 
+def _flag(each: SettingRow) -> dict[str, Any]:
+    if each.switch:
+        return {"type": "boolean"}
+    if each.choices:
+        return _one_of(*each.choices)
+    if isinstance(each.read, Whole | Number):
+        # A text may hold a number, as in 'max-inflight: "64"'.
+        lower = {"exclusiveMinimum" if isinstance(each.read, Number) and each.read.above else "minimum": each.read.low}
+        upper = {"maximum": each.read.high} if math.isfinite(each.read.high) else {}
+        return {"type": ["string", "number"], **lower, **upper}
+    return {"type": ["string", "number", "boolean", "array", "object"]}
+
+
 def _flag_defs() -> dict[str, Any]:
-    prefill, decode = (_flags(parser_of("twostep.worker.config", role)) for role in ("prefill", "decode"))
-    both = {name: kind for name, kind in prefill["properties"].items() if name in decode["properties"]}
-    return {
-        "routerFlags": _flags(parser_of("router.config")),
-        "prefillFlags": prefill,
-        "decodeFlags": decode,
-        "workerFlags": prefill | {"properties": both},
-        "autoscalerFlags": _flags(parser_of("twostep.autoscaler.config")),
-    }
+    tables = {"router": RouterSettings, "worker": WorkerSettings, "autoscaler": AutoscalerSettings}
+    return {f"{name}Flags": _flags(table) for name, table in tables.items()}
 
 
 def _rule(name: str) -> Any:

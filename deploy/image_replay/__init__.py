@@ -1,1 +1,1 @@
-"""What deploy/replay-image is made of: a reader of Dockerfiles, roots to run their steps in, and what is asked of the results."""
+"""Parts of deploy/replay-image: a reader of Dockerfiles, roots to run their steps in, and what is asked of the results."""

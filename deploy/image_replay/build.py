@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from image_replay import context, dockerfile
-from image_replay.root import HOST_FILES, Root, Sandbox
+from image_replay.root import HOST_FILES, ImageSandbox, Root
 
 _RUN_TIMEOUT_S = 3600.0
 # Docker hands these to RUN without being told to; pip's are how an index nearby is found.
@@ -28,7 +28,7 @@ class BuildError(Exception):
 
 @dataclass(slots=True)
 class Image:
-    """What a stage has come to."""
+    """Holds what a stage has come to."""
 
     root: Root
     env: dict[str, str] = field(default_factory=lambda: {"PATH": _PATH})
@@ -102,7 +102,7 @@ class Builder:
         if self.wheels is not None:
             env["PIP_FIND_LINKS"] = "/mnt/wheels"
             binds["/mnt/wheels"] = str(self.wheels)
-        sandbox = Sandbox(env={**env, **image.args, **image.env}, user=image.user, cwd=image.cwd, binds=binds)
+        sandbox = ImageSandbox(env={**env, **image.args, **image.env}, user=image.user, cwd=image.cwd, binds=binds)
         done = image.root.run(["/bin/sh", "-c", step.value], sandbox, _RUN_TIMEOUT_S)
         if done.returncode != 0:
             raise BuildError(f"line {step.line}: RUN ended with {done.returncode}\n" + "\n".join(done.stdout.splitlines()[-40:]))
@@ -158,5 +158,5 @@ def make_base(directory: Path, *, suite: str, python: str, headers: bool) -> Non
 
 
 def disk_bytes(path: Path) -> int:
-    """What a directory takes, links counted once."""
+    """Returns the bytes of a directory, links counted once."""
     return int(subprocess.run(["du", "--bytes", "--summarize", str(path)], capture_output=True, text=True, check=True).stdout.split()[0])

@@ -1,4 +1,4 @@
-"""What is asked of a replayed image: as its own user, with a read-only root, and /tmp and the cache writable, as docs/images.md says."""
+"""Checks a replayed image: as its own user, with a read-only root, and /tmp and the cache writable, as docs/images.md says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_replay.build import Image
-from image_replay.root import Process, Sandbox
+from image_replay.root import ImageProcess, ImageSandbox
 
 CACHE = "/var/cache/twostep"
 MODEL = "/models/model"
@@ -76,9 +76,9 @@ class Checks:
             self._runs(["python", "-m", "pip", "check"])
         self._serves()
 
-    def _sandbox(self, **env: str) -> Sandbox:
+    def _sandbox(self, **env: str) -> ImageSandbox:
         image = self.image
-        return Sandbox(
+        return ImageSandbox(
             env=image.env | env,
             user=image.user,
             cwd=image.cwd,
@@ -108,7 +108,7 @@ class Checks:
         else:
             flags |= {"RUNNER": "fake", "KV_TRANSFER": "none", "DEVICE": "cpu"}
         base = self._sandbox(**{f"TWOSTEP_{name}": str(value) for name, value in flags.items()})
-        sandbox = Sandbox(
+        sandbox = ImageSandbox(
             **{field: getattr(base, field) for field in base.__slots__} | {"binds": {**base.binds, "/run/secret": str(secret)}}
         )
         started = time.monotonic()
@@ -131,7 +131,7 @@ class Checks:
             if process.running:
                 process.kill()
 
-    def _await_health(self, process: Process, address: str, service: str) -> None:
+    def _await_health(self, process: ImageProcess, address: str, service: str) -> None:
         command = ["python", "-P", "-m", "twostep.rpc.health_check", address, "--service", service]
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:

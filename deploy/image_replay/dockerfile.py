@@ -86,13 +86,13 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def assignments(value: str) -> dict[str, str]:
-    """Of ENV, NAME=VALUE several times, or of ARG, where the value may be missing."""
+    """Returns the assignments of ENV, NAME=VALUE several times, or of ARG, where the value may be missing."""
     pairs = (word.partition("=") for word in shlex.split(value))
     return {name: text for name, _, text in pairs}
 
 
 def command(value: str) -> list[str]:
-    """Of ENTRYPOINT or CMD, which are JSON lists here: a shell in between would keep signals from the process. Raises ValueError."""
+    """Returns the words of ENTRYPOINT or CMD: JSON lists, for a shell in between would keep signals from the process. Raises ValueError."""
     words = json.loads(value) if value else []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{value} is no JSON list of strings")
@@ -109,7 +109,7 @@ class Copy:
 
 
 def copy(value: str) -> Copy:
-    """Of COPY. Raises ValueError for flags other than --from."""
+    """Returns the parts of COPY. Raises ValueError for flags other than --from."""
     words = shlex.split(value)
     stage = ""
     while words and words[0].startswith("--"):

@@ -39,7 +39,7 @@ class Network:
         return "127.0.0.1 localhost\n" + "".join(f"{self.address(name)} {name}\n" for name in self._names)
 
     def inside(self, name: str) -> list[str]:
-        """What a command begins with to run on that host."""
+        """Returns what a command begins with to run on that host."""
         return ["ip", "netns", "exec", f"{self._tag}-{name}"]
 
     def _make(self) -> None:

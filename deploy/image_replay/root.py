@@ -17,8 +17,8 @@ HOST_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sandbox:
-    """What a process may see and do. `user`: uid:gid. `binds`: host path by path in the root; those of `writable` may be written."""
+class ImageSandbox:
+    """Says what a process may see and do. `user`: uid:gid. `binds`: host path by path in the root; those of `writable` may be written."""
 
     env: Mapping[str, str]
     user: str = "0:0"
@@ -40,7 +40,7 @@ class Sandbox:
 class Root:
     path: Path
 
-    def argv(self, command: Sequence[str], sandbox: Sandbox) -> list[str]:
+    def argv(self, command: Sequence[str], sandbox: ImageSandbox) -> list[str]:
         """A command of the host that becomes `command` in this root, as process 1 of its own namespace."""
         script = "\n".join([*self._mounts(sandbox), self._exec(command, sandbox)])
         others = ["--pid", "--fork", "--kill-child"]
@@ -49,7 +49,7 @@ class Root:
             others, enter = [], ["nsenter", "--target", str(sandbox.beside), "--pid", "--"]
         return [*sandbox.before, *enter, "unshare", "--mount", "--ipc", "--uts", *others, "--", "bash", "-euc", script]
 
-    def run(self, command: Sequence[str], sandbox: Sandbox, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str], sandbox: ImageSandbox, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Its exit code and output, both streams together. Raises TimeoutExpired, with everything that it started killed."""
         return subprocess.run(
             self.argv(command, sandbox),
@@ -61,12 +61,12 @@ class Root:
             check=False,
         )
 
-    def start(self, command: Sequence[str], sandbox: Sandbox, log: Path) -> Process:
+    def start(self, command: Sequence[str], sandbox: ImageSandbox, log: Path) -> ImageProcess:
         with log.open("ab") as sink:
             outer = subprocess.Popen(self.argv(command, sandbox), stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT)
-        return Process(outer, log)
+        return ImageProcess(outer, log)
 
-    def _mounts(self, sandbox: Sandbox) -> list[str]:
+    def _mounts(self, sandbox: ImageSandbox) -> list[str]:
         root = shlex.quote(str(self.path))
         lines = ["mount --make-rprivate /", f"mount --bind {root} {root}", f"mount -t proc proc {root}/proc"]
         lines += [f"mount -t tmpfs -o mode=755,size=1m replay {root}/dev", f"mkdir {root}/dev/shm", f"ln -s /proc/self/fd {root}/dev/fd"]
@@ -88,7 +88,7 @@ class Root:
             lines.append(f"mount -o remount,bind,ro {root}")
         return lines
 
-    def _exec(self, command: Sequence[str], sandbox: Sandbox) -> str:
+    def _exec(self, command: Sequence[str], sandbox: ImageSandbox) -> str:
         variables = [f"{name}={value}" for name, value in sandbox.env.items()]
         words = ["setpriv", "--no-new-privs"] if sandbox.user != "0:0" else []
         words += ["chroot", f"--userspec={sandbox.user}", "--groups=", str(self.path), "/usr/bin/env", "-i", f"--chdir={sandbox.cwd}"]
@@ -96,7 +96,7 @@ class Root:
 
 
 @dataclass(slots=True)
-class Process:
+class ImageProcess:
     """A process in a root. `outer` is the one that made its namespaces; the process itself is its only child."""
 
     outer: subprocess.Popen[bytes]

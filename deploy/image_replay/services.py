@@ -16,7 +16,7 @@ from typing import Any
 
 from image_replay.build import Image
 from image_replay.network import Network
-from image_replay.root import HOST_FILES, Process, Sandbox
+from image_replay.root import HOST_FILES, ImageProcess, ImageSandbox
 
 _SETUP_TIMEOUT_S = 900.0
 _HEALTH_TIMEOUT_S = 1800.0
@@ -38,7 +38,7 @@ class Services:
     network: Network
     scratch: Path
     say: Callable[[str], None]
-    _running: dict[str, Process] = field(default_factory=dict)
+    _running: dict[str, ImageProcess] = field(default_factory=dict)
     _healthy: set[str] = field(default_factory=set)
 
     def up(self) -> None:
@@ -126,7 +126,7 @@ class Services:
         mode = str(self._services[name].get("network_mode", ""))
         return mode.removeprefix("service:") if mode else name
 
-    def _sandbox(self, name: str) -> Sandbox:
+    def _sandbox(self, name: str) -> ImageSandbox:
         service, image, host = self._services[name], self._image(name), self._host(name)
         binds = {f"/etc/{file}": str(self.scratch / file) for file in ("hosts", "resolv.conf")}
         if name == "setup":
@@ -146,7 +146,7 @@ class Services:
         }
         if name == "setup":
             given |= {key: value for key, value in os.environ.items() if key in ("PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT")}
-        return Sandbox(
+        return ImageSandbox(
             env=image.env | given,
             user=service["user"],
             cwd=image.cwd,

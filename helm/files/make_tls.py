@@ -28,14 +28,14 @@ TIMEOUT_S = 30
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Of the Kubernetes API: its HTTP status, and the object of one that is no error."""
+class ApiAnswer:
+    """Holds an answer of the Kubernetes API: its HTTP status, and the object of one that is no error."""
 
     status: int
     object: Any = None
 
     def data(self, key: str) -> bytes:
-        """Of a Secret; empty if it has no such key."""
+        """Returns the data of a Secret; empty if it has no such key."""
         return base64.b64decode((self.object.get("data") or {}).get(key, ""))
 
 
@@ -50,18 +50,18 @@ class Api:
         authority = account / "ca.crt"
         self._context = ssl.create_default_context(cafile=str(authority)) if authority.exists() else None
 
-    def call(self, method: str, path: str, body: Any = None) -> Answer:
+    def call(self, method: str, path: str, body: Any = None) -> ApiAnswer:
         """Raises OSError where the API cannot be reached."""
         request = urllib.request.Request(self._base + path, method=method, data=None if body is None else json.dumps(body).encode())
         request.add_header("Authorization", f"Bearer {self._token}")
         request.add_header("Content-Type", "application/json")
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as answer:
-                return Answer(answer.status, json.load(answer))
+                return ApiAnswer(answer.status, json.load(answer))
         except urllib.error.HTTPError as error:
             if error.code not in (404, 409):
                 print(f"{method} {path}: {error.code} {error.read(2000).decode(errors='replace')}", file=sys.stderr)
-            return Answer(error.code)
+            return ApiAnswer(error.code)
 
 
 def make_certificates(folder: Path, names: list[str], days: int, *, usage: str = "serverAuth,clientAuth") -> dict[str, bytes]:
@@ -82,7 +82,7 @@ def make_certificates(folder: Path, names: list[str], days: int, *, usage: str =
 
 
 def fault_of(certificate: bytes, names: list[str]) -> str:
-    """What a certificate that is there lacks; empty if nothing. Raises FileNotFoundError."""
+    """Returns what a certificate that is there lacks; empty if nothing. Raises FileNotFoundError."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "tls.crt").write_bytes(certificate)
@@ -98,7 +98,7 @@ def fault_of(certificate: bytes, names: list[str]) -> str:
 
 
 def _openssl(folder: Path, *arguments: str, check: bool = True) -> str:
-    """What it prints."""
+    """Returns what it prints."""
     done = subprocess.run(["openssl", *arguments], cwd=folder, check=check, capture_output=True, timeout=TIMEOUT_S)
     return done.stdout.decode(errors="replace")
 

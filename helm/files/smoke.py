@@ -57,7 +57,7 @@ class Smoke:
         return f"gRPC: {', '.join(names)} answered with {completion.usage.completion_tokens} tokens ({completion.finish_reason})"
 
     def chat(self, timeout: float) -> str:
-        """Of a model without a chat template a completion."""
+        """Asks for an answer; a model without a chat template for a completion."""
         asked = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": MAX_TOKENS}
         try:
             return self._post("/v1/chat/completions", asked, timeout)

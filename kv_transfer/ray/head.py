@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from twostep.errors import SetupError
+from twostep.settings.ray_node import MIN_OBJECT_STORE_BYTES
 
 # Ray puts its unix sockets at {temp_dir}/session_{date}_{time}_{micros}_{pid}/sockets/plasma_store, and a socket's name has 107 bytes.
 _SOCKET_SUFFIX = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _MAX_SOCKET_PATH = 107
-# Below this Ray refuses to start.
-MIN_OBJECT_STORE_BYTES = 78_643_200
 _WATCH_S = 0.5
 # From SIGTERM to a hard end, which takes Ray's other processes along.
 _END_S = 20.0

@@ -10,7 +10,6 @@ Workers need none of this to start: without it they have no `ray` transport (doc
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -19,14 +18,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kv_transfer.ray.head import MIN_OBJECT_STORE_BYTES, check_temp_dir, head_flags, ray_start
+from kv_transfer.ray.head import check_temp_dir, head_flags, ray_start
 from twostep.errors import SetupError
 from twostep.process.ending import how_it_ended, oom_kills
 from twostep.process.log import setup_logging
-from twostep.settings.flags import FlagParser
+from twostep.settings.ray_node import RayNodeSettings
+from twostep.settings.reading import read_settings
 
 log = logging.getLogger(__name__)
 
@@ -91,35 +91,38 @@ class RayPorts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """`ray_address` is the GCS's: of a head, where it listens. `ports` None: Ray takes any."""
+class NodeConfig(RayNodeSettings):
+    """The settings, and the password out of the file."""
 
-    head: bool
-    ray_address: str
-    node_ip: str
-    temp_dir: Path
-    store_bytes: int
-    client_port: int
-    ports: RayPorts | None
-    redis_username: str = ""
     redis_password: str = field(default="", repr=False)
-    log_level: str = "info"
-    log_json: bool = False
+
+    @property
+    def ports(self) -> RayPorts | None:
+        """None: Ray takes any. Raises SetupError for ports that do not fit (contradiction() has looked)."""
+        return RayPorts(first=self.ray_first_port, num_worker_ports=self.ray_worker_ports) if self.ray_first_port else None
+
+    def contradiction(self) -> str:
+        try:
+            check_temp_dir(self.ray_temp_dir)
+            _ = self.ports
+        except SetupError as error:
+            return error.message
+        return ""
 
     def argv(self) -> list[str]:
         """Returns the command of `ray start`, whose log and those of all its processes are this process's."""
-        where = self._head_flags() if self.head else [f"--address={self.ray_address}"]
-        where += self.ports.flags() if self.ports else []
+        where = self._head_flags() if self.ray_head else [f"--address={self.ray_address}"]
+        where += ports.flags() if (ports := self.ports) else []
         return [
-            *ray_start(where, node_ip=self.node_ip, temp_dir=self.temp_dir, store_bytes=self.store_bytes),
+            *ray_start(where, node_ip=self.ray_node_ip, temp_dir=self.ray_temp_dir, store_bytes=self.ray_store_bytes),
             "--no-redirect-output",
         ]
 
     def _head_flags(self) -> list[str]:
         return [
-            *head_flags(self.ray_address.rpartition(":")[2], self.client_port),
+            *head_flags(self.ray_address.rpartition(":")[2], self.ray_client_port),
             # For the Redis that RAY_REDIS_ADDRESS names. Ray does not take them from the environment.
-            *([f"--redis-username={self.redis_username}"] if self.redis_username else []),
+            *([f"--redis-username={self.ray_redis_username}"] if self.ray_redis_username else []),
             *([f"--redis-password={self.redis_password}"] if self.redis_password else []),
         ]
 
@@ -144,46 +147,10 @@ def node_env(base: Mapping[str, str]) -> dict[str, str]:
 
 def parse_node(argv: Sequence[str] | None = None) -> NodeConfig:
     """Exits with a usage message if a flag does not make sense. Raises SetupError."""
-    parser = FlagParser(prog="python -P -m kv_transfer.ray.node", description="One node of Ray, started again whenever it ends.")
-    parser.flag("--ray-head", action="store_true", default=False, help="this node is the head: the GCS runs here")
-    parser.flag("--ray-address", default="127.0.0.1:6379", help="host:port of the GCS; of a head only the port is used")
-    parser.flag("--ray-node-ip", default="", help="address under which other nodes reach this one; what Ray finds if not given")
-    parser.flag("--ray-temp-dir", type=Path, default=Path("/tmp/ray"), help="for sockets: private and short")
-    parser.flag(
-        "--ray-store-bytes", type=int, default=MIN_OBJECT_STORE_BYTES, help="shared memory for KV on its way; /dev/shm must be larger"
+    config = read_settings(
+        NodeConfig, argv, prog="python -P -m kv_transfer.ray.node", description="One node of Ray, started again whenever it ends."
     )
-    parser.flag("--ray-client-port", type=int, default=10001, help="of a head: Ray's client server, which nothing uses")
-    parser.flag("--ray-first-port", type=int, default=0, help="fixed ports from here on, see kv_transfer/ray/node.py; 0: any")
-    parser.flag("--ray-worker-ports", type=int, default=40, help="how many of them are for KV agents, two each")
-    parser.flag("--ray-redis-username", default="", help="of a head: for the Redis of RAY_REDIS_ADDRESS")
-    parser.flag("--ray-redis-password-file", type=Path, default=None, help="of a head: its first line is that Redis's password")
-    parser.flag("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="least severe level that is logged")
-    parser.flag("--log-json", action="store_true", default=False, help="one JSON object a line; not of Ray's own lines")
-    flags = parser.parse_args(argv)
-    return _checked(flags, parser)
-
-
-def _checked(flags: argparse.Namespace, parser: FlagParser) -> NodeConfig:
-    host, _, port = flags.ray_address.rpartition(":")
-    if not host or not port.isdecimal():
-        parser.error(f"--ray-address {flags.ray_address!r} is not host:port")
-    if flags.ray_store_bytes < MIN_OBJECT_STORE_BYTES:
-        parser.error(f"--ray-store-bytes {flags.ray_store_bytes} is too little for Ray; give at least {MIN_OBJECT_STORE_BYTES}")
-    check_temp_dir(flags.ray_temp_dir)
-    ports = RayPorts(first=flags.ray_first_port, num_worker_ports=flags.ray_worker_ports) if flags.ray_first_port else None
-    return NodeConfig(
-        head=flags.ray_head,
-        ray_address=flags.ray_address,
-        node_ip=flags.ray_node_ip,
-        temp_dir=flags.ray_temp_dir,
-        store_bytes=flags.ray_store_bytes,
-        client_port=flags.ray_client_port,
-        ports=ports,
-        redis_username=flags.ray_redis_username,
-        redis_password=_first_line(flags.ray_redis_password_file),
-        log_level=flags.log_level,
-        log_json=flags.log_json,
-    )
+    return replace(config, redis_password=_first_line(config.ray_redis_password_file))
 
 
 def _first_line(path: Path | None) -> str:
@@ -212,7 +179,7 @@ class RayNode:
     def run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopped():
-            if not self._config.head and not self._wait_for_head():
+            if not self._config.ray_head and not self._wait_for_head():
                 break
             begin, kills = time.monotonic(), oom_kills()
             status = self._live()
@@ -242,7 +209,7 @@ class RayNode:
     def _live(self) -> int:
         """From the start of `ray start` to its end, which `stop` brings about. Returns its exit status."""
         pid = os.posix_spawn(sys.executable, self._config.argv(), self._env)
-        log.info("Ray's %s starts", "head" if self._config.head else f"node of {self._config.ray_address}")
+        log.info("Ray's %s starts", "head" if self._config.ray_head else f"node of {self._config.ray_address}")
         kill_at: float | None = None
         while True:
             status = _reap(pid)
@@ -278,11 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after a signal, 2 if it cannot start."""
     try:
         config = parse_node(argv)
-        setup_logging(level=config.log_level, json_lines=config.log_json, process="ray-head" if config.head else "ray-node")
+        setup_logging(level=config.log_level, json_lines=config.log_json, process="ray-head" if config.ray_head else "ray-node")
         try:
-            config.temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            config.ray_temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise SetupError(f"cannot make --ray-temp-dir {config.temp_dir}: {error.strerror}; give another one") from error
+            raise SetupError(f"cannot make --ray-temp-dir {config.ray_temp_dir}: {error.strerror}; give another one") from error
     except SetupError as error:
         sys.stderr.write(f"cannot start: {error.message}\n")
         return 2

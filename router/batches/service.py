@@ -114,7 +114,7 @@ class Leases:
 
 log = logging.getLogger(__name__)
 
-# Batches of one router at once; what they ask at once is --batch-concurrency in all.
+# Batches of one router at once; what they ask at once is `concurrency` in all.
 _MAX_RUNS = 16
 _MAX_RUNS_OF_ONE = 4
 _LOOK_S = 2.0

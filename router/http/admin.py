@@ -40,8 +40,8 @@ from twostep.errors import Incompatible, InvalidRequest, NotFound, SetupError, U
 from twostep.keys.api_keys import Key, admin_key, make_key, same_key
 from twostep.keys.secret import MIN_SECRET_BYTES
 from twostep.rpc.call_signing import channel_to_worker
-from twostep.rpc.channel import TlsFiles
 from twostep.rpc.worker_role import switch_role
+from twostep.settings.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

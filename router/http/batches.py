@@ -341,7 +341,7 @@ async def _save(part: BodyPartReader, batches: Batches, whose: str, path: Path) 
     while chunk := await part.read_chunk(_PART_BYTES):
         num_bytes += len(chunk)
         if num_bytes > most:
-            raise HttpError(413, f"the file has more than {most} bytes; send less, or raise the router's --max-file-bytes", param="file")
+            raise HttpError(413, f"the file has more than {most} bytes; send it in parts", param="file")
         waiting.append(bytes(chunk))
         size += len(chunk)
         if size >= _PART_BYTES:

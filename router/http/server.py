@@ -17,7 +17,7 @@ from router.http.origins import ORIGINS, Origins, preflights, same_site, tell_or
 from router.http.sse import ANSWERS, Answers
 from router.http.whole_answer import ENCODER, AnswerEncoder
 from twostep.errors import SetupError
-from twostep.rpc.channel import TlsFiles
+from twostep.settings.tls import TlsFiles
 
 _KEEPALIVE_S = 75.0
 # For what is no answer, once answers have ended.

@@ -113,7 +113,7 @@ class Output:
         waiting, self._tokens = [*self._tokens, token], []
         num_tokens = len(self._packed) + len(waiting)
         if num_tokens > self._max_buffered:
-            self._cut_off(f"the client is {num_tokens} tokens behind; read the stream faster, or raise --max-buffered-tokens")
+            self._cut_off(f"the client is {num_tokens} tokens behind; read the stream faster")
             return
         packed = [each.SerializeToString() for each in waiting]
         try:

@@ -137,7 +137,7 @@ class Admission(_RequestQueue):
         if entry.num_prompt_tokens > self._max_prompt_tokens:
             raise InvalidRequest(
                 f"the prompt has {entry.num_prompt_tokens} tokens and the router takes {self._max_prompt_tokens} in all; "
-                "shorten it, or raise --max-inflight-prompt-tokens"
+                "shorten it, or raise --max-inflight"
             )
         admitted = self._waiting[entry] = asyncio.get_running_loop().create_future()
         self._queue.join(entry)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6  # counters are tokens by weight: beyond these, a request is no longer seen in them
 _MAX_TENANTS = 4096
 # Before anything is known of a tenant: about what clients ask for.
 _FIRST_GUESS_TOKENS = 256.0
@@ -32,31 +28,6 @@ class Quota:
 
 
 EVERYBODY_ALIKE = Quota()
-
-
-def tenant_weights(text: str) -> dict[str, float]:
-    """Type of --tenant-weights: `name=weight` behind commas, or a file with one a line (`#` begins a comment)."""
-    path = Path(text)
-    try:
-        if "=" not in text or path.is_file():
-            entries = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-        else:
-            entries = [entry.strip() for entry in text.split(",")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither name=weight,... nor a readable file: {error}") from None
-    weights: dict[str, float] = {}
-    for entry in filter(None, entries):
-        name, _, number = (part.strip() for part in entry.rpartition("="))
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if not _MIN_WEIGHT <= weight <= _MAX_WEIGHT:
-            raise argparse.ArgumentTypeError(f"{entry!r}: write name=weight, the weight a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}")
-        if name in weights:
-            raise argparse.ArgumentTypeError(f"tenant {name!r} has two weights; give it one")
-        weights[name] = weight
-    return weights
 
 
 class OutputLengths:

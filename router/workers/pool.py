@@ -25,8 +25,9 @@ from twostep.cluster.snapshot import Candidate, Snapshot
 from twostep.errors import TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
-from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 log = logging.getLogger(__name__)
 

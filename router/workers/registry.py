@@ -71,7 +71,7 @@ class Deployment:
         if record.secret_check != self.secret_check:
             return "it has another deployment secret; give all processes the same --secret-file"
         if record.hash_unit != self.hash_unit:
-            return f"its hash unit is {record.hash_unit} and the router's {self.hash_unit}; give all processes the same --hash-unit"
+            return f"its hash unit is {record.hash_unit} and the router's {self.hash_unit}; give all processes the same version of Twostep"
         if record.layout.block_size < 1 or self.hash_unit % record.layout.block_size:
             return f"its block size {record.layout.block_size} does not divide the hash unit {self.hash_unit}; choose one that does"
         if record.num_blocks < 1 or record.max_num_seqs < 1 or record.max_model_len < 1:

@@ -27,8 +27,9 @@ from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, wor
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
-from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
 from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 from twostep.step_curve import StepCurve
 
 SECRET = b"a secret of the tests, long enough"
@@ -221,9 +222,7 @@ def config(url: str, directory: Path, **options: Any) -> AutoscalerConfig:
     secret = directory / "secret"
     if not secret.exists():
         secret.write_bytes(SECRET)
-    made = AutoscalerConfig(
-        redis_url=url, secret_file=secret, host="127.0.0.1", external_scaler_port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
-    )
+    made = AutoscalerConfig(redis_url=url, secret_file=secret, host="127.0.0.1", port=0, metrics_port=-1, health_port=-1, kubernetes_api="")
     made = replace(made, leader_lease=3600.0, stale_after=10_000)
     return replace(made, **options)
 

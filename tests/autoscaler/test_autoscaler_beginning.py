@@ -12,11 +12,11 @@ from policy_fleet import pool, traffic, workers
 from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, running, worker
 
 from twostep.autoscaler.beginning import why_wait
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import Observation
 from twostep.autoscaler.policy import decide
 from twostep.cluster.records import WorkerRecord
+from twostep.settings.autoscaler import PoolSettings
 
 NOW = 10_000.0
 
@@ -60,7 +60,7 @@ async def test_a_cluster_that_comes_up_again_with_an_empty_redis_loses_no_pod_th
     """Four of each there were. They come one after the other, and only then is anybody told how many there should be."""
     clock = Clock()
     await writer.load(clock.now_s, Load(requests=1))
-    pools = Pool(max_workers=8, cold_start=60.0)
+    pools = PoolSettings(max_workers=8, cold_start=60.0)
     settings = config(redis_server.url, tmp_path, interval=0.1, leader_lease=3600.0, stale_after=10_000, prefill=pools, decode=pools)
     async with running(settings, clock, look_again_s=0.001) as autoscaler, keda(autoscaler.port) as asked:
 
@@ -94,7 +94,12 @@ async def test_a_deployment_whose_workers_never_come_gets_its_decision(redis_ser
     clock = Clock()
     await writer.load(clock.now_s, Load(requests=1, queued=1))
     settings = config(
-        redis_server.url, tmp_path, interval=0.1, leader_lease=3600.0, prefill=Pool(cold_start=5.0), decode=Pool(cold_start=5.0)
+        redis_server.url,
+        tmp_path,
+        interval=0.1,
+        leader_lease=3600.0,
+        prefill=PoolSettings(cold_start=5.0),
+        decode=PoolSettings(cold_start=5.0),
     )
     async with running(settings, clock, look_again_s=0.001) as autoscaler:
         await eventually(lambda: autoscaler.metrics.skipped.labels("workers")._value.get() > 0, "a look without a decision")

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, worker
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.hpa import Asked, ask, metric, replicas_asked
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig
 from twostep.autoscaler.policy import Step
 from twostep.autoscaler.server import Autoscaler
+from twostep.settings.autoscaler import PoolSettings
 
 UP_TO = 200
 
@@ -180,7 +180,9 @@ async def test_keda_is_told_what_the_budget_leaves_and_the_answer_says_so(
     await writer.workers(*(worker(f"p{number}", "prefill") for number in range(11)), worker("d", "decode"))
     await writer.load(clock.now_s, Load(requests=1))
     one = Autoscaler(
-        config(redis_server.url, tmp_path, interval=60.0, max_cost=13.0, prefill=Pool(max_workers=20)), clock=clock, look_again_s=0.05
+        config(redis_server.url, tmp_path, interval=60.0, max_cost=13.0, prefill=PoolSettings(max_workers=20)),
+        clock=clock,
+        look_again_s=0.05,
     )
 
     def one_more(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
@@ -207,7 +209,7 @@ async def test_pods_that_an_hpa_makes_beyond_the_wish_are_paid_for_before_they_c
     workers = [*(worker(f"p{number}", "prefill") for number in range(11)), *(worker(f"d{number}", "decode") for number in range(5))]
     await writer.workers(*workers)
     await writer.load(clock.now_s, Load(requests=1))
-    pools = Pool(max_workers=20, cold_start=60.0)
+    pools = PoolSettings(max_workers=20, cold_start=60.0)
     settings = config(redis_server.url, tmp_path, interval=60.0, leader_lease=3600.0, max_cost=18.0, prefill=pools, decode=pools)
     one = Autoscaler(settings, clock=clock, look_again_s=0.05)
 

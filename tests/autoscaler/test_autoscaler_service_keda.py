@@ -17,13 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hpa_formula import desired
 from service_harness import CURVE, WAIT_S, Clock, Keda, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Observation, Role, Traffic, WorkerView
 from twostep.autoscaler.policy import decide
 from twostep.cluster.records import WorkerRecord
 from twostep.rpc.channel import open_channel
 from twostep.rpc.keda import externalscaler_pb2
+from twostep.settings.autoscaler import PoolSettings
 
 STEP_S = 120.0
 
@@ -130,7 +130,7 @@ async def test_decisions_over_a_trace_are_those_of_the_pure_policy(redis_server:
 
 async def test_pods_that_are_to_come_count_as_asked_for(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
     clock = Clock()
-    settings = config(redis_server.url, tmp_path, interval=STEP_S, leader_lease=3600.0, prefill=Pool(min_workers=4))
+    settings = config(redis_server.url, tmp_path, interval=STEP_S, leader_lease=3600.0, prefill=PoolSettings(min_workers=4))
     await writer.workers(worker("p", "prefill"), worker("d", "decode"))
     await writer.load(clock.now_s, Load(requests=1))
     async with running(settings, clock) as autoscaler:
@@ -202,8 +202,8 @@ async def test_a_stream_tells_of_sleep_and_waking_and_has_a_bound(redis_server: 
         max_streams=1,
         scale_to_zero_after=120.0,
         cool_down=60.0,
-        prefill=Pool(min_workers=0),
-        decode=Pool(min_workers=0),
+        prefill=PoolSettings(min_workers=0),
+        decode=PoolSettings(min_workers=0),
     )
     await writer.workers(worker("p", "prefill"), worker("d", "decode"))
     await writer.load(clock.now_s, Load(requests=2))
@@ -236,9 +236,9 @@ async def test_a_stream_tells_of_sleep_and_waking_and_has_a_bound(redis_server: 
 
 async def test_the_process_answers_is_alive_is_scraped_and_drains(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
     secret = config(redis_server.url, tmp_path).secret_file
-    flags = ["--redis-url", redis_server.url, "--secret-file", str(secret), "--host", "127.0.0.1", "--external-scaler-port", "0"]
+    flags = ["--redis-url", redis_server.url, "--secret-file", str(secret), "--host", "127.0.0.1", "--port", "0"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "twostep.autoscaler", *flags, "--interval", "0.2", "--leader-lease", "30", "--stale-after", "1000"),
+        *(sys.executable, "-P", "-m", "twostep.autoscaler", *flags, "--interval", "0.2", "--stale-after", "1000"),
         *("--log-level", "debug"),
         stderr=asyncio.subprocess.PIPE,
         env={"PATH": "", "TWOSTEP_PREFILL_MIN_WORKERS": "3"},

@@ -17,11 +17,12 @@ import pytest
 from aiohttp import web
 from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from twostep.autoscaler.config import AutoscalerConfig, Pool
+from twostep.autoscaler.config import AutoscalerConfig
 from twostep.autoscaler.lease import Lease
 from twostep.autoscaler.pods import ANNOTATION, FIRST_COST, LEASE_ANNOTATION, MarkLease, PatchResult, PodMarks
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY
 from twostep.errors import SetupError
+from twostep.settings.autoscaler import PoolSettings
 
 TOKEN = "a token"
 NAMESPACE = "models"
@@ -301,8 +302,8 @@ async def test_a_fleet_that_shrinks_is_marked_before_anybody_is_told(
         kubernetes_api=api.url,
         kubernetes_dir=account,
         switch_roles=False,
-        prefill=Pool(max_workers=4),
-        decode=Pool(max_workers=1),
+        prefill=PoolSettings(max_workers=4),
+        decode=PoolSettings(max_workers=1),
     )
     await writer.load(clock.now_s, Load(requests=1))
     async with running(settings, clock) as autoscaler:
@@ -331,7 +332,7 @@ def shrinking(url: str, api: ApiServer, account: Path, tmp_path: Path) -> Autosc
         leader_lease=3600.0,
         kubernetes_api=api.url,
         kubernetes_dir=account,
-        prefill=Pool(max_workers=4),
+        prefill=PoolSettings(max_workers=4),
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 from hpa_formula import desired
 from service_harness import Clock, RedisServer, Writer, config, keda
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.decision_log import read_decisions
 from twostep.autoscaler.model import ROLES
 from twostep.autoscaler.server import Autoscaler
@@ -17,6 +16,7 @@ from twostep.lab.plan.machine import machine_of_preset
 from twostep.lab.simulation.pods import PodsConfig
 from twostep.lab.simulation.run import Setting, decision_lines
 from twostep.lab.simulation.traces import LoadTrace, TraceCurve, WorkerLoss, requests
+from twostep.settings.autoscaler import PoolSettings
 
 # Up and down, from prompts to answers, and a worker lost, in ten minutes.
 TRACE = LoadTrace(
@@ -33,7 +33,7 @@ TRACE = LoadTrace(
 async def test_the_service_follows_a_trace_as_the_simulation_says(
     redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, clock = Pool(max_workers=12, cold_start=45.0), Clock(0.0)
+    pool, clock = PoolSettings(max_workers=12, cold_start=45.0), Clock(0.0)
     targets = {"target_ttft_ms": 500.0, "target_tpot_ms": 10.0}
     settings = config(redis_server.url, tmp_path, leader_lease=3600.0, stale_after=1000, prefill=pool, decode=pool, **targets)
     simulated = Setting(

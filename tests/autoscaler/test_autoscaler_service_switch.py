@@ -11,7 +11,6 @@ from typing import Any
 
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.model import Role, Switch
 from twostep.autoscaler.switches import Outcome, Switcher, last_of_role
 from twostep.cluster.records import WorkerRecord
@@ -19,6 +18,7 @@ from twostep.errors import Incompatible, Unavailable
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.settings.autoscaler import PoolSettings
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -166,8 +166,8 @@ async def test_a_leader_shifts_a_worker_to_the_role_that_is_short(redis_server: 
         leader_lease=3600.0,
         cool_down=60.0,
         spare=0,
-        prefill=Pool(max_workers=4, cold_start=600.0),
-        decode=Pool(max_workers=4, cold_start=600.0),
+        prefill=PoolSettings(max_workers=4, cold_start=600.0),
+        decode=PoolSettings(max_workers=4, cold_start=600.0),
         worker_drain=3.0,
     )
     load = Load(requests=9, prompt_tokens=200, output_tokens=800)

@@ -10,13 +10,13 @@ from policy_fleet import Fleet, config, traffic
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, eventually, running, worker
 from service_harness import config as service_config
 
-from twostep.autoscaler.config import Pool
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import Decision, Observation
 from twostep.autoscaler.policy import decide
 from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_totals, window_of
 from twostep.cluster.records import WorkerLoad
 from twostep.cluster.signed import DEMAND, Signer
+from twostep.settings.autoscaler import PoolSettings
 
 RATE = 40.0
 SILENT_S = 120.0  # for which the windows of a router that is gone are there
@@ -125,8 +125,8 @@ async def test_of_two_routers_one_is_cut_off(
         leader_lease=3600.0,
         cool_down=60.0,
         switch_roles=False,
-        prefill=Pool(max_workers=4),
-        decode=Pool(max_workers=1),
+        prefill=PoolSettings(max_workers=4),
+        decode=PoolSettings(max_workers=1),
     )
     await writer.load(clock.now_s, load, routers=2)
     async with running(settings, clock) as autoscaler:

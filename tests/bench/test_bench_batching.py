@@ -160,7 +160,19 @@ def test_what_cannot_be_run_is_refused(load: BatchingLoad, rule: Rule) -> None:
 @pytest.mark.system
 def test_the_command_compares_them(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir)]
-    words = ["--batching", "static", "continuous", "--requests", "6", "--batch-size", "2", "--prompt-tokens", "10", "--output-tokens", "4"]
+    words = [
+        "--batching",
+        "static",
+        "continuous",
+        "--num-requests",
+        "6",
+        "--batch-size",
+        "2",
+        "--input-tokens",
+        "10",
+        "--output-tokens",
+        "4",
+    ]
     with pytest.raises(SystemExit) as ended:
         main([*command, *words, "--json"])
     said = capsys.readouterr()

@@ -31,7 +31,7 @@ def bench(*words: str, start: tuple[str, ...] = ("-m", "twostep.cli")) -> subpro
 @pytest.mark.system
 def test_figures_fit_together(tiny_llama_dir: Path) -> None:
     done = bench(
-        *("--model", str(tiny_llama_dir), "--batch-size", "1", "3", "--prompt-tokens", "40", "--output-tokens", "9"),
+        *("--model", str(tiny_llama_dir), "--batch-size", "1", "3", "--input-tokens", "40", "--output-tokens", "9"),
         *("--max-num-batched-tokens", "32", "--json"),
     )
     assert done.returncode == 0, done.stderr
@@ -58,9 +58,9 @@ def test_figures_fit_together(tiny_llama_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--prompt-tokens 1500 --output-tokens 900 --batch-size 1", "lower --prompt-tokens or --output-tokens"),
-        ("--prompt-tokens 1500 --output-tokens 400 --batching static", "1500 + 799 tokens are more than the model's context of 2048"),
-        ("--kv-cache-memory-bytes 400000 --prompt-tokens 200 --batch-size 1 99", "a batch of 99 needs"),
+        ("--input-tokens 1500 --output-tokens 900 --batch-size 1", "lower --input-tokens or --output-tokens"),
+        ("--input-tokens 1500 --output-tokens 400 --batching static", "1500 + 799 tokens are more than the model's context of 2048"),
+        ("--kv-cache-memory-bytes 400000 --input-tokens 200 --batch-size 1 99", "a batch of 99 needs"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_measured(

@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from commands import run
 from scripted_server import ScriptedInference, serving_in_thread
 from terminal_screen import Session
 
@@ -28,12 +30,6 @@ def server() -> Iterator[tuple[ScriptedInference, str]]:
     servicer = ScriptedInference()
     with serving_in_thread(servicer) as target:
         yield servicer, target
-
-
-def run(*words: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run([*COMMAND, *words], input=data, capture_output=True, timeout=DEADLINE_S, check=False, env={**os.environ, **env})
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 def test_generate(server: tuple[ScriptedInference, str]) -> None:
@@ -90,7 +86,8 @@ def test_nobody_there_and_wrong_usage() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("usage: twostep generate")
     assert done.stderr.endswith("twostep generate: error: unrecognized arguments: --router x\n")
-    assert "given as variables: TWOSTEP_SWAP_SPACE=4" in run("up", "--cpu-offload-gb", "4").stderr
+    assert "did you mean --swap-space" in run("up", "--swap-spce", "4").stderr
+    assert "give --prefill-max-workers" in run("up", "--max-prefill", "4").stderr
 
 
 def test_models(server: tuple[ScriptedInference, str]) -> None:
@@ -151,12 +148,20 @@ def test_up_refuses_what_cannot_be(tmp_path: Path, model_dir: Path) -> None:
     assert "is no model directory: it has no config.json" in done.stderr
     assert "neither a directory nor a known name" in run("up", "--model", str(tmp_path / "missing")).stderr
     assert "--prefill and --decode of 1 or more" in run("up", "--model", str(model_dir), "--decode", "0").stderr
-    assert "give 1 or more" in run("up", "--model", str(model_dir), "--tensor-parallel-size", "0").stderr
+    assert "--tensor-parallel-size" in run("up", "--model", str(model_dir), "--tensor-parallel-size", "0").stderr
     (model_dir / "config.json").write_text("{")
     assert "config.json cannot be read" in run("up", "--model", str(model_dir)).stderr
 
 
-def test_up_with_a_port_in_use_or_no_redis(model_dir: Path) -> None:
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short enough for a system's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        yield Path(directory)
+
+
+def test_up_with_a_port_in_use_or_no_redis(model_dir: Path, temporary: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -167,6 +172,7 @@ def test_up_with_a_port_in_use_or_no_redis(model_dir: Path) -> None:
     assert done.returncode == 1
     assert "no Redis answers at redis://127.0.0.1:9/0" in done.stderr
     assert "--redis-url" in done.stderr
+    assert not list(temporary.iterdir()), "nothing had begun that would have something to say"
 
 
 @pytest.mark.ray

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import commands
 import grpc
 import pytest
 
-from twostep.errors import TwostepError
+from twostep.cli import _role
+from twostep.cli._flags import parser
+from twostep.cli._role import is_last
+from twostep.client import WorkerStatus
+from twostep.errors import InvalidRequest, TwostepError
+from twostep.keys.api_keys import system_key
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
-COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli", "role"]
 SECRET = b"sixteen bytes or more"
 
 
@@ -69,7 +73,8 @@ def secret(tmp_path: Path) -> str:
 
 
 def run(*words: str, **env: str) -> tuple[int, str, str]:
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env})
+    """Status, output and errors. Without --force a router is asked, and there is none."""
+    done = commands.run("role", *words, **{"TWOSTEP_TARGET": "127.0.0.1:1", **env})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -84,12 +89,68 @@ def test_which_role_a_worker_has_is_told_to_holders_of_the_secret(worker: tuple[
 
 def test_it_takes_the_other_role(worker: tuple[ScriptedWorker, str], secret: str) -> None:
     said = "d-1 is a prefill worker now: drained in 1.84 s, switched in 0.04 s.\n"
-    assert run(worker[1], "prefill", "--drain-timeout", "12.5", "--secret-file", secret) == (0, said, "")
+    assert run(worker[1], "prefill", "--force", "--drain-timeout", "12.5", "--secret-file", secret) == (0, said, "")
     assert worker[0].drain_timeout_s == 12.5
     code, out, _ = run(worker[1], "prefill", "--json", TWOSTEP_SECRET_FILE=secret)
     assert (code, json.loads(out)) == (0, {"worker_id": "d-1", "role": "prefill", "epoch": 8, "drain_s": 1.839, "switch_s": 0.04})
     assert worker[0].drain_timeout_s == 30.0
     assert run(worker[1], "decode", "--secret-file", secret) == (0, "d-1 is a decode worker already.\n", "")
+
+
+def test_where_no_router_answers_it_is_said_that_nobody_looked(worker: tuple[ScriptedWorker, str], secret: str) -> None:
+    code, out, err = run(worker[1], "prefill", "--secret-file", secret)
+    assert (code, out[:23]) == (0, "d-1 is a prefill worker")
+    assert "--target" in err
+
+
+def status(worker_id: str, role: str, *, ready: bool = True, draining: bool = False, local: bool = False) -> WorkerStatus:
+    found = SimpleNamespace(worker_id=worker_id, role=role, ready=ready, draining=draining, local_prefill=local)
+    return cast(WorkerStatus, found)
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "role", "others", "last"),
+    [
+        ("d-1", "decode", [status("p", "prefill")], True),
+        ("d-1", "decode", [status("d-2", "decode")], False),
+        ("d-1", "decode", [status("d-2", "decode", ready=False), status("d-3", "decode", draining=True)], True),
+        ("p", "prefill", [status("d", "decode")], True),
+        ("p", "prefill", [status("d", "decode", local=True)], False),
+        ("p", "prefill", [status("q", "prefill"), status("d", "decode")], False),
+    ],
+)
+def test_who_is_the_last_of_its_role(worker_id: str, role: str, others: list[WorkerStatus], last: bool) -> None:
+    assert is_last(worker_id, role, [status(worker_id, role, local=True), *others]) is last
+
+
+async def test_the_last_decode_worker_stays_one_without_force(
+    worker: tuple[ScriptedWorker, str], secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Router:
+        def __init__(self, *_: object, api_key: str, **__: object) -> None:
+            assert api_key == system_key(SECRET), "it opens a router that asks for keys"
+
+        async def __aenter__(self) -> Router:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def status(self, **_: object) -> object:
+            return SimpleNamespace(workers=[status("d-1", "decode"), status("p", "prefill")])
+
+    monkeypatch.setattr("twostep.cli._role.AsyncClient", Router)
+    words = ["role", worker[1], "prefill", "--secret-file", secret]
+    for forced, drained in (([], -1.0), (["--force"], 30.0)):
+        code = await asyncio.to_thread(run_role, parser().parse_args([*words, *forced]))
+        assert (code, worker[0].drain_timeout_s) == (0 if forced else 1, drained)
+
+
+def run_role(args: Any) -> int:
+    try:
+        return _role.run(args)
+    except InvalidRequest:
+        return 1
 
 
 @pytest.mark.parametrize(
@@ -101,14 +162,14 @@ def test_it_takes_the_other_role(worker: tuple[ScriptedWorker, str], secret: str
 )
 def test_what_the_worker_says_is_said(worker: tuple[ScriptedWorker, str], secret: str, code: grpc.StatusCode, message: str) -> None:
     worker[0].refusal = code, message
-    assert run(worker[1], "prefill", "--secret-file", secret) == (1, "", f"twostep: {message}\n")
+    assert run(worker[1], "prefill", "--force", "--secret-file", secret) == (1, "", f"twostep: {message}\n")
 
 
 def test_what_is_missing_is_named(worker: tuple[ScriptedWorker, str], secret: str, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("another secret, also long")
     for words, says in (
         ((worker[1], "prefill"), "--secret-file is missing"),
-        ((worker[1], "prefill", "--secret-file", str(tmp_path / "other")), "give the worker's own --secret-file"),
+        ((worker[1], "prefill", "--force", "--secret-file", str(tmp_path / "other")), "give the worker's own --secret-file"),
         ((worker[1], "prefill", "--secret-file", secret, "--drain-timeout", "-1"), "--drain-timeout -1: give seconds"),
         (("127.0.0.1:1", "prefill", "--secret-file", secret), "no worker answers at 127.0.0.1:1 (failed to connect"),
     ):

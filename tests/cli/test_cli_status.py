@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import commands
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from scripted_server import ScriptedInference, serving_in_thread, some_cluster
 from terminal_screen import Session
 
 from twostep.cli import _status, main
-from twostep.cli._status_table import Look, amount, duration, instant, percent, render
+from twostep.cli._status_table import RouterReply, amount, duration, instant, percent, render
 from twostep.cli._terminal import Terminal, width_of
 from twostep.client._status import cluster_status
 from twostep.rpc.v1 import status_pb2 as pb
@@ -32,7 +33,7 @@ def server() -> Iterator[tuple[ScriptedInference, str]]:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False)
+    return commands.run("status", *words)
 
 
 def plain(text: str, *_: str) -> str:
@@ -98,7 +99,7 @@ def test_a_router_that_is_gone_is_shown_beside_the_others(server: tuple[Scripted
 
 def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
     servicer, target = server
-    done = run("--once", "--target", target)
+    done = run("--interval", "0", "--target", target)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert all(width_of(line) <= 80 for line in done.stdout.splitlines())
@@ -121,7 +122,7 @@ def test_once_and_as_json(server: tuple[ScriptedInference, str]) -> None:
         "limit": "",
         "problem": "",
     }
-    with Session([*COMMAND, "--once", "--target", target], env={"NO_COLOR": "1"}) as terminal:
+    with Session([*COMMAND, "--interval", "0", "--target", target], env={"NO_COLOR": "1"}) as terminal:
         assert terminal.wait() == 0
         assert terminal.screen.num_sequences == 0
         assert "prefill-0" in terminal.screen.text()
@@ -132,17 +133,17 @@ def test_nobody_there_and_bad_flags(server: tuple[ScriptedInference, str]) -> No
     assert done.returncode == 1
     assert "no server answers at 127.0.0.1:9; start one with `twostep up`" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "--interval 0: give seconds" in run("--interval", "0", "--target", server[1]).stderr
+    assert "--interval 0.01" in run("--interval", "0.01", "--target", server[1]).stderr
     assert "16 at most" in run("--target", ",".join(f"127.0.0.1:{port}" for port in range(1, 20))).stderr
 
 
 def test_a_key_is_asked_for_and_shown(server: tuple[ScriptedInference, str]) -> None:
     servicer, target = server
     servicer.key = "sk-1"
-    done = run("--once", "--target", target)
+    done = run("--interval", "0", "--target", target)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"twostep: {target}: no API key was given; send one; here: TWOSTEP_API_KEY, or --api-key\n"
-    assert run("--once", "--target", target, "--api-key", "sk-1").returncode == 0
+    assert run("--interval", "0", "--target", target, "--api-key", "sk-1").returncode == 0
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------------
@@ -152,15 +153,17 @@ def test_no_workers_yet_and_workers_of_one_role() -> None:
     cluster = some_cluster()
     del cluster.workers[:]
     cluster.ready = False
-    lines = render([Look("a:1", status=cluster_status(cluster))], 80, plain)
+    lines = render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
     assert lines[0].endswith("not ready")
     assert "No worker has registered" in lines[-1]
     cluster = some_cluster()
     del cluster.workers[0]
-    shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    shown = "\n".join(render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain))
     assert "prefill: no workers; decode workers compute prompts themselves\n\ndecode: 1 of 2 ready" in shown
     cluster.workers[0].local_prefill = False
-    assert "prefill: no workers, and nothing is served" in "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    assert "prefill: no workers, and nothing is served" in "\n".join(
+        render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
+    )
 
 
 def test_workers_that_get_no_request_are_named_with_why() -> None:
@@ -168,7 +171,7 @@ def test_workers_that_get_no_request_are_named_with_why() -> None:
     cluster.workers[0].not_ready_reason = "no KV transport works (--kv-transfer ray): ray: Ray does not answer at h:1"
     cluster.refused.add(worker_id="decode-9", role="decode", version="0.3.0", reason="it runs version 0.3.0; upgrade \x1b[31mthe router")
     cluster.refused.add(worker_id="odd", reason="not a worker record of this version")
-    lines = render([Look("a:1", status=cluster_status(cluster))], 70, plain)
+    lines = render([RouterReply("a:1", status=cluster_status(cluster))], 70, plain)
     shown = " ".join("".join(lines).split())
     assert "prefill: 0 of 1 ready" in lines
     assert any(line.split()[:3] == ["prefill-0", "no", "use"] for line in lines)
@@ -200,7 +203,7 @@ def decided(*decisions: pb.Scaling, width: int = 80, paint: Any = plain) -> list
     for number, scaling in enumerate(decisions):
         cluster = some_cluster()
         cluster.scaling.CopyFrom(scaling)
-        looks.append(Look(f"{number}:1", status=cluster_status(cluster)))
+        looks.append(RouterReply(f"{number}:1", status=cluster_status(cluster)))
     lines = render(looks, width, paint)
     at = next(number for number, line in enumerate(lines) if "autoscaler: " in line)
     assert lines[at - 1] == ""
@@ -208,7 +211,7 @@ def decided(*decisions: pb.Scaling, width: int = 80, paint: Any = plain) -> list
 
 
 def test_what_the_autoscaler_wants_and_why() -> None:
-    assert "autoscaler" not in "\n".join(render([Look("a:1", status=cluster_status(some_cluster()))], 80, plain))
+    assert "autoscaler" not in "\n".join(render([RouterReply("a:1", status=cluster_status(some_cluster()))], 80, plain))
     assert decided(some_decision()) == [
         "autoscaler: prefill 1 of 2, decode 3 of 3 workers; 8 s ago, by autoscaler-0",
         "2.43 requests/s need 1 + 2; 4 with reserve",
@@ -247,7 +250,7 @@ def test_an_autoscaler_that_decides_no_more_stands_out() -> None:
 
 def test_failures_and_what_was_not_observed() -> None:
     cluster = pb.ClusterStatus(model="m", router_id="r", load=pb.RouterLoad(failures_per_s=2.5, window_s=60))
-    shown = "\n".join(render([Look("a:1", status=cluster_status(cluster))], 80, plain))
+    shown = "\n".join(render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain))
     assert "0 running, 0 waiting; 0/s, 2.5/s failed" in shown
     assert "load –   targets kept –" in shown
     assert shown.count("–") == 2 + 12, "no percentile was observed"
@@ -279,7 +282,7 @@ def clusters(draw: Any) -> pb.ClusterStatus:
 @settings(max_examples=40)
 @given(clusters(), st.integers(40, 200), st.text("ab 日\n\x1b", max_size=300))
 def test_no_line_is_wider_than_the_terminal(cluster: pb.ClusterStatus, width: int, error: str) -> None:
-    lines = render([Look("a:1", status=cluster_status(cluster)), Look("b:1", error=error)], width, plain)
+    lines = render([RouterReply("a:1", status=cluster_status(cluster)), RouterReply("b:1", error=error)], width, plain)
     assert max(map(width_of, lines)) <= width
     assert not any(char in line for line in lines for char in "\x1b\n\r")
 

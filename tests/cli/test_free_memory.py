@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from local_plans import planned, told
 
 from twostep.errors import SetupError
-from twostep.local.options import LocalOptions
-from twostep.local.plan import make_plan
 from twostep.process.free_memory import Free, check_memory, free_memory
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import load_model
@@ -81,17 +80,16 @@ def test_a_worker_on_a_cpu_refuses_a_cache_that_memory_does_not_hold(tiny_llama_
 
 def test_a_whole_system_is_refused_where_its_workers_together_are_too_large(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.process.free_memory.free_memory", lambda: Free(8 * GIB, "this machine"))
-    alone = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=1, num_decode=1, port=0, kv_cache_memory_bytes=5 * GIB)
+    alone = told("up", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(5 * GIB))
     with pytest.raises(SetupError, match="--kv-cache-memory-bytes"):
-        make_plan(alone, environ={}, progress=lambda _: None)
+        planned(alone)
 
 
 def test_a_system_whose_rings_do_not_fit_shared_memory_is_refused(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr("twostep.local.plan.shutil.disk_usage", lambda _: usage(64 << 20, 0, 64 << 20))
-    options = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=1, num_decode=1, port=0)
+    common = ("up", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0")
     with pytest.raises(SetupError, match=r"--shm-size"):
-        make_plan(options, environ={}, progress=lambda _: None)
-    shutil.rmtree(make_plan(options, environ={"TWOSTEP_KV_RING_BYTES": str(8 << 20)}, progress=lambda _: None).run_dir)
-    alone = LocalOptions(model=str(tiny_llama_dir), device="cpu", num_prefill=0, num_decode=1, aggregated=True, port=0)
-    shutil.rmtree(make_plan(alone, environ={}, progress=lambda _: None).run_dir)
+        planned(told(*common))
+    planned(told(*common, "--kv-ring-bytes", str(8 << 20)))
+    planned(told(*common, "--aggregated"))

@@ -32,7 +32,6 @@ ENVIRONMENT = {
     "TWOSTEP_INTERVAL": "0.5",
     "TWOSTEP_DEMAND_WINDOW": "4",
     "TWOSTEP_COOL_DOWN": "2",
-    "TWOSTEP_LEADER_LEASE": "10",
     "TWOSTEP_STALE_AFTER": "100",
     "TWOSTEP_PREFILL_COLD_START": "10",
     "TWOSTEP_DECODE_COLD_START": "10",
@@ -46,7 +45,7 @@ ENVIRONMENT = {
     "TWOSTEP_MAX_COST": "3",
 }
 FLAGS = ["--runner", "fake", "--no-local-prefill", "--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--drain-timeout", "1"]
-FLAGS += ["--autoscale", "--max-prefill", "2", "--max-decode", "2", "--http-port", "0", "--object-store-bytes", str(100 << 20)]
+FLAGS += ["--autoscale", "--prefill-max-workers", "2", "--decode-max-workers", "2", "--http-port", "0", "--ray-store-bytes", str(100 << 20)]
 
 
 class Up:

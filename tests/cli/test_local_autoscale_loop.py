@@ -20,7 +20,7 @@ from twostep.cluster.signed import DECISIONS, RECORDS, Signer
 from twostep.local.autoscale import LocalAutoscale
 from twostep.local.process import Process
 from twostep.local.redis_server import answers, server_argv, server_binary, server_url
-from twostep.local.scaler import ScalerClient, Wanted
+from twostep.local.scaler import ScalerClient, WantedWorkers
 from twostep.local.scaling import Bounds, Scale
 from twostep.local.supervisor import Component, Supervisor
 from twostep.rpc.keda import externalscaler_pb2_grpc
@@ -55,7 +55,7 @@ class Loop:
 
     def __init__(self, tmp: Path, *, total: int = 4) -> None:
         self.tmp, self.journal, self.said = tmp, Journal(), list[str]()
-        self.says: Wanted | None = None
+        self.says: WantedWorkers | None = None
         self.roles: dict[str, str] = {}
         self.places: dict[str, int] = {}
         self.script = ""
@@ -75,7 +75,7 @@ class Loop:
         )
 
     def wants(self, prefill: int, decode: int, *victims: str) -> None:
-        self.says = Wanted(replicas={"prefill": prefill, "decode": decode}, victims=victims, reason="because")
+        self.says = WantedWorkers(replicas={"prefill": prefill, "decode": decode}, victims=victims, reason="because")
 
     @property
     def ready(self) -> set[str]:
@@ -88,7 +88,7 @@ class Loop:
     async def _roles(self, worker_ids: Sequence[str]) -> dict[str, str]:
         return {name: role for name, role in self.roles.items() if name in worker_ids}
 
-    async def _ask(self) -> Wanted | None:
+    async def _ask(self) -> WantedWorkers | None:
         return self.says
 
 
@@ -126,7 +126,7 @@ async def test_who_changes_its_role_is_told_as_who_comes_and_goes_is(loop: Loop)
     loop.wants(1, 2)
     await until(lambda: "decode-1" in loop.ready)
     assert loop.said == ["autoscaler: 1 prefill, 2 decode workers wanted: because"]
-    loop.says = Wanted(replicas={"prefill": 1, "decode": 2}, workers={"prefill": 2, "decode": 1}, reason="long prompts")
+    loop.says = WantedWorkers(replicas={"prefill": 1, "decode": 2}, workers={"prefill": 2, "decode": 1}, reason="long prompts")
     loop.roles = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill", "of-another-system": "decode"}
     await until(lambda: len(loop.said) >= 3)
     loop.roles["decode-1"] = "decode"
@@ -139,6 +139,7 @@ async def test_who_changes_its_role_is_told_as_who_comes_and_goes_is(loop: Loop)
     await loop.supervisor.stop()
 
 
+@pytest.mark.system
 async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that_grows(loop: Loop) -> None:
     await loop.supervisor.start()
     loop.script = "sys.exit(3)"
@@ -155,6 +156,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that
     await loop.supervisor.stop()
 
 
+@pytest.mark.system
 async def test_an_end_in_the_midst_of_scaling_leaves_nothing_and_cuts_no_drain_short(loop: Loop) -> None:
     """One worker drains, one is being started and never gets ready."""
     await loop.supervisor.start()
@@ -201,13 +203,13 @@ async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeyp
         assert client.trouble == "nothing has been decided yet; keep what there is"
         board.show(record(), 0.0)
         # Without Redis nobody knows who should go; how many there should be is known.
-        assert await client.wanted() == Wanted(replicas={"prefill": 2, "decode": 11})
+        assert await client.wanted() == WantedWorkers(replicas={"prefill": 2, "decode": 11})
         assert await client.roles(["decode-0"]) == {}
         while await answers(url):  # noqa: ASYNC110  it is another process
             await asyncio.sleep(0.02)
         store = connect(url)
         await store.set(DECISION_KEY, Signer(_SECRET, DECISIONS).sign_object(record(wanted={"prefill": 4, "decode": 9}).to_json()))
-        assert await client.wanted() == Wanted(
+        assert await client.wanted() == WantedWorkers(
             replicas={"prefill": 2, "decode": 11}, workers={"prefill": 4, "decode": 9}, victims=("decode-3",), reason="because"
         )
         assert client.trouble == ""
@@ -216,7 +218,7 @@ async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeyp
         await store.set(worker_key("prefill-0"), "nonsense")
         assert await client.roles(["prefill-0", "decode-0"]) == {}
         await store.set(DECISION_KEY, "nonsense")
-        assert await client.wanted() == Wanted(replicas={"prefill": 2, "decode": 11})
+        assert await client.wanted() == WantedWorkers(replicas={"prefill": 2, "decode": 11})
         await store.aclose()
         await server.drain(0)
         assert await client.wanted() is None

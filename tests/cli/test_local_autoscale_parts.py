@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_plans import planned, told
 
-from twostep.cli._flags import parser
-from twostep.cli._up import admin_url, options_of, to_come
-from twostep.errors import SetupError
-from twostep.local.capacity import Machine, Need, need_of, room_for, this_machine
-from twostep.local.components import Components
-from twostep.local.options import LocalOptions
-from twostep.local.plan import Plan, make_plan
-from twostep.local.probes import Probes
-from twostep.local.scaling import ROLES, Bounds, Changes, Running, Scale, changes
+from twostep.cli._up import admin_url, to_come
+from twostep.local.capacity import HostResources, WorkerResources, need_of, room_for, this_machine
+from twostep.local.scaling import ROLES, Bounds, Changes, RunningWorker, Scale, changes
 from twostep.process.free_memory import Free
 
 GIB = 1 << 30
@@ -30,15 +23,15 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("machine", "need", "room"),
     [
-        (Machine(cores=16, memory_bytes=60 * GIB), Need(memory_bytes=3 * GIB), (16, "cores")),
-        (Machine(cores=16, memory_bytes=60 * GIB), Need(memory_bytes=20 * GIB), (3, "memory")),
-        (Machine(cores=2, memory_bytes=60 * GIB, num_gpus=4), Need(memory_bytes=3 * GIB, num_gpus=2), (2, "GPUs")),
-        (Machine(cores=2, memory_bytes=9 * GIB, num_gpus=8), Need(memory_bytes=3 * GIB, num_gpus=1), (3, "memory")),
-        (Machine(cores=1, memory_bytes=1), Need(memory_bytes=GIB), (1, "memory")),
-        (Machine(cores=2, memory_bytes=60 * GIB), Need(memory_bytes=1, workers_per_core=8), (16, "cores")),
+        (HostResources(cores=16, memory_bytes=60 * GIB), WorkerResources(memory_bytes=3 * GIB), (16, "cores")),
+        (HostResources(cores=16, memory_bytes=60 * GIB), WorkerResources(memory_bytes=20 * GIB), (3, "memory")),
+        (HostResources(cores=2, memory_bytes=60 * GIB, num_gpus=4), WorkerResources(memory_bytes=3 * GIB, num_gpus=2), (2, "GPUs")),
+        (HostResources(cores=2, memory_bytes=9 * GIB, num_gpus=8), WorkerResources(memory_bytes=3 * GIB, num_gpus=1), (3, "memory")),
+        (HostResources(cores=1, memory_bytes=1), WorkerResources(memory_bytes=GIB), (1, "memory")),
+        (HostResources(cores=2, memory_bytes=60 * GIB), WorkerResources(memory_bytes=1, workers_per_core=8), (16, "cores")),
     ],
 )
-def test_room(machine: Machine, need: Need, room: tuple[int, str]) -> None:
+def test_room(machine: HostResources, need: WorkerResources, room: tuple[int, str]) -> None:
     found = room_for(machine, need)
     assert (found.num_workers, found.limit) == room
 
@@ -70,9 +63,9 @@ def scale(total: int = 8, *, most: int = 4) -> Scale:
     return Scale(prefill=Bounds(least=1, most=most), decode=Bounds(least=1, most=most), total=total)
 
 
-def fleet(num_prefill: int, num_decode: int, retiring: tuple[str, ...] = ()) -> list[Running]:
+def fleet(num_prefill: int, num_decode: int, retiring: tuple[str, ...] = ()) -> list[RunningWorker]:
     names = [f"prefill-{n}" for n in range(num_prefill)] + [f"decode-{n}" for n in range(num_decode)]
-    return [Running(worker_id=n, owner=n.partition("-")[0], number=i, retiring=n in retiring) for i, n in enumerate(names)]
+    return [RunningWorker(worker_id=n, owner=n.partition("-")[0], number=i, retiring=n in retiring) for i, n in enumerate(names)]
 
 
 def test_victims_go_first_then_the_youngest() -> None:
@@ -105,7 +98,7 @@ def test_bounds_hold_whatever_is_asked(
     owners: list[tuple[str, bool]], wanted: dict[str, int], more: int, most: int, data: st.DataObject
 ) -> None:
     """And look after look it comes to what is wanted, or to as many as there may be."""
-    there = [Running(worker_id=f"w{n}", owner=role, number=n, retiring=gone) for n, (role, gone) in enumerate(owners)]
+    there = [RunningWorker(worker_id=f"w{n}", owner=role, number=n, retiring=gone) for n, (role, gone) in enumerate(owners)]
     victims = data.draw(st.permutations([worker.worker_id for worker in there]))
     bounds = scale(len(owners) + more, most=most)
     target = {role: bounds.of(role).clamp(wanted[role]) for role in ROLES}
@@ -121,7 +114,7 @@ def test_bounds_hold_whatever_is_asked(
         assert set(todo.retire) <= {w.worker_id for w in there if not w.retiring}
         # By the next look, who drains is gone.
         there = [w for w in there if not w.retiring and w.worker_id not in todo.retire]
-        there += [Running(worker_id=f"n{n}", owner=role, number=n) for role, n in zip(todo.start, numbers, strict=False)]
+        there += [RunningWorker(worker_id=f"n{n}", owner=role, number=n) for role, n in zip(todo.start, numbers, strict=False)]
     counts = {role: sum(w.owner == role for w in there) for role in ROLES}
     assert counts == target or sum(counts.values()) == bounds.total
 
@@ -129,57 +122,24 @@ def test_bounds_hold_whatever_is_asked(
 # ---- flags ---------------------------------------------------------------------------------------------------------------
 
 
-def told(*words: str) -> LocalOptions:
-    args: argparse.Namespace = parser().parse_args(["up", *words])
-    return options_of(args)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--aggregated",), "leave one out"),
-        (("--min-decode", "2"), "--min-decode 2 and --decode 1"),
-        (("--min-prefill", "0"), "give 1 at least"),
-        (("--prefill", "3", "--max-prefill", "2"), "--prefill 3 and --max-prefill 2"),
-        (("--max-decode", "1000"), "give 128 at most"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SetupError, match=message):
-        told("--autoscale", *words)
-
-
-def planned(options: LocalOptions) -> tuple[Plan, dict[str, tuple[str, ...]], list[str]]:
-    """The plan, command lines by component, and what was said."""
-    said: list[str] = []
-    plan = make_plan(options, environ={}, progress=said.append)
-    try:
-        return plan, {each.name: each.argv for each in Components(options, plan, environ={}, probes=Probes()).all()}, said
-    finally:
-        shutil.rmtree(plan.run_dir)
-
-
-def flag(argv: tuple[str, ...], name: str) -> str | None:
-    return argv[argv.index(name) + 1] if name in argv else None
-
-
 def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 8)
     monkeypatch.setattr("twostep.local.capacity.free_memory", lambda **_: Free(100 * GIB, "this machine"))
-    common = ("--autoscale", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0", "--min-decode", "2", "--decode", "2")
-    plan, commands, said = planned(told(*common, "--max-prefill", "3"))
+    common = ("--autoscale", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0", "--decode-min-workers", "2", "--decode", "2")
+    found = planned(told("up", *common, "--prefill-max-workers", "3"))
+    plan, said = found.plan, found.said
     assert plan.scale == Scale(prefill=Bounds(least=1, most=3), decode=Bounds(least=2, most=7), total=8)
     assert said == ["autoscaler: 1 to 3 prefill, 2 to 7 decode workers, 8 together at most for want of cores"]
-    argv = commands["autoscaler"]
-    assert argv[:4] == (argv[0], "-P", "-m", "twostep.autoscaler")
-    bounds = [flag(argv, f"--{role}-{least}-workers") for role in ROLES for least in ("min", "max")]
+    assert found.components["autoscaler"].argv[1:4] == ("-P", "-m", "twostep.autoscaler")
+    bounds = [found.flag("autoscaler", f"--{role}-{least}-workers") for role in ROLES for least in ("min", "max")]
     assert bounds == ["1", "3", "2", "7"]
-    assert (flag(argv, "--max-workers"), flag(argv, "--max-cost")) == ("8", None)
-    assert {name for name in commands if name.startswith(("prefill", "decode"))} == {"prefill-0", "decode-0", "decode-1"}
-    assert (flag(commands["decode-1"], "--pod-owner"), flag(commands["prefill-0"], "--pod-owner")) == ("decode", "prefill")
+    assert (found.flag("autoscaler", "--max-workers"), found.flag("autoscaler", "--max-cost")) == ("8", None)
+    assert {name for name in found.components if name.startswith(("prefill", "decode"))} == {"prefill-0", "decode-0", "decode-1"}
+    assert (found.flag("decode-1", "--pod-owner"), found.flag("prefill-0", "--pod-owner")) == ("decode", "prefill")
     # A machine that has less than is to be started at once is not believed.
     monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 1)
-    plan, _, said = planned(told(*common))
+    found = planned(told("up", *common))
+    plan, said = found.plan, found.said
     assert plan.scale == Scale(prefill=Bounds(least=1, most=1), decode=Bounds(least=2, most=2), total=3)
     assert said[-1] == "autoscaler: the 3 workers that start are all that there is room for: none will be added"
 
@@ -199,31 +159,32 @@ def test_no_more_is_promised_than_there_is_room_for(total: int, num_workers: int
 
 
 @pytest.mark.parametrize(
-    ("environ", "url"),
+    ("port", "host", "url"),
     [
-        ({}, ""),
-        ({"TWOSTEP_ADMIN_PORT": "-1"}, ""),
-        ({"TWOSTEP_ADMIN_PORT": "0"}, ""),
-        ({"TWOSTEP_ADMIN_PORT": "8001"}, "http://127.0.0.1:8001"),
-        ({"TWOSTEP_ADMIN_PORT": "8001", "TWOSTEP_ADMIN_HOST": "0.0.0.0"}, "http://127.0.0.1:8001"),
-        ({"TWOSTEP_ADMIN_PORT": "8001", "TWOSTEP_ADMIN_HOST": "::1"}, "http://[::1]:8001"),
-        ({"TWOSTEP_ADMIN_PORT": "8001", "TWOSTEP_ADMIN_HOST": "ops.internal"}, "http://ops.internal:8001"),
+        (None, "", ""),
+        ("-1", "", ""),
+        ("0", "", ""),
+        ("8001", "", "http://127.0.0.1:8001"),
+        ("8001", "0.0.0.0", "http://127.0.0.1:8001"),
+        ("8001", "::1", "http://[::1]:8001"),
+        ("8001", "ops.internal", "http://ops.internal:8001"),
     ],
 )
-def test_the_admin_ports_address(environ: dict[str, str], url: str) -> None:
-    assert admin_url(environ) == url
+def test_the_admin_ports_address(port: str | None, host: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTEP_ADMIN_HOST", host)
+    assert admin_url(told("up", *([f"--admin-port={port}"] if port is not None else []))) == url
 
 
 def test_without_the_flag_nothing_scales(tiny_llama_dir: Path) -> None:
-    plan, commands, _ = planned(told("--model", str(tiny_llama_dir), "--port", "0", "--max-decode", "7"))
-    assert plan.scale is None
-    assert "autoscaler" not in commands
-    assert flag(commands["decode-0"], "--pod-owner") is None
+    found = planned(told("up", "--model", str(tiny_llama_dir), "--port", "0", "--decode-max-workers", "7"))
+    assert found.plan.scale is None
+    assert "autoscaler" not in found.components
+    assert found.flag("decode-0", "--pod-owner") is None
 
 
 def test_each_place_has_its_gpu(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.local.plan.count_gpus", lambda _: 4)
-    plan, _, _ = planned(told("--autoscale", "--model", str(tiny_llama_dir), "--port", "0"))
+    plan = planned(told("up", "--autoscale", "--model", str(tiny_llama_dir), "--port", "0")).plan
     assert plan.scale == Scale(prefill=Bounds(least=1, most=3), decode=Bounds(least=1, most=3), total=4)
     assert [place and place.index for place in plan.places] == [0, 1, 2, 3]
     assert [worker.gpu for worker in plan.workers] == list(plan.places[:2])

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_plans import planned, told
 
 from twostep.cli import main
 from twostep.errors import SetupError
 from twostep.local import gpus
-from twostep.local.components import Components
 from twostep.local.gpus import check_device, count_gpus, describe, share_gpus
-from twostep.local.options import LocalOptions
-from twostep.local.plan import make_plan
-from twostep.local.probes import Probes
 from twostep.local.process import Process
 
 
@@ -110,29 +106,23 @@ def test_without_a_gpu_nothing_is_fetched_or_started(
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("words", "expected"),
     [
-        ({}, [["auto:0", "0.45"], ["auto:1", "0.9"], ["auto:0", "0.45"]]),
-        ({"device": "cuda", "gpu_memory_utilization": 0.3}, [["cuda:0", "0.3"], ["cuda:1", "0.3"], ["cuda:0", "0.3"]]),
-        ({"device": "cpu", "kv_cache_dtype": "fp8"}, [["cpu"]] * 3),
-        ({"device": "cuda:1"}, [["cuda:1"]] * 3),
-        ({"runner": "fake"}, [[]] * 3),
+        ("", [["auto:0", "0.45"], ["auto:1", "0.9"], ["auto:0", "0.45"]]),
+        ("--device cuda --gpu-memory-utilization 0.3", [["cuda:0", "0.3"], ["cuda:1", "0.3"], ["cuda:0", "0.3"]]),
+        ("--device cpu", [[]] * 3),
+        ("--device cuda:1", [[]] * 3),
+        ("--runner fake", [[]] * 3),
     ],
 )
 def test_workers_are_started_on_their_gpus(
-    monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path, options: dict[str, object], expected: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path, words: str, expected: list[list[str]]
 ) -> None:
+    """Those that are told nothing by a flag have the variable."""
     monkeypatch.setattr(gpus, "_count_by_driver", lambda: 2)
-    lines: list[str] = []
-    chosen = LocalOptions(model=str(tiny_llama_dir), num_decode=2, port=0, redis_url="redis://r", ray_address="r:1", **options)  # type: ignore[arg-type]
-    where = make_plan(chosen, environ={}, progress=lines.append)
-    try:
-        found = []
-        for component in Components(chosen, where, environ={}, probes=Probes()).all()[-3:]:
-            flags = dict(zip(component.argv, component.argv[1:], strict=False))
-            assert flags.get("--kv-cache-dtype", "") == chosen.kv_cache_dtype
-            found.append([flags[name] for name in ("--device", "--gpu-memory-utilization") if name in flags])
-        assert found == expected
-        assert bool(lines) == (where.workers[0].gpu is not None)
-    finally:
-        shutil.rmtree(where.run_dir)
+    started = ("--model", str(tiny_llama_dir), "--decode", "2", "--port", "0", "--redis-url", "redis://r", "--ray-address", "r:1")
+    found = planned(told("up", *started, *words.split()))
+    names = ("prefill-0", "decode-0", "decode-1")
+    flags = [[found.flag(name, flag) for flag in ("--device", "--gpu-memory-utilization")] for name in names]
+    assert [[value for value in each if value is not None] for each in flags] == expected
+    assert bool(found.said) == (found.plan.workers[0].gpu is not None)

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from twostep.local import redis_server
 from twostep.local.pod import Pod
-from twostep.local.pod_config import PodConfig, parse_pod, pod_workers
+from twostep.local.pod_config import PodSettings, parse_pod, pod_workers
 from twostep.local.ports import STRIDE, free_ports
 from twostep.local.probes import Probes
 from twostep.rpc.health import READINESS
@@ -28,7 +28,7 @@ DEADLINE_S = 240.0
 
 
 def test_each_worker_has_gpus_and_ports_of_its_own() -> None:
-    config = PodConfig(prefill_workers=1, decode_workers=2, gpus_per_worker=2, pod_name="p", first_port=50101, decode_flags=("--ageing=9",))
+    config = PodSettings(prefill=1, decode=2, gpus_per_worker=2, pod_name="p", port=50101, decode_flags=("--swap-space=9",))
     workers = pod_workers(config)
     assert [(w.name, w.role, w.port) for w in workers] == [
         ("p-prefill-0", "prefill", 50101),
@@ -36,13 +36,13 @@ def test_each_worker_has_gpus_and_ports_of_its_own() -> None:
         ("p-decode-1", "decode", 50121),
     ]
     assert [w.flags[:2] for w in workers] == [("--tensor-parallel-size=2", f"--device=cuda:{n}") for n in (0, 2, 4)]
-    assert ["--ageing=9" in w.argv for w in workers] == [False, True, True]
+    assert ["--swap-space=9" in w.argv for w in workers] == [False, True, True]
     assert "--health-port=50112" in workers[1].argv
     assert "--metrics-port=50113" in workers[1].argv
 
 
 def test_workers_without_gpus_run_where_their_own_flag_says() -> None:
-    (decode,) = pod_workers(PodConfig(prefill_workers=0, gpus_per_worker=0))
+    (decode,) = pod_workers(PodSettings(prefill=0, gpus_per_worker=0))
     assert decode.flags == ()
 
 
@@ -116,7 +116,7 @@ async def registered(redis: Redis) -> Mapping[str, int]:
 
 
 async def test_it_is_not_ready_from_a_death_on(tmp_path: Path) -> None:
-    pod = Pod(PodConfig(prefill_workers=1, decode_workers=1, gpus_per_worker=0, pod_name="p"), {}, tmp_path)
+    pod = Pod(PodSettings(prefill=1, decode=1, gpus_per_worker=0, pod_name="p"), {}, tmp_path)
     pod.board.set(READINESS, True)
     pod.ready("p-prefill-0", 1.0)
     pod.died("p-prefill-0", "exited with status 1", 0.5)
@@ -125,7 +125,7 @@ async def test_it_is_not_ready_from_a_death_on(tmp_path: Path) -> None:
 
 
 async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pod = Pod(PodConfig(prefill_workers=1, decode_workers=1, gpus_per_worker=0, pod_name="p"), {}, tmp_path)
+    pod = Pod(PodSettings(prefill=1, decode=1, gpus_per_worker=0, pod_name="p"), {}, tmp_path)
 
     async def start() -> None:
         pod.ready("p-prefill-0", 1.0)
@@ -138,14 +138,15 @@ async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path
     await pod.stop()
 
 
+@pytest.mark.system
 async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str) -> None:
     first, (health,) = first_port_for(2), free_ports(1)
-    flags = {"prefill_workers": 0, "decode_workers": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1"}
+    flags = {"prefill": 0, "decode": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1"}
     pod_health, probes = f"127.0.0.1:{health}", Probes()
     async with (
         contextlib.AsyncExitStack() as stack,
         Redis.from_url(redis_url) as redis,
-        running_pod(tmp_path, **flags, first_port=first, pod_health_port=health, redis_url=redis_url) as pod,
+        running_pod(tmp_path, **flags, port=first, health_port=health, redis_url=redis_url) as pod,
     ):
         stack.push_async_callback(probes.close)
         await until("the pod is ready", lambda: probes.healthy(pod_health, "readiness"), pod)
@@ -179,8 +180,9 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
         assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.system
 async def test_a_worker_that_cannot_start_ends_the_pod(tmp_path: Path, redis_url: str) -> None:
     first, (health,) = first_port_for(1), free_ports(1)
-    flags = {"prefill_workers": 0, "decode_workers": 1, "gpus_per_worker": 0, "host": "127.0.0.1", "decode_flags": '{"block-size": 7}'}
-    async with running_pod(tmp_path, **flags, first_port=first, pod_health_port=health, redis_url=redis_url) as pod:
+    flags = {"prefill": 0, "decode": 1, "gpus_per_worker": 0, "host": "127.0.0.1", "decode_flags": '{"block-size": 7}'}
+    async with running_pod(tmp_path, **flags, port=first, health_port=health, redis_url=redis_url) as pod:
         assert await asyncio.to_thread(pod.wait, DEADLINE_S) == 2

@@ -21,9 +21,12 @@ from twostep.errors import SetupError
 from twostep.local import ports
 from twostep.local.ports import check_free, free_ports
 from twostep.local.process import Process
-from twostep.local.report import LogFollower, Report
+from twostep.local.report import LogFollower, ProgressLines
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
 from twostep.process.ending import how_it_ended, oom_kills
+
+# Real processes and real pauses: two of them are in the first tier.
+pytestmark = pytest.mark.system
 
 
 class Journal:
@@ -82,6 +85,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.smoke
 async def test_starts_in_order_and_stops_in_order(tmp_path: Path) -> None:
     journal = Journal()
     parts = [
@@ -272,6 +276,7 @@ async def test_what_a_process_leaves_behind_goes_with_it(tmp_path: Path) -> None
     assert not alive(daemon)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["supervisor", "guardian"])
 def test_nobody_outlives_a_killed_supervisor(tmp_path: Path, victim: str) -> None:
     """SIGKILL leaves no time for anything: pipes and the kernel must do it."""
@@ -345,7 +350,7 @@ def test_ports_of_a_living_process_are_given_to_no_other(monkeypatch: pytest.Mon
 
 def test_report_and_followed_logs(tmp_path: Path) -> None:
     lines: list[str] = []
-    report = Report(lines.append)
+    report = ProgressLines(lines.append)
     report.starting("ray")
     report.ready("ray", 4.25)
     report.died("ray", "exited with status 3", 0.5)

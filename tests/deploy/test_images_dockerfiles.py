@@ -15,7 +15,7 @@ import pytest
 from image_replay import context, dockerfile
 
 from router.config import RouterConfig
-from twostep.worker.config import DEFAULT_PORTS
+from twostep.settings.worker import DEFAULT_PORTS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 IMAGES = ("router", "worker-cpu", "worker-cuda")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from image_replay import context, dockerfile
-from image_replay.root import Root, Sandbox
+from image_replay.root import ImageSandbox, Root
 
 
 def test_continued_lines_are_joined_and_comments_between_them_dropped() -> None:
@@ -74,7 +74,7 @@ def test_a_copy_of_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_root_is_closed_after_everything_below_it_is_mounted() -> None:
-    sandbox = Sandbox(env={"A": "b c"}, user="1:2", cwd="/w", read_only=True, binds={"/m": "/host"}, tmpfs=("/tmp",))
+    sandbox = ImageSandbox(env={"A": "b c"}, user="1:2", cwd="/w", read_only=True, binds={"/m": "/host"}, tmpfs=("/tmp",))
     script = Root(Path("/r")).argv(["run", "it now"], sandbox)[-1].splitlines()
     closed = script.index("mount -o remount,bind,ro /r")
     assert closed == len(script) - 2

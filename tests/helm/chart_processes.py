@@ -14,19 +14,24 @@ from typing import Any
 from unittest import mock
 
 from chart_render import Chart, Object, Pod
-from helm_schema import parser_of
 
 from twostep.local.pod_config import pod_workers
+from twostep.settings.autoscaler import AutoscalerSettings
+from twostep.settings.pod import PodSettings
+from twostep.settings.ray_node import RayNodeSettings
+from twostep.settings.router import RouterSettings
+from twostep.settings.table import Settings, settings_of
+from twostep.settings.worker import WorkerSettings
 
 POD = "twostep.local.pod"
-# Modules that the images start, and where their configuration is parsed: module, function, arguments before argv.
-PARSERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "router": ("router.config", "parse_config", ()),
-    "twostep.autoscaler": ("twostep.autoscaler.config", "parse_config", ()),
-    "prefill_worker": ("twostep.worker.config", "parse_config", ("prefill",)),
-    "decode_worker": ("twostep.worker.config", "parse_config", ("decode",)),
-    POD: ("twostep.local.pod_config", "parse_pod", ()),
-    "kv_transfer.ray.node": ("kv_transfer.ray.node", "parse_node", ()),
+# Modules that the images start, and where their configuration is parsed: table, module, function, arguments before argv.
+PARSERS: dict[str, tuple[type[Settings], str, str, tuple[str, ...]]] = {
+    "router": (RouterSettings, "router.config", "parse_config", ()),
+    "twostep.autoscaler": (AutoscalerSettings, "twostep.autoscaler.config", "parse_config", ()),
+    "prefill_worker": (WorkerSettings, "twostep.worker.config", "parse_config", ("prefill",)),
+    "decode_worker": (WorkerSettings, "twostep.worker.config", "parse_config", ("decode",)),
+    POD: (PodSettings, "twostep.local.pod_config", "parse_pod", ()),
+    "kv_transfer.ray.node": (RayNodeSettings, "kv_transfer.ray.node", "parse_node", ()),
 }
 
 
@@ -51,10 +56,10 @@ class Process:
         """Where it listens for others."""
         config = self.config
         if self.module in (POD, "kv_transfer.ray.node"):
-            return (
-                {config.pod_health_port} if self.module == POD else {int(config.ray_address.rpartition(":")[2])} if config.head else set()
-            )
-        first = config.external_scaler_port if self.module == "twostep.autoscaler" else config.port
+            if self.module == POD:
+                return {config.health_port}
+            return {int(config.ray_address.rpartition(":")[2])} if config.ray_head else set()
+        first = config.port
         # Among several in one container the supervisor alone asks each for its health.
         alone = self.container["command"][3] != POD
         found = {first} | ({first + 1 if config.health_port is None else config.health_port} if alone else set())
@@ -106,14 +111,12 @@ def environment_of(container: Object) -> dict[str, str]:
 
 @functools.cache
 def _parsed(module: str, argv: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> tuple[frozenset[str], Any, str]:
-    home, function, before = PARSERS[module]
+    table, home, function, before = PARSERS[module]
     said = io.StringIO()
     config = None
     with mock.patch.dict(os.environ, dict(environment), clear=True), contextlib.redirect_stderr(said):
         try:
-            actions = parser_of(home, *before, function=function)._actions
             config = getattr(importlib.import_module(home), function)(*before, argv)
         except SystemExit:
             return frozenset(), None, said.getvalue()
-    names = [action.option_strings[0] for action in actions if action.option_strings]
-    return frozenset("TWOSTEP_" + name.lstrip("-").replace("-", "_").upper() for name in names), config, ""
+    return frozenset(each.variable for each in settings_of(table)), config, ""

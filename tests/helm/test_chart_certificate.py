@@ -23,7 +23,8 @@ from chart_hooks import FakeApi, rights, run_hook, script
 from chart_processes import processes
 from chart_render import merged, render
 
-from twostep.rpc.channel import TlsFiles, client_credentials
+from twostep.rpc.channel import client_credentials
+from twostep.settings.tls import TlsFiles
 
 VALUES = merged(SWITCHES["tls-job"], SWITCHES["autoscaling"], {"tls": {"extraDnsNames": ["llm.example"]}})
 

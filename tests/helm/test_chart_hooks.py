@@ -59,6 +59,25 @@ def test_a_hook_job_ends_before_helm_gives_up(values: Mapping[str, Any]) -> None
         assert 60 <= job["spec"]["activeDeadlineSeconds"] <= 300 - 30
 
 
+def test_what_a_hook_needs_goes_with_it() -> None:
+    """When a Job fails, Helm takes nothing away, and an uninstall knows no hooks but its own: the rights are hooks of rollback and
+    uninstall, too. The Job stays with its log, for a day."""
+    found = 0
+    for object in render(SWITCHES["tls-job"]).objects:
+        notes = object["metadata"].get("annotations", {})
+        when = set(notes.get("helm.sh/hook", "").split(","))
+        if "pre-install" not in when:
+            continue
+        found += 1
+        assert notes["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+        if object["kind"] == "Job":
+            assert when == {"pre-install", "pre-upgrade"}
+            assert object["spec"]["ttlSecondsAfterFinished"] <= 86400
+        else:
+            assert when == {"pre-install", "pre-upgrade", "post-rollback", "post-delete"}
+    assert found >= 8
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_hook_without_rights_fails(api: FakeApi, tmp_path: Path, method: str) -> None:
     api.refuses = {method}

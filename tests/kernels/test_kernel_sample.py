@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE
 from sampling_cases import row_of, sampling_rows
-from twostep.engine.token_masks import TokenMasks, num_words
 
-from twostep.engine.batch import Batch, SamplingRow
+from twostep.engine.batch import Batch, SamplingRow, TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_tokens import NO_TOKEN, carry_tokens, mask_rows, pick_greedy
 from twostep.model.runner.device_sampler import DeviceSampler

@@ -21,7 +21,7 @@ from prefill_worker.publisher import Publisher
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InvalidRequest, SetupError, Unavailable
-from twostep.settings.flags import kv_transports
+from twostep.settings.readers import kv_transports
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
 from twostep.worker.model import layout_of

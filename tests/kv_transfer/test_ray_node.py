@@ -61,9 +61,7 @@ def test_what_the_environment_says_of_ray_stands() -> None:
 
 
 def _config(port: int, tmp_path: Path) -> NodeConfig:
-    return NodeConfig(
-        head=False, ray_address=f"127.0.0.1:{port}", node_ip="", temp_dir=tmp_path, store_bytes=1 << 27, client_port=1, ports=None
-    )
+    return NodeConfig(ray_address=f"127.0.0.1:{port}", ray_temp_dir=tmp_path, ray_store_bytes=1 << 27, ray_client_port=1)
 
 
 def test_it_waits_for_the_head_and_starts_ray_again_each_time_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

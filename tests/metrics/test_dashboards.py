@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from promql import Reads, reads_of, result_labels
 
-from kv_transfer import observer
+from kv_transfer import telemetry
 from kv_transfer.telemetry import Direction
 from router.request.targets import Reason
 from twostep import errors
@@ -24,7 +24,7 @@ from twostep.metrics import catalogue, dashboard
 from twostep.metrics.family import Family, Kind
 from twostep.metrics.registry import MetricsRegistry
 from twostep.request_class import RequestClass
-from twostep.settings.flags import KV_TRANSPORTS
+from twostep.settings.readers import KV_TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "helm" / "files" / "grafana" / "twostep.json"
@@ -43,7 +43,7 @@ VALUES: dict[tuple[str, str], set[str]] = {
     ("twostep_router_workers", "worker_role"): {"prefill", "decode"},
     ("twostep_process_info", "role"): ROLES,
     ("twostep_num_requests_waiting", "role"): ROLES,
-    ("twostep_kv_transfer_failures_total", "reason"): {"cancelled"} | {observer.reason_of(kind("")) for kind in errors.STATUS},
+    ("twostep_kv_transfer_failures_total", "reason"): {"cancelled"} | {telemetry.reason_of(kind("")) for kind in errors.STATUS},
     ("twostep_kv_transfer_retries_total", "reason"): {"data_loss"},
     ("twostep_autoscaler_limited_total", "reason"): {"max_workers", "max_cost", "surge", "cool_down", "other"},
     ("twostep_autoscaler_pod_patches_total", "status"): {"ok", "failed"},

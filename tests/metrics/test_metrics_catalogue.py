@@ -25,8 +25,8 @@ from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterMetrics, RouterState
 from twostep.metrics.worker import WorkerMetrics
+from twostep.settings.worker import DEFAULT_PORTS
 from twostep.worker import config as worker_flags
-from twostep.worker.config import DEFAULT_PORTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 STATS = EngineStats(num_running=0, num_waiting=0, num_reserved=0, num_held=0, num_blocks=4, num_free_blocks=4, num_cached_blocks=0, steps=0)
@@ -116,7 +116,7 @@ def test_the_ports_on_the_page_are_the_defaults() -> None:
         "router": RouterConfig(model=Path()).port,
         "prefill worker": DEFAULT_PORTS["prefill"],
         "decode worker": DEFAULT_PORTS["decode"],
-        "autoscaler": AutoscalerConfig().external_scaler_port,
+        "autoscaler": AutoscalerConfig().port,
     }
     for process, port in ports.items():
         assert f"| {process} | {port + 2} |" in PAGE.read_text()

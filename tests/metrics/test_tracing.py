@@ -20,7 +20,7 @@ from router import config as router_flags
 from twostep.errors import SetupError
 from twostep.process.tracing import context_of, start_tracer, trace_id_of
 from twostep.process.tracing_otel import OtelTracer
-from twostep.settings.flags import traces_endpoint
+from twostep.settings.service import traces_endpoint
 from twostep.worker import config as worker_flags
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -43,7 +43,7 @@ for more in ([], ["--json"]):
     print("----")
 """
 CURVES = {"prefill": {"fixed_s": 0.005, "per_row_s": 5e-5}, "decode": {"fixed_s": 0.005, "per_row_s": 5e-5}}
-QUICK = ["--model", "llama-3.1-8b", "--gpu-memory", "80GB", "--workload", "prompts=1500..2500,outputs=20", "--hand-over-ms", "1"]
+QUICK = ["--model", "llama-3.1-8b", "--gpu-memory", "80GB", "--workload", "prompts=1500..2500,outputs=20"]
 
 
 def plan(*words: str, what: str = ONCE) -> subprocess.CompletedProcess[str]:

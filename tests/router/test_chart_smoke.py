@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from router_fakes import Cluster
 
-from twostep.rpc.channel import TlsFiles
+from twostep.settings.tls import TlsFiles
 
 SCRIPT = Path(__file__).parents[2] / "helm/files/smoke.py"
 

@@ -14,7 +14,7 @@ from router_fakes import Cluster, after, until
 from router.config import parse_config
 from twostep.cli._flags import parser
 from twostep.cli._up import options_of
-from twostep.settings.flags import allowed_origins
+from twostep.settings.readers import allowed_origins
 
 ORIGIN, OTHER = "https://chat.example", "https://evil.example"
 PREFLIGHT = {
@@ -124,7 +124,7 @@ def test_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert allowed_origins(text) == expected
         assert parse_config(["--model", "m", "--allowed-origins", text]).allowed_origins == expected
-        assert options_of(parser().parse_args(["up", "--allowed-origins", text])).allowed_origins == expected
+        assert options_of(parser().parse_args(["up", "--allowed-origins", text])).router.allowed_origins == expected
     assert parse_config(["--model", "m"]).allowed_origins == ()
     monkeypatch.setenv("TWOSTEP_ALLOWED_ORIGINS", '["https://b.example"]')
     assert parse_config(["--model", "m"]).allowed_origins == ("https://b.example",)

@@ -24,7 +24,7 @@ from router.http.connections import Connections, at_work
 from router.http.errors import errors
 from router.http.origins import Origins
 from twostep.keys.api_keys import admin_key
-from twostep.settings.flags import allowed_hosts
+from twostep.settings.readers import allowed_hosts
 
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.waiting.fair_queue import FairQueue, QueueEntry
-from router.waiting.quota import OutputLengths, Quota, tenant_weights
+from router.waiting.quota import OutputLengths, Quota
 from twostep.request_class import RequestClass
+from twostep.settings.readers import tenant_weights
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
 AGEING_S = 10.0

@@ -113,10 +113,10 @@ def test_a_pace_follows_what_changes() -> None:
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = parse_config(["--model", "m"])
     assert (plain.tenant_weights, plain.tenant_max_inflight, plain.tenant_max_waiting) == ({}, 0, 0)
-    flags = ["--tenant-weights", "a=2,b=0.5", "--tenant-max-inflight", "3", "--tenant-max-waiting", "4", "--ageing", "2.5"]
-    config = parse_config(["--model", "m", *flags, "--staged-steps", "9"])
+    flags = ["--tenant-weights", "a=2,b=0.5", "--tenant-max-inflight", "3", "--tenant-max-waiting", "4"]
+    config = parse_config(["--model", "m", *flags])
     assert config.tenant_weights == {"a": 2.0, "b": 0.5}
-    assert (config.tenant_max_inflight, config.tenant_max_waiting, config.ageing, config.staged_steps) == (3, 4, 2.5, 9)
+    assert (config.tenant_max_inflight, config.tenant_max_waiting) == (3, 4)
     monkeypatch.setenv("TWOSTEP_TENANT_WEIGHTS", "c=7")
     assert parse_config(["--model", "m"]).tenant_weights == {"c": 7.0}
     with pytest.raises(SystemExit):

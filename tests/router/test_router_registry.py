@@ -165,7 +165,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
     for name, words in {
         "model": "another model",
         "secret": "--secret-file",
-        "unit": "--hash-unit",
+        "unit": "hash unit",
         "role": "'cook'",
         "block": "block size 48",
         "empty": "capacity",

@@ -19,12 +19,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_http2 import RawHttp2
 
 from twostep.errors import ResourceExhausted, TwostepError, Unauthenticated
-from twostep.rpc.channel import TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.slots import Reading, Slots
 from twostep.rpc.unread import Unread
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.settings.tls import TlsFiles
 
 STATS = "/twostep.v1.Worker/Stats"
 WATCH = "/grpc.health.v1.Health/Watch"

@@ -15,10 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from twostep.errors import STATUS, ResourceExhausted, SetupError, TwostepError
-from twostep.rpc.channel import TlsFiles, error_from_rpc, open_channel
+from twostep.rpc.channel import error_from_rpc, open_channel
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from twostep.settings.tls import TlsFiles
 
 # For what comes at once, were it not for a busy machine.
 SOON_S = 60.0

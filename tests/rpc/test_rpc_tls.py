@@ -10,8 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twostep.errors import SetupError
-from twostep.rpc.channel import PLAINTEXT, TlsFiles, open_channel
+from twostep.rpc.channel import open_channel
 from twostep.rpc.server import GrpcServer, ServerConfig
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 CHECK = health_pb2.HealthCheckRequest(service="liveness")
 

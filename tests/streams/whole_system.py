@@ -32,7 +32,7 @@ from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
-from twostep.worker.model import ServedModel, layout_of
+from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
 BLOCK = 16
@@ -145,15 +145,17 @@ async def whole_system(
                 eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
                 tokenizer_dir=model_dir,
             )
-            config = WorkerConfig(
-                role=role,
-                worker_id=f"{role}-{number}",
-                redis_url=url,
-                advertise_address=advertise,
-                transport_timeout=60.0,
-                chunk_bytes=4096,
-                local_prefill=aggregated,
-                otlp_endpoint=router_options.get("otlp_endpoint", ""),
+            config = settle(
+                WorkerConfig(
+                    role=role,
+                    worker_id=f"{role}-{number}",
+                    redis_url=url,
+                    advertise_address=advertise,
+                    transport_timeout=60.0,
+                    chunk_bytes=4096,
+                    local_prefill=aggregated,
+                    otlp_endpoint=router_options.get("otlp_endpoint", ""),
+                )
             )
             bounds = replace(limits or SequencesConfig(), local_prefill=aggregated)
             worker = Worker(

@@ -32,7 +32,7 @@ from twostep.rpc.worker_role import switch_role
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
-from twostep.worker.model import ServedModel, layout_of
+from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
 sys.path.append(str(Path(__file__).parent.parent / "streams"))
@@ -128,7 +128,7 @@ async def role_system(
             runner = make_runner() if make_runner is not None else fake_runner(model_dir)
             model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos)
             defaults: dict[str, Any] = {"transport_timeout": WAIT_S, "chunk_bytes": 4096, "router_lease": WAIT_S, "lease_ttl": WAIT_S}
-            config = WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options))
+            config = settle(WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options)))
             worker = Worker(config, model, SECRET, make_edge, await first_epoch(redis_url))
             await worker.start()
             stack.push_async_callback(_stop, worker)

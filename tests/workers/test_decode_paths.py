@@ -23,9 +23,9 @@ from kv_transfer.transport import Probe
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
 from twostep.rpc.call_signing import CallSigner
-from twostep.rpc.channel import TlsFiles
 from twostep.rpc.server import server_options
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+from twostep.settings.tls import TlsFiles
 
 NAME = "one_sided"
 

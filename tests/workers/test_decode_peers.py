@@ -9,7 +9,7 @@ import pytest
 
 from decode_worker.peers import Peers, Source
 from twostep.rpc.call_signing import CallSigner
-from twostep.rpc.channel import PLAINTEXT
+from twostep.settings.tls import PLAINTEXT
 
 
 def source(address: str) -> Source:

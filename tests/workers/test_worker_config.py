@@ -152,7 +152,9 @@ def test_a_variable_is_held_to_the_flag_s_choices(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TWOSTEP_PREEMPTION_MODE", "foo")
     with pytest.raises(SystemExit):
         parse_config("decode", ["--runner", "fake"])
-    assert "TWOSTEP_PREEMPTION_MODE='foo': give one of auto, recompute, swap" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "TWOSTEP_PREEMPTION_MODE" in said
+    assert "recompute" in said
 
 
 def test_prompts_are_computed_on_decode_workers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

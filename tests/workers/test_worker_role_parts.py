@@ -119,11 +119,11 @@ def test_only_a_decode_worker_swaps_and_only_who_hands_over_prefills() -> None:
 
 
 def test_each_role_takes_the_other_s_flags() -> None:
-    flags = ["--kv-budget-bytes", "1", "--kv-ring-bytes", "2", "--chunk-bytes", "3", "--router-lease", "4", "--no-local-prefill"]
+    flags = ["--kv-budget-bytes", "1", "--kv-ring-bytes", "2", "--chunk-bytes", "3", "--no-local-prefill"]
     for role in ROLES:
         config = parse_config(role, ["--runner", "fake", *flags])
-        told = (config.kv_budget_bytes, config.kv_ring_bytes, config.chunk_bytes, config.router_lease, config.local_prefill)
-        assert told == (1, 2, 3, 4.0, False)
+        told = (config.kv_budget_bytes, config.kv_ring_bytes, config.chunk_bytes, config.local_prefill)
+        assert told == (1, 2, 3, False)
 
 
 # ---- services and edges ----------------------------------------------------------------------------------------------------

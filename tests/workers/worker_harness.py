@@ -39,7 +39,7 @@ from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, pre
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
-from twostep.worker.model import ServedModel, layout_of
+from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
 SECRET = b"sixteen bytes or more"
@@ -163,7 +163,7 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
         "redis_url": redis_url,
         "transport_timeout": 2.0,
     }
-    return WorkerConfig(role=role, **(defaults | options))
+    return settle(WorkerConfig(role=role, **(defaults | options)))
 
 
 MakeTransports = Callable[[EdgeParts], Transports]

@@ -67,9 +67,7 @@ class DecisionBoard:
         """The decision now, if it may answer, and each later one that differs from the one before; who is slow misses some. Raises
         ResourceExhausted: too many listen."""
         if len(self._listeners) >= self._max_listeners:
-            raise ResourceExhausted(
-                f"{self._max_listeners} callers listen to this autoscaler already; use IsActive, or raise --max-streams", retry_after_s=5.0
-            )
+            raise ResourceExhausted(f"{self._max_listeners} callers listen to this autoscaler already; use IsActive", retry_after_s=5.0)
         told = asyncio.Event()
         told.set()
         self._listeners.add(told)

@@ -77,14 +77,12 @@ class Autoscaler:
         register_process(registry, "autoscaler")
         self.metrics = AutoscalerMetrics(registry, lambda: self.controller.state())
         self.controller = Controller(policy, parts, self.metrics, name=self.autoscaler_id, hpa_tolerance=config.hpa_tolerance)
-        self._metrics_server = MetricsServer.beside(
-            registry, host=config.host, port=config.external_scaler_port, metrics_port=config.metrics_port
-        )
+        self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._ended = False
         self._server = GrpcServer(
             ServerConfig(
                 host=config.host,
-                port=config.external_scaler_port,
+                port=config.port,
                 health_port=config.health_port,
                 tls=config.front_tls,
                 max_message_bytes=1 << 20,

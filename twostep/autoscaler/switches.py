@@ -16,8 +16,8 @@ from twostep.autoscaler.model import Role, Switch
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, TwostepError, Unavailable
 from twostep.rpc.call_signing import channel_to_worker
-from twostep.rpc.channel import PLAINTEXT, TlsFiles
 from twostep.rpc.worker_role import switch_role, who_is
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from twostep.cli._extras import require_worker_extra
 from twostep.cli._flags import parser
 from twostep.errors import TwostepError, Unauthenticated
 
@@ -28,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Begun by a shell that keeps Ctrl-C from what it runs in the background; whoever has a terminal means it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command = importlib.import_module(f"twostep.cli._{args.command}")
+        words = [args.command, args.kind] if args.command == "bench" else [args.command]
+        if words[-1] in ("up", "demo", "engine"):
+            require_worker_extra(f"twostep {' '.join(words)}")
+        command = importlib.import_module(f"twostep.cli._{'_'.join(words)}")
         status: int = command.run(args)
         sys.stdout.flush()
     except TwostepError as error:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import math
-from typing import Any
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve import lengths
@@ -19,7 +17,7 @@ from twostep.lab.bench.serve.runner import Extent
 from twostep.lab.bench.serve.target import LoadTarget, ServedModel
 from twostep.lab.bench.serve.traces import RequestTrace, read_sharegpt, read_trace
 from twostep.lab.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefixPrompts, Workload
-from twostep.rpc.channel import TlsFiles
+from twostep.settings.tls import TlsFiles
 
 _TRACES = ("mooncake", "azure")
 # Mean prompt and answer where --input-tokens and --output-tokens are not given.
@@ -32,24 +30,23 @@ _DEFAULT_LENGTHS = {
     "multi-turn": (128, 128),
 }
 _DEFAULT_DURATION_S = 60.0
-_ABOVE_0 = (
-    *("input_tokens", "output_tokens", "burstiness", "trace_speed", "duration", "num_requests", "concurrency", "max_in_flight"),
-    *("num_prefixes", "num_gpus", "timeout", "max_slip_ms"),
-)
-_AT_LEAST_0 = (
-    *("warmup", "cooldown", "think_time", "spread", "prefix_tokens", "prefix_zipf", "max_model_len", "vocab_size", "temperature"),
-    *("prefill_gpus", "decode_gpus", "gpu_hour_price", "decode_gpu_hour_price"),
-)
+# Requests that are under way at once; more are errors. It keeps a rate that no server can hold from filling this process' memory.
+_MAX_IN_FLIGHT = 10_000
+# Share of long prompts in the workload `mixed`.
+_LONG_SHARE = 0.5
+_ABOVE_0 = (*("input_tokens", "output_tokens", "trace_speed", "duration", "num_requests", "concurrency", "timeout"),)
+_AT_LEAST_0 = (*("warmup", "think_time", "spread", "max_model_len", "vocab_size", "temperature"),)
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """What can be told before anything is connected to. Raises InvalidRequest."""
+    """Checks what can be told before anything is connected to. Raises InvalidRequest."""
     for names, least in ((_ABOVE_0, "above 0"), (_AT_LEAST_0, "of 0 or more")):
         for name in names:
             value = getattr(args, name)
             if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and names is _AT_LEAST_0))):
                 raise InvalidRequest(f"--{name.replace('_', '-')} {value:g}: give a number {least}")
     _arrivals(args)
+    _prefix(args.prefix_tokens)
     if args.workload in _TRACES and args.dataset_path is None:
         raise _no_dataset(args.workload)
     if args.workload == "multi-turn":
@@ -72,13 +69,13 @@ def target_of(args: argparse.Namespace, targets: LatencyTargets) -> LoadTarget:
             tls=TlsFiles(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key),
             timeout_s=args.timeout,
             temperature=args.temperature,
-            ignore_eos=not args.stop_at_eos,
+            ignore_eos=True,
             vocab_size=args.vocab_size,
             request_class=args.request_class,
             ttft_ms=targets.ttft_ms if args.send_targets else None,
             tpot_ms=targets.tpot_ms if args.send_targets else None,
             tenant=args.tenant,
-            cold=not args.warm_cache,
+            cold=True,
         )
     )
 
@@ -86,14 +83,16 @@ def target_of(args: argparse.Namespace, targets: LatencyTargets) -> LoadTarget:
 def _openai_target(args: argparse.Namespace) -> LoadTarget:
     if importlib.util.find_spec("aiohttp") is None:
         raise SetupError("an http target needs aiohttp; pip install 'twostep[bench]'")
-    module: Any = importlib.import_module("twostep.lab.bench.serve.openai_target")
+    # Needs aiohttp.
+    from twostep.lab.bench.serve.openai_target import OpenAIOptions, OpenAITarget  # noqa: PLC0415
+
     try:
         extra = json.loads(args.extra_body or "{}")
     except ValueError as error:
         raise InvalidRequest(f"--extra-body is not JSON ({error}); give an object, as in '{{\"top_p\": 0.9}}'") from error
     if not isinstance(extra, dict):
         raise InvalidRequest("--extra-body is no JSON object; give one, as in '{\"top_p\": 0.9}'")
-    options = module.OpenAIOptions(
+    options = OpenAIOptions(
         url=args.target,
         api=args.api,
         model=args.model,
@@ -101,12 +100,11 @@ def _openai_target(args: argparse.Namespace) -> LoadTarget:
         tokenizer_dir=args.tokenizer,
         timeout_s=args.timeout,
         temperature=args.temperature,
-        ignore_eos=not args.stop_at_eos,
+        ignore_eos=True,
         extra_body=extra,
         max_model_len=args.max_model_len,
     )
-    target: LoadTarget = module.OpenAITarget(options)
-    return target
+    return OpenAITarget(options)
 
 
 async def load_of(args: argparse.Namespace, target: LoadTarget, served: ServedModel) -> ServeLoad:
@@ -117,26 +115,25 @@ async def load_of(args: argparse.Namespace, target: LoadTarget, served: ServedMo
     )
 
 
+def rates_of(args: argparse.Namespace) -> list[float]:
+    """Returns the rates of --rate, one run for each; none: it was not given."""
+    try:
+        return [float(rate) for rate in args.rate.split(",")] if args.rate else []
+    except ValueError as error:
+        raise InvalidRequest(f"--rate {args.rate!r}: give a number, or several with commas between them, as in 4,6,8") from error
+
+
 def _arrivals(args: argparse.Namespace) -> Arrivals | Users | TraceTimes:
-    kind = args.arrivals
-    if not kind:
-        traced = args.workload in _TRACES and args.rate is None and args.burstiness is None
-        kind = "closed" if args.concurrency else "trace" if traced else "poisson" if args.burstiness is None else "gamma"
-    if (args.concurrency is not None) != (kind == "closed"):
-        raise InvalidRequest("--concurrency is the number of users of a closed loop: give it with --arrivals closed, and only there")
-    if args.trace_speed is not None and kind != "trace":
-        raise InvalidRequest("--trace-speed is for a trace's own times: leave out --rate, --concurrency and other --arrivals")
-    if args.burstiness is not None and kind != "gamma":
-        raise InvalidRequest("--burstiness shapes gamma arrivals: give --arrivals gamma, or leave one of the two out")
-    if kind == "closed":
-        if args.rate is not None:
+    rates = rates_of(args)
+    if args.concurrency is not None:
+        if rates:
             raise InvalidRequest("users that wait for their answers have no rate: leave out --rate or --concurrency")
         return Users(args.concurrency)
-    if kind == "trace":
-        if args.workload not in _TRACES:
-            raise InvalidRequest(f"--arrivals trace needs a workload with times of its own: {', '.join(_TRACES)}")
+    if args.workload in _TRACES and not rates:
         return TraceTimes(args.trace_speed or 1.0)
-    return Arrivals(kind=kind, rate=1.0 if args.rate is None else args.rate, burstiness=args.burstiness or 1.0)
+    if args.trace_speed is not None:
+        raise InvalidRequest("--trace-speed is for a trace's own times: leave out --rate and --concurrency")
+    return Arrivals(kind="poisson", rate=rates[0] if rates else 1.0)
 
 
 def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, workload: Workload) -> Extent:
@@ -153,13 +150,13 @@ def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, w
         duration_s=duration,
         num_requests=num_requests,
         warmup_s=args.warmup,
-        cooldown_s=args.cooldown,
-        max_in_flight=args.max_in_flight,
+        cooldown_s=args.warmup,
+        max_in_flight=_MAX_IN_FLIGHT,
     )
 
 
 async def _workload(args: argparse.Namespace, target: LoadTarget, served: ServedModel) -> Workload:
-    name, spread = args.workload, args.spread / 100
+    name, spread, prefix = args.workload, args.spread / 100, _prefix(args.prefix_tokens)
     if args.dataset_path is not None and name not in ("sharegpt", *_TRACES):
         raise InvalidRequest(f"--dataset-path is for sharegpt, {' and '.join(_TRACES)}: give one of these as --workload")
     mean_prompt, mean_output = _DEFAULT_LENGTHS.get(name, (0, 0))
@@ -172,16 +169,15 @@ async def _workload(args: argparse.Namespace, target: LoadTarget, served: Served
             return RandomPrompts(prompt=lengths.Normal(mean_prompt, spread), output=lengths.Normal(mean_output, spread))
         case "mixed":
             output = lengths.Normal(mean_output, spread)
-            return MixedPrompts(long=lengths.LONG_PROMPT, short=lengths.SHORT_PROMPT, output=output, long_share=args.long_share)
+            return MixedPrompts(long=lengths.LONG_PROMPT, short=lengths.SHORT_PROMPT, output=output, long_share=_LONG_SHARE)
         case "document":
             return RandomPrompts(prompt=lengths.DOCUMENT_PROMPT, output=fixed_output or lengths.DOCUMENT_OUTPUT)
         case "shared-prefix":
             return SharedPrefixPrompts(
-                prefix_tokens=1024 if args.prefix_tokens is None else args.prefix_tokens,
-                num_prefixes=args.num_prefixes,
+                prefix_tokens=1024 if prefix is None else prefix[0],
+                num_prefixes=1 if prefix is None else prefix[1],
                 suffix=lengths.Normal(mean_prompt, spread),
                 output=lengths.Normal(mean_output, spread),
-                zipf=args.prefix_zipf,
             )
         case "quoting":
             return Quoting(prompt=lengths.Normal(mean_prompt, spread), output=lengths.Normal(mean_output, spread))
@@ -190,7 +186,7 @@ async def _workload(args: argparse.Namespace, target: LoadTarget, served: Served
                 turns=_turns(args.turns),
                 message=lengths.Normal(mean_prompt, spread),
                 output=lengths.Normal(mean_output, spread),
-                system_tokens=args.prefix_tokens or 0,
+                system_tokens=prefix[0] if prefix is not None else 0,
                 think_s=args.think_time,
                 max_total_tokens=args.max_model_len or served.max_model_len,
             )
@@ -201,6 +197,16 @@ async def _workload(args: argparse.Namespace, target: LoadTarget, served: Served
     if name == "sharegpt":
         return await read_sharegpt(args.dataset_path, target.tokenize, output_tokens=args.output_tokens, seed=args.seed)
     return read_trace(args.dataset_path, name)
+
+
+def _prefix(text: str | None) -> tuple[int, int] | None:
+    """Returns the length of shared prefixes and how many there are; None: neither was told. Raises InvalidRequest."""
+    if text is None:
+        return None
+    length, _, number = text.partition("x")
+    if not length.isdecimal() or not (number or "1").isdecimal() or not int(number or 1):
+        raise InvalidRequest(f"--prefix-tokens {text}: give a number, or 1024x8 for eight different prefixes")
+    return int(length), int(number or 1)
 
 
 def _no_dataset(workload: str) -> InvalidRequest:

@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from twostep.cli._bench_load import check_flags, load_of, target_of
+from twostep.cli._bench_load import check_flags, load_of, rates_of, target_of
 from twostep.cli._bench_progress import shown
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve import report
@@ -23,6 +23,11 @@ from twostep.lab.bench.serve.summary import summarize
 from twostep.lab.bench.serve.sweep import Doom, Search, Tried, knee
 from twostep.lab.bench.serve.target import LoadTarget, ServedModel
 from twostep.rpc import event_loop
+
+# A sweep stops when it is this near to the highest rate that keeps the targets, or after so many runs.
+_SWEEP_RESOLUTION, _SWEEP_POINTS = 0.05, 16
+# Requests that leave later than this after their time are warned of: they are not the load that was asked for.
+_MAX_SLIP_S = 0.010
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +68,6 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
         served = await target.open()
         load = await load_of(args, target, served)
         rates = _rates(args, load)
-        if args.stop_early and load.num_measured() is None:
-            raise InvalidRequest("--stop-early needs to know how many requests will come: leave it out for users and conversations")
         points = []
         if args.sweep:
             points = await _sweep(args, target, served, load, judgement)
@@ -82,10 +85,10 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
     if args.json:
         print(_document(args, served, points, judgement))
     if args.plots:
-        plots = importlib.import_module("twostep.lab.bench.serve.plots")
-        for path in plots.draw(
-            points, best, judgement.targets, args.plots, title=args.title or served.model, attainment=judgement.attainment
-        ):
+        # Needs matplotlib.
+        from twostep.lab.bench.serve import plots  # noqa: PLC0415
+
+        for path in plots.draw(points, best, judgement.targets, args.plots, title=served.model, attainment=judgement.attainment):
             print(f"drawn: {path}", file=sys.stderr)
     # A run in which nothing was answered has measured nothing.
     return 0 if any(p.summary.num_completed for p in points) else 1
@@ -96,8 +99,8 @@ async def _point(
 ) -> report.Point:
     """One run, shown and saved."""
     progress = RunProgress()
-    async with shown(load.label, load.extent, progress, wanted=not args.no_progress and not args.json):
-        expected = load.num_measured() if args.stop_early else None
+    async with shown(load.label, load.extent, progress, wanted=not args.json):
+        expected = load.num_measured() if args.sweep else None
         doom = None if expected is None else Doom(judgement.targets, judgement.attainment, expected)
         result, windows = await load.put_on(target, served, f"{number}", progress, doom)
     summary = summarize(result.records, windows, targets=judgement.targets, num_gpus=judgement.num_gpus, prices=judgement.prices)
@@ -128,7 +131,7 @@ def _write(args: argparse.Namespace, served: ServedModel, points: list[report.Po
 async def _sweep(
     args: argparse.Namespace, target: LoadTarget, served: ServedModel, load: ServeLoad, judgement: Judgement
 ) -> list[report.Point]:
-    search = Search(first=load.rate or 1.0, resolution=args.sweep_resolution, max_points=args.sweep_points)
+    search = Search(first=load.rate or 1.0, resolution=_SWEEP_RESOLUTION, max_points=_SWEEP_POINTS)
     points: list[report.Point] = []
     tried: list[Tried] = []
     while (rate := search.next_rate(tried)) is not None:
@@ -154,18 +157,36 @@ def _knee(points: list[report.Point], judgement: Judgement) -> report.Point | No
 
 def _rates(args: argparse.Namespace, load: ServeLoad) -> list[float | None]:
     """None: as the load is."""
-    if not args.rates:
+    rates = rates_of(args)
+    if len(rates) < 2:
         return [None]
     if args.sweep:
-        raise InvalidRequest("--rates says which rates to run, --sweep finds one: give one of the two")
-    try:
-        rates: list[float | None] = [float(rate) for rate in args.rates.split(",")]
-    except ValueError as error:
-        raise InvalidRequest(f"--rates {args.rates!r}: give numbers with commas between them, as in 4,6,8") from error
+        raise InvalidRequest("several --rate say which rates to run, --sweep finds one: give one rate, or leave --sweep out")
     for rate in rates:
         # Wrong ones are refused before the first has run for a minute.
-        load.at_rate(rate or 0.0)
-    return rates
+        load.at_rate(rate)
+    return [*rates]
+
+
+def _gpus(text: str | None) -> tuple[int, int, int]:
+    """Returns the GPUs of --gpus in all, of prefill and of decode workers; the last two are 0 where they are not told."""
+    parts = (text or "0").split("+")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if text is not None and (len(numbers) != len(parts) or len(parts) > 2 or not any(numbers)):
+        raise InvalidRequest(f"--gpus {text}: give a number above 0, or those of prefill and of decode workers, as 1+3")
+    return sum(numbers), numbers[0] if len(numbers) == 2 else 0, numbers[1] if len(numbers) == 2 else 0
+
+
+def _prices(text: str, prefill_gpus: int, decode_gpus: int) -> Prices:
+    try:
+        of_prefill, of_decode = map(float, text.split(",") * (1 if "," in text else 2))
+    except ValueError:
+        of_prefill = of_decode = -1.0
+    if not (0 <= of_prefill < math.inf and 0 <= of_decode < math.inf):
+        raise InvalidRequest(f"--gpu-hour-price {text}: give a number of 0 or more, or two behind a comma")
+    if prefill_gpus + decode_gpus < 1:
+        raise InvalidRequest("--gpu-hour-price needs --gpus of prefill and of decode workers, as 1+3")
+    return Prices(prefill_gpus=prefill_gpus, decode_gpus=decode_gpus, prefill_gpu_hour=of_prefill, decode_gpu_hour=of_decode)
 
 
 def _judgement(args: argparse.Namespace) -> Judgement:
@@ -174,29 +195,21 @@ def _judgement(args: argparse.Namespace) -> Judgement:
         raise InvalidRequest("--sweep needs targets to keep: give --goodput, as in --goodput ttft:500 tpot:30")
     if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None:
         raise InvalidRequest("--send-targets tells the router ttft and tpot of --goodput: give at least one of these")
-    if args.stop_early and not targets:
-        raise InvalidRequest("--stop-early ends what can no longer keep its targets: give --goodput")
     if not 0 < args.attainment <= 1:
         raise InvalidRequest(f"--attainment {args.attainment:g}: give a share above 0 and up to 1, as 0.95")
-    prices = None
-    if args.gpu_hour_price is not None:
-        if args.prefill_gpus + args.decode_gpus < 1:
-            raise InvalidRequest("--gpu-hour-price needs --prefill-gpus and --decode-gpus")
-        decode = args.gpu_hour_price if args.decode_gpu_hour_price is None else args.decode_gpu_hour_price
-        prices = Prices(
-            prefill_gpus=args.prefill_gpus, decode_gpus=args.decode_gpus, prefill_gpu_hour=args.gpu_hour_price, decode_gpu_hour=decode
-        )
+    num_gpus, prefill_gpus, decode_gpus = _gpus(args.gpus)
+    prices = _prices(args.gpu_hour_price, prefill_gpus, decode_gpus) if args.gpu_hour_price is not None else None
     return Judgement(
         targets=targets,
-        num_gpus=args.num_gpus or (args.prefill_gpus + args.decode_gpus) or None,
+        num_gpus=num_gpus or None,
         prices=prices,
         attainment=args.attainment,
-        max_slip_s=args.max_slip_ms / 1e3,
+        max_slip_s=_MAX_SLIP_S,
     )
 
 
 def _settings(args: argparse.Namespace, served: ServedModel) -> dict[str, Any]:
     """Everything that the figures depend on; no secrets."""
-    hidden = {"command", "kind", "json", "output", "save_requests", "plots", "no_progress", "api_key", "tls_ca", "tls_cert", "tls_key"}
+    hidden = {"command", "kind", "json", "output", "save_requests", "plots", "api_key", "tls_ca", "tls_cert", "tls_key"}
     given = {name: str(value) if hasattr(value, "parts") else value for name, value in vars(args).items() if name not in hidden}
     return given | {"served_model": served.model, "served_max_model_len": served.max_model_len}

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from twostep.cli import _input_history
-from twostep.cli._chat_session import Session, commands
+from twostep.cli._chat_session import Conversation, commands
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
-from twostep.cli._flow import Flow
-from twostep.cli._terminal import Terminal, harmless, unechoed
+from twostep.cli._terminal import Terminal, clipped, harmless, unechoed
 from twostep.client import Client, Generation, Piece, SamplingOptions
 from twostep.errors import InvalidRequest, TwostepError
 
@@ -31,24 +30,24 @@ _SPINNER = "|/-\\"
 
 def run(args: argparse.Namespace) -> int:
     terminal = Terminal.of(sys.stdout, os.environ)
-    session = Session(model=args.model, system=args.system, settings=sampling_of(args), show_reasoning=not args.hide_reasoning)
+    session = Conversation(model=args.model, system=args.system, settings=sampling_of(args))
     with client_of(args) as client:
         # Said now, not after the first question.
         names = [model.name for model in client.models(timeout=min(10.0, args.timeout))]
-        chat = Chat(client, session, terminal, urgency=dict(urgency_of(args)), migrate=not args.no_migrate)
+        chat = ChatLoop(client, session, terminal, urgency=dict(urgency_of(args)), migrate=not args.no_migrate)
         if not sys.stdin.isatty():
             return chat.through_pipe(sys.stdin)
         print(terminal.paint(f"{args.model or ', '.join(names) or 'no model yet'} at {args.target}", "bold"))
         print(terminal.paint("/help lists the commands, Ctrl-C cancels an answer, Ctrl-D leaves.", "dim"))
         history = None if args.no_history else _input_history.default_path(os.environ)
-        with Prompt(terminal, history) as prompt:
+        with MessagePrompt(terminal, history) as prompt:
             return chat.at_terminal(prompt.message)
 
 
-class Chat:
+class ChatLoop:
     """Turns until the input ends. At a terminal an error ends the turn, in a pipe the conversation."""
 
-    def __init__(self, client: Client, session: Session, terminal: Terminal, *, urgency: dict[str, Any], migrate: bool) -> None:
+    def __init__(self, client: Client, session: Conversation, terminal: Terminal, *, urgency: dict[str, Any], migrate: bool) -> None:
         self._client, self._session, self._terminal = client, session, terminal
         self._options = {"migrate": migrate, **urgency}
 
@@ -111,41 +110,52 @@ class Chat:
         sampling = cast(SamplingOptions, self._session.settings)
         return self._client.chat(self._session.conversation(), model=self._session.model, **self._options, **sampling)
 
-    def _show(self, answer: Generation) -> tuple[bool, Pace]:
+    def _show(self, answer: Generation) -> tuple[bool, AnswerSpeed]:
         """Streams the answer. Raises what it raises, at the beginning of a line."""
-        flow, pace, thinking = Flow(self._terminal), Pace(time.monotonic()), False
-        cancelled = False
+        pace, shown, cancelled = AnswerSpeed(time.monotonic()), "", False
+        thinking = False
+
+        def show(text: str, *styles: str) -> None:
+            nonlocal shown
+            self._wait_line("" if shown else "\r")
+            shown = text or shown
+            self._terminal.write(self._terminal.paint(text, *styles))
+
         try:
             for piece in ticking(answer):
-                now = time.monotonic()
-                if piece is not None:
-                    pace.took(piece, now)
-                    if piece.reasoning and self._session.show_reasoning:
-                        if not thinking and not self._terminal.color:
-                            flow.write("(thinking) ")
-                        thinking = True
-                        flow.write(harmless(piece.reasoning), "dim")
-                    if piece.text:
-                        if thinking:
-                            flow.write("\n\n")
-                            thinking = False
-                        flow.write(harmless(piece.text))
-                flow.status(pace.line(now))
+                if piece is None:
+                    if not shown:
+                        self._wait_line(pace.line(time.monotonic()))
+                    continue
+                pace.took(piece, time.monotonic())
+                if piece.reasoning and self._session.show_reasoning:
+                    show(harmless(piece.reasoning if thinking or self._terminal.color else f"(thinking) {piece.reasoning}"), "dim")
+                    thinking = True
+                if piece.text:
+                    show(harmless(f"\n\n{piece.text}" if thinking else piece.text))
+                    thinking = False
         except KeyboardInterrupt:
             answer.cancel()
             cancelled = True
         finally:
-            flow.status("")
-            if flow.column:
+            if not shown:
+                self._wait_line("\r")
+            elif not shown.endswith("\n"):
                 self._terminal.write("\n")
         return cancelled, pace
+
+    def _wait_line(self, line: str) -> None:
+        """Shows on a live terminal that the answer has not begun; a carriage return alone takes the line away."""
+        if line and self._terminal.live:
+            text = clipped(line.strip("\r"), self._terminal.size().columns - 1)
+            self._terminal.write(f"\r\x1b[K{self._terminal.paint(text, 'dim')}")
 
     def _say(self, text: str, style: str) -> None:
         print(self._terminal.paint(text, style), file=sys.stderr if style == "red" else sys.stdout, flush=True)
 
 
 @dataclass(slots=True)
-class Pace:
+class AnswerSpeed:
     """How fast an answer comes, as this terminal sees it. Instants are time.monotonic() seconds."""
 
     started: float
@@ -166,17 +176,15 @@ class Pace:
         return (self.num_tokens - 1) / (now - self.first) if self.num_tokens > 1 and now > self.first else 0.0
 
     def line(self, now: float) -> str:
-        """The status line of now."""
+        """Returns what is shown until there is something to read."""
         sign = _SPINNER[int((now - self.started) / _TICK_S) % len(_SPINNER)]
         if not self.first:
             return f"{sign} waiting for the first token · {now - self.started:.1f} s · Ctrl-C cancels"
-        doing = "" if self.first_visible else "thinking · "
-        rate = f"{self.rate(now):.1f} tokens/s · " if self.num_tokens > 1 else ""
-        return f"{sign} {doing}{rate}{_tokens(self.num_tokens)} · first after {self.first - self.started:.2f} s"
+        return f"{sign} thinking · {_tokens(self.num_tokens)} · Ctrl-C cancels"
 
 
-def summary(answer: Generation, pace: Pace, *, cancelled: bool) -> str:
-    """What stays under an answer."""
+def summary(answer: Generation, pace: AnswerSpeed, *, cancelled: bool) -> str:
+    """Returns the line that stays under an answer."""
     parts = ["cancelled"] if cancelled else []
     parts.append(_tokens(pace.num_tokens))
     if pace.rate(pace.last):
@@ -235,7 +243,7 @@ def ticking(answer: Generation) -> Iterator[Piece | None]:
         reader.join()
 
 
-class Prompt:
+class MessagePrompt:
     """Asks for messages, with line editing, a history, and commands that complete. A context: leaving it writes the history."""
 
     def __init__(self, terminal: Terminal, history: Path | None) -> None:
@@ -251,7 +259,7 @@ class Prompt:
         except ImportError:
             self._readline = None
 
-    def __enter__(self) -> Prompt:
+    def __enter__(self) -> MessagePrompt:
         readline = self._readline
         if readline is not None:
             readline.set_auto_history(False)

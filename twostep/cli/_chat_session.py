@@ -46,8 +46,8 @@ Ctrl-C cancels an answer. A line that ends with \\ goes on in the next one;
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is to be done after a line. `ask`: send the conversation; `leave`: end it; `said`: show this."""
+class LineResult:
+    """Says what is to be done after a line. `ask`: send the conversation; `leave`: end it; `said`: show this."""
 
     ask: bool = False
     leave: bool = False
@@ -55,7 +55,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Session:
+class Conversation:
     """`messages` are the turns so far, without the system message."""
 
     model: str = ""
@@ -65,22 +65,21 @@ class Session:
     messages: list[Message] = field(default_factory=list)
 
     def conversation(self) -> list[Message]:
-        """What is sent."""
+        """Returns the messages that are sent."""
         return [*([Message("system", self.system)] if self.system else []), *self.messages]
 
-    def take(self, line: str, *, strict: bool = True) -> Outcome:
+    def take(self, line: str, *, strict: bool = True) -> LineResult:
         """A message or a command. Raises InvalidRequest for a command that cannot be carried out, and changes nothing then.
 
         Not `strict`: what is no known command is a message, as it is best in a pipe."""
         word, _, rest = line.partition(" ")
-        command = getattr(self, f"_do_{word[1:]}", None) if _COMMAND.match(line) else None
-        if callable(command):
-            outcome: Outcome = command(rest.strip())
-            return outcome
+        command = _COMMANDS.get(word) if _COMMAND.match(line) else None
+        if command is not None:
+            return command(self, rest.strip())
         if strict and _COMMAND.match(line):
             raise InvalidRequest(f"there is no command {word}; /help lists them, and a message may begin with //")
         self.messages.append(Message("user", line[1:] if line.startswith("//") else line))
-        return Outcome(ask=True)
+        return LineResult(ask=True)
 
     def answered(self, text: str, reasoning: str) -> None:
         """An answer, whole or cut short. An empty one takes its question back."""
@@ -95,27 +94,25 @@ class Session:
 
     # ---- commands -----------------------------------------------------------------------------------------------------
 
-    def _do_help(self, _: str) -> Outcome:
-        return Outcome(said=HELP)
+    def _do_help(self, _: str) -> LineResult:
+        return LineResult(said=HELP)
 
-    def _do_quit(self, _: str) -> Outcome:
-        return Outcome(leave=True)
+    def _do_quit(self, _: str) -> LineResult:
+        return LineResult(leave=True)
 
-    _do_exit = _do_quit
-
-    def _do_new(self, _: str) -> Outcome:
+    def _do_new(self, _: str) -> LineResult:
         self.messages = []
-        return Outcome(said="A new conversation.")
+        return LineResult(said="A new conversation.")
 
-    def _do_system(self, text: str) -> Outcome:
+    def _do_system(self, text: str) -> LineResult:
         if not text:
-            return Outcome(said=f"The system message: {self.system}" if self.system else "There is no system message.")
+            return LineResult(said=f"The system message: {self.system}" if self.system else "There is no system message.")
         self.system = "" if text == "off" else text
-        return Outcome(said="The system message is set." if self.system else "No system message any more.")
+        return LineResult(said="The system message is set." if self.system else "No system message any more.")
 
-    def _do_set(self, text: str) -> Outcome:
+    def _do_set(self, text: str) -> LineResult:
         if not text:
-            return Outcome(said=self._settings())
+            return LineResult(said=self._settings())
         name, _, value = text.partition(" ")
         name, value = name.replace("-", "_"), value.strip()
         if name == "reasoning":
@@ -130,17 +127,17 @@ class Session:
             self.settings.pop(name, None)
         else:
             self.settings[name] = _value(name, value)
-        return Outcome(said=f"{name}: {value}")
+        return LineResult(said=f"{name}: {value}")
 
-    def _do_retry(self, _: str) -> Outcome:
+    def _do_retry(self, _: str) -> LineResult:
         at = max((index for index, message in enumerate(self.messages) if message.role == "user"), default=None)
         if at is None:
             raise InvalidRequest("nothing was asked yet")
         self.messages = self.messages[: at + 1]
         same = "seed" in self.settings or self.settings.get("temperature") == 0.0
-        return Outcome(ask=True, said="With this seed or temperature the answer will be the same." if same else "")
+        return LineResult(ask=True, said="With this seed or temperature the answer will be the same." if same else "")
 
-    def _do_save(self, name: str) -> Outcome:
+    def _do_save(self, name: str) -> LineResult:
         if not name:
             raise InvalidRequest("give a file: /save FILE")
         path = Path(name).expanduser()
@@ -150,9 +147,9 @@ class Session:
                 json.dump(written, file, ensure_ascii=False, indent=1)
         except OSError as error:
             raise InvalidRequest(f"{path}: {error.strerror}; choose another file") from error
-        return Outcome(said=f"Written to {path}: {_count(len(self.messages))}.")
+        return LineResult(said=f"Written to {path}: {_count(len(self.messages))}.")
 
-    def _do_load(self, name: str) -> Outcome:
+    def _do_load(self, name: str) -> LineResult:
         if not name:
             raise InvalidRequest("give a file: /load FILE")
         path = Path(name).expanduser()
@@ -168,7 +165,7 @@ class Session:
             raise InvalidRequest(f"{path} is no conversation that /save wrote: {error}") from error
         system = messages.pop(0).content if messages and messages[0].role == "system" else ""
         self.model, self.settings, self.system, self.messages = model, settings, system, messages
-        return Outcome(said=f"Read from {path}: {_count(len(messages))}.")
+        return LineResult(said=f"Read from {path}: {_count(len(messages))}.")
 
     def _settings(self) -> str:
         lines = [f"  {name:<20}{self.settings.get(name, 'default')}" for name in SETTINGS]
@@ -176,9 +173,22 @@ class Session:
         return "\n".join(lines)
 
 
+_COMMANDS: dict[str, Callable[[Conversation, str], LineResult]] = {
+    "/exit": Conversation._do_quit,
+    "/help": Conversation._do_help,
+    "/load": Conversation._do_load,
+    "/new": Conversation._do_new,
+    "/quit": Conversation._do_quit,
+    "/retry": Conversation._do_retry,
+    "/save": Conversation._do_save,
+    "/set": Conversation._do_set,
+    "/system": Conversation._do_system,
+}
+
+
 def commands() -> list[str]:
-    """All of them, each with its slash."""
-    return sorted(f"/{name.removeprefix('_do_')}" for name in dir(Session) if name.startswith("_do_"))
+    """Returns all of them, each with its slash."""
+    return list(_COMMANDS)
 
 
 def _value(name: str, text: str) -> Any:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import os
 import time
-from typing import TYPE_CHECKING
 
 from twostep.cli._terminal import harmless
 from twostep.cli._up import options_of, say
 from twostep.client import AsyncClient, Completion, Phases
-
-if TYPE_CHECKING:
-    from twostep.local.system import LocalSystem
+from twostep.local.run import run_system
+from twostep.local.system import LocalSystem
 
 _SETTLE_S = 10.0
 _PHASES = {
@@ -35,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     async def work(system: LocalSystem) -> int:
         return await _ask(system, args.prompt, args.max_tokens, aggregated=options.aggregated)
 
-    status: int = importlib.import_module("twostep.local.run").run_system(options, work, environ=os.environ, write=say)
+    status = run_system(options, work, environ=os.environ, write=say)
     say(
         f"Everything stopped after {time.monotonic() - begun:.1f} s. "
         + ("All is well." if status == 0 else "Something went wrong, see above.")

@@ -1,4 +1,4 @@
-"""What `pip install twostep` alone does not bring."""
+"""Names what `pip install twostep` alone does not bring."""
 
 from __future__ import annotations
 

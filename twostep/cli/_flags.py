@@ -9,7 +9,11 @@ from typing import Literal, TypedDict
 
 from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _plan_flags
-from twostep.settings.flags import KV_WIRES, FlagParser, allowed_hosts, allowed_origins, kv_transports
+from twostep.settings.reading import FlagParser, add_config_flag, add_flags
+from twostep.settings.service import DTYPES
+from twostep.settings.table import settings_of
+from twostep.settings.up import DEFAULT_MODEL, FORWARDED, UpSettings
+from twostep.settings.worker import KV_CACHE_DTYPES, LOAD_FORMATS
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -46,7 +50,6 @@ def parser() -> FlagParser:
     _sampling(chat)
     _urgency(chat, "interactive")
     chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
-    chat.add_argument("--hide-reasoning", action="store_true", help="do not show what the model thinks before it answers")
     chat.add_argument("--no-history", action="store_true", help="forget what was typed (else: $XDG_STATE_HOME/twostep/chat_history)")
 
     status = commands.add_parser(
@@ -55,9 +58,8 @@ def parser() -> FlagParser:
         description="A table of the deployment as its router sees it, drawn anew every second until Ctrl-C. With several routers in "
         "--target, the load of each. Into a pipe: once. docs/cli.md explains the columns.",
     )
-    status.add_argument("--once", action="store_true", help="one table, and that is all")
     status.add_argument("--json", action="store_true", help="one JSON object with all there is to know, once")
-    status.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks")
+    status.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks; 0: one table, and that is all")
     _connection(status, with_model=False)
 
     models = commands.add_parser("models", help="what is served, and what can be fetched", description="Lists the models served.")
@@ -84,57 +86,21 @@ def parser() -> FlagParser:
     up = commands.add_parser(
         "up",
         help="run a whole system on this machine",
+        usage="twostep up [--model M] [--prefill N] [--decode M] [--aggregated] [--autoscale] [more options below]",
         description="Redis, Ray, a router, prefill and decode workers, kept running until Ctrl-C, which drains them; with --aggregated no "
-        "Ray and no prefill workers. "
-        "Further flags of router and workers are taken from their TWOSTEP_ variables.",
+        "Ray and no prefill workers. Every setting of router, workers and autoscaler may be given here, too: it is theirs then.",
     )
-    up.unknown_hint = "; further flags of router and workers are given as variables: TWOSTEP_SWAP_SPACE=4 for --swap-space 4"
     _system(up)
-    up.flag("--prefill", type=int, metavar="N", help="prefill workers; 1 if not given")
-    up.flag("--decode", type=int, default=1, metavar="M", help="decode workers, with --aggregated those that do everything; 1 if not given")
-    up.flag(
-        "--autoscale",
-        action="store_true",
-        default=False,
-        help="start and stop workers as the load asks for it, --prefill and --decode being those of the start; "
-        "the autoscaler's own flags are taken from their TWOSTEP_ variables (docs/autoscaling.md)",
-    )
-    for kind in ("prefill", "decode"):
-        up.flag(f"--min-{kind}", type=int, default=1, metavar="N", help=f"of --autoscale: fewest {kind} workers; 1 if not given")
-        up.flag(f"--max-{kind}", type=int, metavar="N", help="most of them; what this machine has room for if not given")
-    up.flag(
-        "--local-prefill",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="decode workers compute prompts too, where that is better than a hand-over",
-    )
-    up.flag("--host", default="127.0.0.1", help="address the router listens on; 127.0.0.1 if not given")
-    up.flag("--port", type=int, default=50051, help="the router's gRPC port; 50051 if not given, 0: any free one")
-    up.flag("--http-port", type=int, default=None, help="OpenAI's API and the page; 8000 if not given, any free one if --port is 0")
-    up.flag("--api-keys-file", type=Path, default=None, metavar="FILE", help="let in those only who show a key of `twostep keys`")
-    up.flag(
-        "--allowed-origins",
-        type=allowed_origins,
-        default=(),
-        metavar="JSON",
-        help='origins whose pages may ask from a browser, as in ["https://chat.example"]; ["*"]: any; none if not given',
-    )
-    up.flag(
-        "--allowed-hosts",
-        type=allowed_hosts,
-        default=(),
-        metavar="NAME,...",
-        help="names besides localhost by which clients may ask over HTTP, * for any; if --host is not loopback, any if not given",
-    )
-    up.flag("--batch-dir", type=Path, default=None, metavar="DIR", help="keep files and batches here; without it they go with the system")
 
     demo = commands.add_parser(
         "demo",
         help="start a system, ask one question, show how the answer came about, stop",
-        description="Starts a system on free ports, streams one answer, shows latency phases and how the KV cache travelled, stops.",
+        usage="twostep demo [TEXT] [--max-tokens N] [--model M] [more options below]",
+        description="Starts a system on free ports, streams one answer, shows latency phases and how the KV cache travelled, stops. Takes "
+        "the flags of `twostep up`.",
     )
     _system(demo)
-    demo.add_argument("--prompt", default="What is the capital of France?", help="the question")
+    demo.add_argument("prompt", nargs="?", default="What is the capital of France?", help="the question")
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens to generate at most")
 
     bench = commands.add_parser("bench", help="measure", description="Measures on this machine, beside the machine's own limits.")
@@ -167,16 +133,20 @@ def parser() -> FlagParser:
 
 
 def _bench_engine(command: FlagParser) -> None:
-    command.flag("--model", default="smollm2-135m-instruct", metavar="DIR|NAME", help="a Hugging Face model directory, or a known name")
-    command.add_argument("--shape", default="", choices=["", "llama-3.1-8b", "llama-3.1-70b"], help="random weights of this shape instead")
-    command.flag("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights, only config.json is read")
-    command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="auto: that of the weights")
-    command.flag("--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number; auto: the model's")
+    command.flag(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="DIR|NAME|SHAPE",
+        help="a model directory, a known name, or random weights of llama-3.1-8b or llama-3.1-70b",
+    )
+    command.flag("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights, only config.json is read")
+    command.flag("--dtype", default="auto", choices=DTYPES, help="auto: that of the weights")
+    command.flag("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="fp8, int8: a byte a number; auto: the model's")
     command.flag("--device", default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
     command.add_argument(
         "--batch-size", type=int, nargs="+", default=[1, 8], metavar="B", help="sequences at once; several are run in turn"
     )
-    command.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="length of each prompt")
+    command.add_argument("--input-tokens", type=int, default=512, metavar="N", help="length of each prompt")
     command.add_argument("--output-tokens", type=int, default=64, metavar="N", help="tokens generated after each")
     command.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
     command.add_argument(
@@ -185,12 +155,9 @@ def _bench_engine(command: FlagParser) -> None:
         choices=["continuous", "dynamic", "static"],
         help="requests that arrive one by one, answers of 1 to 2 * --output-tokens - 1, batched by each of these rules in turn",
     )
-    command.add_argument("--requests", type=int, default=64, metavar="N", help="of --batching: how many")
+    command.add_argument("--num-requests", type=int, default=64, metavar="N", help="of --batching: how many")
     command.add_argument(
         "--rate", type=float, default=math.inf, metavar="R", help="of --batching: arrivals a second, Poisson; inf: at once"
-    )
-    command.add_argument(
-        "--batch-timeout-ms", type=float, default=100.0, metavar="MS", help="of dynamic batching: longest wait for the batch to fill"
     )
     command.flag("--block-size", type=int, default=16, metavar="N", help="tokens of one KV block")
     command.flag("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="token budget of one step")
@@ -202,6 +169,8 @@ def _bench_engine(command: FlagParser) -> None:
 def _role(command: FlagParser) -> None:
     command.add_argument("address", metavar="HOST:PORT", help="the worker's gRPC port")
     command.add_argument("role", nargs="?", choices=["prefill", "decode"], help="what it is to be")
+    command.add_argument("--force", action="store_true", help="even if it is the last one in its role")
+    command.flag("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="a router, which knows whether others have its role")
     command.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="time for its running requests to end")
     command.flag("--secret-file", type=Path, metavar="FILE", help="the deployment's secret, without which no worker answers")
     _tls(command, "authority to check the worker by; switches TLS on")
@@ -247,8 +216,9 @@ def _sampling(command: FlagParser) -> None:
 
 def _grammar(command: FlagParser) -> None:
     group = command.add_mutually_exclusive_group()
-    group.add_argument("--json-schema", metavar="FILE|JSON", help="the answer is JSON that this schema allows")
-    group.add_argument("--json-object", action="store_true", default=None, help="the answer is a JSON object")
+    group.add_argument(
+        "--json-schema", metavar="FILE|JSON", help='the answer is JSON that this schema allows; {"type": "object"} allows any object'
+    )
     group.add_argument("--regex", metavar="PATTERN", help="the whole answer matches this")
 
 
@@ -273,7 +243,6 @@ def sampling_of(args: argparse.Namespace) -> dict[str, object]:
         "presence_penalty",
         "stop",
         "json_schema",
-        "json_object",
         "regex",
     )
     given = vars(args)
@@ -297,60 +266,7 @@ def urgency_of(args: argparse.Namespace) -> Urgency:
 
 
 def _system(command: FlagParser) -> None:
-    command.flag("--model", default="smollm2-135m-instruct", metavar="DIR|NAME", help="a Hugging Face model directory, or a known name")
-    command.flag("--served-model-name", default="", metavar="NAME", help="name clients ask for; the directory's name if not given")
-    command.flag("--reasoning-parser", default="auto", metavar="NAME", help="how the model marks its reasoning; auto: by its chat template")
-    command.flag("--tool-call-parser", default="auto", metavar="NAME", help="how the model writes tool calls; auto: by its chat template")
-    dtypes = ["auto", "float32", "bfloat16", "float16"]
-    command.flag("--dtype", default="auto", choices=dtypes, help="of the model and its KV cache; auto: that of the weights")
-    command.flag(
-        "--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number, lossy; auto: --dtype"
-    )
-    command.flag("--device", default="auto", help="cpu, cuda, or auto: the GPUs there are, dealt to the workers in turn, else the CPU")
-    command.flag("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="GPUs that each worker's model is cut over")
-    command.flag(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="X",
-        help="share of a GPU that each worker may take; 0.9 if not given, divided among those that share one",
-    )
-    command.flag("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of each worker's KV cache, instead of what is free")
-    command.flag(
-        "--kv-transfer",
-        type=kv_transports,
-        default="auto",
-        metavar="auto|NAME[,NAME...]",
-        help="how KV caches may travel, best first: cuda_ipc, nixl, ray; auto: all that work here",
-    )
-    command.flag("--kv-wire", default="raw", choices=KV_WIRES, help="form of KV moved by ray; zstd: fewer bytes for time; int8, fp8: lossy")
-    command.flag(
-        "--aggregated",
-        action="store_true",
-        default=False,
-        help="no prefill workers and no Ray: decode workers serve whole requests, prompts in chunks between the others' tokens",
-    )
-    command.flag("--runner", default="model", choices=["model", "fake"], help="fake: invented tokens, no weights")
-    command.flag("--block-size", type=int, metavar="N", help="tokens of one KV block")
-    command.flag("--max-model-len", type=int, metavar="N", help="longest context in tokens; the model's if not given")
-    command.flag("--max-num-seqs", type=int, metavar="N", help="sequences of one step")
-    command.flag("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one step")
-    command.flag("--cpu-threads", type=int, metavar="N", help="threads of each worker; the cores shared out if not given")
-    command.flag(
-        "--object-store-bytes",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="shared memory KV caches travel through; 0: an eighth of the memory",
-    )
-    command.flag("--redis-url", default="", metavar="URL", help="use this Redis instead of starting one")
-    command.flag("--ray-address", default="", metavar="HOST:PORT", help="join this Ray instead of starting one")
-    command.flag("--start-timeout", type=float, default=180.0, metavar="S", help="how long the start may take; 180 if not given")
-    command.flag("--drain-timeout", type=float, default=30.0, metavar="S", help="time for running requests at the stop; 30 if not given")
-    command.flag(
-        "--otlp-endpoint",
-        "--otlp-traces-endpoint",
-        default="",
-        metavar="URL",
-        help="send all processes' traces to this OpenTelemetry collector's gRPC port, http://HOST:4317 (docs/tracing.md)",
-    )
-    command.flag("--verbose", action="store_true", default=False, help="show the processes' logs")
+    add_flags(command, settings_of(UpSettings))
+    for title, settings in FORWARDED.items():
+        add_flags(command.add_argument_group(f"settings of {title}"), settings)
+    add_config_flag(command)

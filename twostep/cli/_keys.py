@@ -28,7 +28,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 Record = Mapping[str, Any]
 
 
-class Place(Protocol):
+class KeyStore(Protocol):
     """Where the keys are. All raise TwostepError."""
 
     def create(self, fields: Record) -> Record:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _place(args: argparse.Namespace) -> Place:
+def _place(args: argparse.Namespace) -> KeyStore:
     if args.api_keys_file is not None and args.admin:
         raise InvalidRequest("--api-keys-file and --admin contradict each other; give one of them")
     if args.api_keys_file is not None:

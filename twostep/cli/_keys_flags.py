@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from twostep.settings.flags import FlagParser
+from twostep.settings.reading import FlagParser
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")
 _HELP = {

@@ -36,14 +36,12 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     machine = _machine(args)
     workload = parse_workload(args.workload)
-    if args.cached_share is not None:
-        workload = replace(workload, cached=args.cached_share)
-    decode_price = args.gpu_hour_price if args.decode_gpu_hour_price is None else args.decode_gpu_hour_price
+    prefill_price, decode_price = _prices(args.gpu_hour_price)
     question = Question(
         base=machine.base,
         workload=workload,
         targets=parse_slo(args.slo),
-        prefill_hour=args.gpu_hour_price * machine.gpus,
+        prefill_hour=prefill_price * machine.gpus,
         decode_hour=decode_price * machine.gpus,
         seed=args.seed,
     )
@@ -67,18 +65,23 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest(f"--gpus {args.gpus}: a worker takes {args.tensor_parallel_size}; give at least as many")
     if args.gpus is not None and args.gpus > 1024:
         raise InvalidRequest(f"--gpus {args.gpus} is more than is planned at once; plan a part of it, ratios stay the same")
-    if args.cached_share is not None and not 0 <= args.cached_share <= 1:
-        raise InvalidRequest(f"--cached-share {args.cached_share:g}: give 0 to 1")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise InvalidRequest(f"--gpu-memory-utilization {args.gpu_memory_utilization:g}: give a share above 0, at most 1")
-    for name in ("hand_over_ms", "edge_ms"):
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise InvalidRequest(f"--{name.replace('_', '-')} {value:g}: give milliseconds from 0 up")
-    for name in ("gpu_hour_price", "decode_gpu_hour_price", "hand_over_gb_per_s", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
+
+
+def _prices(text: str) -> tuple[float, float]:
+    """Returns the price of a prefill and of a decode worker's GPU. Raises InvalidRequest."""
+    try:
+        prefill, decode = map(float, text.split(",") * (1 if "," in text else 2))
+    except ValueError:
+        prefill = decode = 0.0
+    if not (0 < prefill < math.inf and 0 < decode < math.inf):
+        raise InvalidRequest(f"--gpu-hour-price {text}: give a number above 0, or two behind a comma")
+    return prefill, decode
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -89,12 +92,11 @@ def _machine(args: argparse.Namespace) -> Machine:
     gpu_bytes = parse_bytes(args.gpu_memory) if args.gpu_memory else preset.gpu_memory_bytes
     if not gpu_bytes:
         raise InvalidRequest("how much memory a GPU has is not known: give --gpu-memory, as 141GiB")
-    runtime = parse_bytes(args.runtime_memory) if args.runtime_memory else preset.runtime_bytes
     memory = worker_memory(
         model,
         gpu_bytes,
         utilization=args.gpu_memory_utilization,
-        runtime_bytes=runtime,
+        runtime_bytes=preset.runtime_bytes,
         block_size=args.block_size,
         tensor_parallel_size=args.tensor_parallel_size,
     )
@@ -102,7 +104,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _preset(args: argparse.Namespace) -> Preset:
-    """What is known of the machine, with what the flags say instead."""
+    """Returns what is known of the machine, with what the flags say instead."""
     if sum(map(bool, (args.curve, args.redis_url))) > 1:
         raise InvalidRequest("--curve and --redis-url both say how long steps take: give one of them")
     if args.preset:
@@ -116,16 +118,8 @@ def _preset(args: argparse.Namespace) -> Preset:
     if args.curve:
         prefill, decode = read_curves(args.curve)
         preset = replace(preset, name=str(args.curve), prefill=prefill, decode=decode, mixed=None)
-    hand_over = preset.hand_over
-    if args.hand_over_ms is not None:
-        hand_over = replace(hand_over, latency_s=args.hand_over_ms / 1e3)
-    if args.hand_over_gb_per_s is not None:
-        hand_over = replace(hand_over, bytes_per_s=args.hand_over_gb_per_s * 1e9)
     return replace(
         preset,
-        hand_over=hand_over,
-        edge_s=preset.edge_s if args.edge_ms is None else args.edge_ms / 1e3,
-        look_ahead=preset.look_ahead and not args.no_look_ahead,
         max_num_seqs=args.max_num_seqs or preset.max_num_seqs,
         prefill_tokens=args.max_num_batched_tokens or preset.prefill_tokens,
     )
@@ -155,7 +149,7 @@ def _registered(url: str) -> list[WorkerRecord]:
 
 
 class _Progress:
-    """What was tried last, on stderr, once it takes long: in place on a terminal, else a line now and then."""
+    """Shows what was tried last, on stderr, once it takes long: in place on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
         self._last = time.monotonic() + _QUIET_S - _LINE_EVERY_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twostep.settings.flags import FlagParser
+from twostep.settings.reading import FlagParser
 
 DESCRIPTION = (
     "Simulates deployments until it has found the one to have: how many prefill and decode workers, beside workers that do both, what "
@@ -40,7 +40,6 @@ def add_flags(command: FlagParser) -> None:
     command.flag("--kv-cache-dtype", default="auto", choices=["auto", "fp8", "int8"], help="fp8, int8: a byte a number; auto: --dtype")
     add("--gpu-memory", default="", metavar="SIZE", help="of one GPU, as 141GiB or 80GB; the preset's if not given")
     command.flag("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="share of it that a worker takes")
-    add("--runtime-memory", default="", metavar="SIZE", help="libraries, largest step and graphs; the preset's, or 3GiB")
     command.flag(
         "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="GPUs of one worker: the curves are such a worker's"
     )
@@ -50,13 +49,7 @@ def add_flags(command: FlagParser) -> None:
         "--max-num-batched-tokens", type=int, metavar="N", help="token budget of a prefill worker's step; the preset's if not given"
     )
     command.flag("--block-size", type=int, default=16, metavar="N", help="tokens of one KV block")
-    add("--cached-share", type=float, metavar="X", help="share of each prompt that is cached already (as cached=X of --workload)")
-    add("--no-look-ahead", action="store_true", help="engines plan a step when the one before is over, not while it runs")
-    add("--hand-over-ms", type=float, metavar="MS", help="latency of a hand-over besides its bytes; the preset's if not given")
-    add("--hand-over-gb-per-s", type=float, metavar="X", help="its rate; the preset's if not given")
-    add("--edge-ms", type=float, metavar="MS", help="what router and network add to a first token; the preset's if not given")
 
-    add("--gpu-hour-price", type=float, default=1.0, metavar="P", help="of one GPU, in whichever currency (1)")
-    add("--decode-gpu-hour-price", type=float, metavar="P", help="of one GPU of a decode worker, where it is another")
+    add("--gpu-hour-price", default="1", metavar="P[,D]", help="of one GPU, in whichever currency (1); of a decode worker's, if another")
     add("--seed", type=int, default=0, metavar="N", help="of the simulated requests")
     add("--json", action="store_true", help="one JSON object instead of text")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from twostep.cli._connect import client_of, targets_of
-from twostep.cli._status_table import Look, render
+from twostep.cli._status_table import RouterReply, render
 from twostep.cli._terminal import Terminal, clipped
 from twostep.client import Client
 from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError
@@ -29,19 +29,19 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0.1 <= args.interval <= 3600:
-        raise InvalidRequest(f"--interval {args.interval:g}: give seconds from 0.1 to 3600")
+    if args.interval and not 0.1 <= args.interval <= 3600:
+        raise InvalidRequest(f"--interval {args.interval:g}: give seconds from 0.1 to 3600, or 0 for one table")
     targets = list(dict.fromkeys(targets_of(args.target)))
     if len(targets) > _MAX_ROUTERS:
         raise InvalidRequest(f"--target has {len(targets)} routers; give {_MAX_ROUTERS} at most")
     terminal = Terminal.of(sys.stdout, os.environ)
-    live = terminal.live and not args.once and not args.json
+    live = terminal.live and args.interval > 0 and not args.json
     timeout = min(_LOOK_S, args.timeout) if live else args.timeout
     with contextlib.ExitStack() as stack:
         clients = {target: stack.enter_context(client_of(args, target)) for target in targets}
         pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
 
-        def look(seconds: float = timeout) -> list[Look]:
+        def look(seconds: float = timeout) -> list[RouterReply]:
             return list(pool.map(lambda target: _look(target, clients[target], seconds), targets))
 
         # The first look fails as a command does, in one line, and like one not before its own time-out.
@@ -60,25 +60,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _look(target: str, client: Client, timeout: float) -> Look:
+def _look(target: str, client: Client, timeout: float) -> RouterReply:
     try:
-        return Look(target, status=client.status(timeout=timeout))
+        return RouterReply(target, status=client.status(timeout=timeout))
     except TwostepError as error:
-        return Look(target, error=error.message, cause=error)
+        return RouterReply(target, error=error.message, cause=error)
 
 
-def _error(looks: Sequence[Look]) -> TwostepError:
-    """Of the kind that the first router raised."""
+def _error(looks: Sequence[RouterReply]) -> TwostepError:
+    """Returns an error of the kind that the first router raised."""
     kind = type(looks[0].cause) if looks[0].cause is not None else TwostepError
     return kind("; ".join(f"{look.target}: {look.error}" if look.target not in look.error else look.error for look in looks))
 
 
-def _plain(look: Look) -> dict[str, Any]:
+def _plain(look: RouterReply) -> dict[str, Any]:
     said = {"target": look.target}
     return said | ({"error": look.error} if look.status is None else dataclasses.asdict(look.status))
 
 
-def _follow(terminal: Terminal, looks: list[Look], look: Callable[[], list[Look]], interval_s: float) -> list[Look]:
+def _follow(terminal: Terminal, looks: list[RouterReply], look: Callable[[], list[RouterReply]], interval_s: float) -> list[RouterReply]:
     """Draws until Ctrl-C or q; returns what was seen last. A router that is gone meanwhile is shown with why."""
     with _screen(terminal), _keys() as pressed:
         try:
@@ -91,12 +91,15 @@ def _follow(terminal: Terminal, looks: list[Look], look: Callable[[], list[Look]
             return looks
 
 
-def _draw(terminal: Terminal, looks: Sequence[Look]) -> None:
+def _draw(terminal: Terminal, looks: Sequence[RouterReply]) -> None:
     size = terminal.size()
     lines = render(looks, size.columns, terminal.paint)
     room = max(1, size.lines - 1)
     if len(lines) > room:
-        lines = [*lines[: room - 1], clipped(f"… {len(lines) - room + 1} more lines: make the window higher, or use --once", size.columns)]
+        lines = [
+            *lines[: room - 1],
+            clipped(f"… {len(lines) - room + 1} more lines: make the window higher, or use --interval 0", size.columns),
+        ]
     foot = terminal.paint(clipped(f"{time.strftime('%H:%M:%S')}  q or Ctrl-C leaves", size.columns), "dim")
     lines += [""] * (room - len(lines)) + [foot]
     terminal.write(_HOME + "\n".join(line + _END_OF_LINE for line in lines) + _BELOW)

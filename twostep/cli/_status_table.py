@@ -1,4 +1,4 @@
-"""What `twostep status` shows, as lines of text. Pure: no terminal, no client, no clock."""
+"""Renders what `twostep status` shows, as lines of text. Pure: no terminal, no client, no clock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_SWITCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What one router said: a status, or why there is none."""
+class RouterReply:
+    """Holds what one router said: a status, or why there is none."""
 
     target: str
     status: ClusterStatus | None = None
@@ -37,7 +37,7 @@ class _Column:
     left: bool = False
 
 
-def render(looks: Sequence[Look], width: int, paint: Paint) -> list[str]:
+def render(looks: Sequence[RouterReply], width: int, paint: Paint) -> list[str]:
     """The whole deployment on lines of at most `width` columns. `looks` are of different routers, one at least."""
     lines: list[str] = []
     for look in looks:
@@ -53,7 +53,7 @@ def render(looks: Sequence[Look], width: int, paint: Paint) -> list[str]:
     return lines
 
 
-def _router(look: Look, width: int, paint: Paint) -> list[str]:
+def _router(look: RouterReply, width: int, paint: Paint) -> list[str]:
     status = look.status
     if status is None:
         return [paint(line, "red") for line in _wrapped(f"{look.target}: {look.error}", width)]
@@ -117,7 +117,7 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
 
 
 def _scaling(scaling: Scaling, width: int, paint: Paint) -> list[str]:
-    """What the autoscaler wants, and why."""
+    """Returns lines on what the autoscaler wants, and why."""
     lines: list[str] = []
     if scaling.roles:
         wants = f"{', '.join(map(_wish, scaling.roles))} workers"

@@ -1,4 +1,4 @@
-"""What standard output can show, and text made fit for it. Plain ANSI (ECMA-48), and nothing of it where it would not be understood."""
+"""Knows what standard output can show, and text made fit for it. Plain ANSI (ECMA-48), where it is understood."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def width_of(text: str) -> int:
 
 
 def clipped(text: str, width: int) -> str:
-    """What of one line has room."""
+    """Returns as much of one line as has room."""
     if width_of(text) <= width:
         return text
     kept, columns = [], 0
@@ -88,7 +88,7 @@ def _picture(char: str) -> str:
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """What is typed meanwhile does not show up in the midst of what is written; it is there when it is read."""
+    """Keeps what is typed meanwhile from showing up in the midst of what is written; it is there when it is read."""
     if not sys.stdin.isatty():
         yield
         return

@@ -28,7 +28,8 @@ from twostep.errors import (
     Unavailable,
     error_from_grpc,
 )
-from twostep.rpc.channel import TlsFiles, channel_options, client_credentials
+from twostep.rpc.channel import channel_options, client_credentials
+from twostep.settings.tls import TlsFiles
 
 DEFAULT_TARGET = "localhost:50051"
 DEFAULT_TIMEOUT_S = 600.0

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from twostep.cluster.cancellation import end_if_cancelled
-from twostep.local.scaler import Wanted
-from twostep.local.scaling import ROLES, Running, Scale, changes
+from twostep.local.scaler import WantedWorkers
+from twostep.local.scaling import ROLES, RunningWorker, Scale, changes
 from twostep.local.supervisor import Component, Supervisor
 
 _LOOK_EVERY_S = 1.0
@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 300.0
 class _Held:
     """A worker's place, who has it, and in which role it was seen last."""
 
-    worker: Running
+    worker: RunningWorker
     place: int
     role: str
 
@@ -48,7 +48,7 @@ class LocalAutoscale:
         first: Sequence[tuple[str, str]],
         *,
         make: Callable[[str, str, int], Component],
-        ask: Callable[[], Awaitable[Wanted | None]],
+        ask: Callable[[], Awaitable[WantedWorkers | None]],
         roles: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
         say: Callable[[str], None],
         look_every_s: float = _LOOK_EVERY_S,
@@ -61,7 +61,7 @@ class LocalAutoscale:
         self._numbers = itertools.count()
         self._held: dict[str, _Held] = {}
         for place, (worker_id, role) in enumerate(first):
-            self._held[worker_id] = _Held(Running(worker_id=worker_id, owner=role, number=next(self._numbers)), place, role)
+            self._held[worker_id] = _Held(RunningWorker(worker_id=worker_id, owner=role, number=next(self._numbers)), place, role)
         self._retiring: dict[str, asyncio.Task[None]] = {}
         # Added and not ready yet.
         self._starting: set[str] = set()
@@ -70,10 +70,10 @@ class LocalAutoscale:
         self._last: dict[str, int] | None = None
 
     @property
-    def workers(self) -> tuple[Running, ...]:
+    def workers(self) -> tuple[RunningWorker, ...]:
         """Those that run, start or drain."""
         return tuple(
-            Running(worker_id=name, owner=held.worker.owner, number=held.worker.number, retiring=name in self._retiring)
+            RunningWorker(worker_id=name, owner=held.worker.owner, number=held.worker.number, retiring=name in self._retiring)
             for name, held in self._held.items()
         )
 
@@ -144,11 +144,11 @@ class LocalAutoscale:
         taken = {held.place for held in self._held.values()}
         place = next(place for place in range(self._scale.total) if place not in taken)
         name = next(name for n in itertools.count() if (name := f"{role}-{n}") not in self._held)
-        self._held[name] = _Held(Running(worker_id=name, owner=role, number=next(self._numbers)), place, role)
+        self._held[name] = _Held(RunningWorker(worker_id=name, owner=role, number=next(self._numbers)), place, role)
         self._starting.add(name)
         self._supervisor.add(self._make(name, role, place))
 
-    def _tell(self, wanted: Wanted) -> None:
+    def _tell(self, wanted: WantedWorkers) -> None:
         # As the workers' roles are told, not as they were started.
         workers = dict(wanted.workers or wanted.replicas)
         if workers != self._last:

@@ -24,8 +24,8 @@ _FAKES_PER_CORE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What can be taken of it: `memory_bytes` that are free now."""
+class HostResources:
+    """Holds what can be taken of a machine: `memory_bytes` that are free now."""
 
     cores: int
     memory_bytes: int
@@ -33,8 +33,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Of one worker. `num_gpus` 0: it computes on the CPU."""
+class WorkerResources:
+    """Holds what one worker takes. `num_gpus` 0: it computes on the CPU."""
 
     memory_bytes: int
     num_gpus: int = 0
@@ -42,32 +42,32 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class WorkerLimit:
     """So many workers, and what there would have to be more of for another one."""
 
     num_workers: int
     limit: str
 
 
-def room_for(machine: Machine, need: Need) -> Room:
+def room_for(machine: HostResources, need: WorkerResources) -> WorkerLimit:
     """At least one: whether that fits shows when it starts."""
-    rooms = [Room(machine.memory_bytes // max(1, need.memory_bytes), "memory")]
+    rooms = [WorkerLimit(machine.memory_bytes // max(1, need.memory_bytes), "memory")]
     if need.num_gpus:
-        rooms.append(Room(machine.num_gpus // need.num_gpus, "GPUs"))
+        rooms.append(WorkerLimit(machine.num_gpus // need.num_gpus, "GPUs"))
     else:
-        rooms.append(Room(machine.cores * need.workers_per_core, "cores"))
+        rooms.append(WorkerLimit(machine.cores * need.workers_per_core, "cores"))
     least = min(rooms, key=lambda room: room.num_workers)
-    return Room(max(1, least.num_workers), least.limit)
+    return WorkerLimit(max(1, least.num_workers), least.limit)
 
 
-def need_of(model_dir: Path, *, fake: bool, num_gpus: int, kv_cache_bytes: int | None) -> Need:
+def need_of(model_dir: Path, *, fake: bool, num_gpus: int, kv_cache_bytes: int | None) -> WorkerResources:
     """`num_gpus` of each worker, 0 without any; `kv_cache_bytes` None: the default."""
     if fake:
-        return Need(memory_bytes=_FAKE_BYTES, workers_per_core=_FAKES_PER_CORE)
+        return WorkerResources(memory_bytes=_FAKE_BYTES, workers_per_core=_FAKES_PER_CORE)
     if num_gpus:
-        return Need(memory_bytes=_GPU_HOST_BYTES, num_gpus=num_gpus)
+        return WorkerResources(memory_bytes=_GPU_HOST_BYTES, num_gpus=num_gpus)
     weights = sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in model_dir.glob(pattern))
-    return Need(memory_bytes=_PROCESS_BYTES + weights + (kv_cache_bytes or CPU_KV_BYTES))
+    return WorkerResources(memory_bytes=_PROCESS_BYTES + weights + (kv_cache_bytes or CPU_KV_BYTES))
 
 
 def num_cores() -> int:
@@ -75,6 +75,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def this_machine(num_gpus: int, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Machine:
+def this_machine(num_gpus: int, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostResources:
     """A container's bound on memory counts where it is less than what is free."""
-    return Machine(cores=num_cores(), memory_bytes=free_memory(proc=proc, cgroup=cgroup).num_bytes, num_gpus=num_gpus)
+    return HostResources(cores=num_cores(), memory_bytes=free_memory(proc=proc, cgroup=cgroup).num_bytes, num_gpus=num_gpus)

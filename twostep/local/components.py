@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -11,14 +10,16 @@ from pathlib import Path
 
 from twostep.local import redis_server
 from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, RAY_HOST, LocalWorker, Plan
+from twostep.local.plan import LOOPBACK, RAY_HOST, LocalPlan, LocalWorker
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes, ray_up
 from twostep.local.scaling import ROLES, Scale
 from twostep.local.supervisor import Component
 
 # Meant for a client of another system, or true of one process only: wrong for every process of this one.
-_NOT_FOR_CHILDREN = frozenset(f"TWOSTEP_{name}" for name in ("TLS_CA", "TLS_CERT", "TLS_KEY", "ADVERTISE_ADDRESS", "ROUTER_ID", "RUN_DIR"))
+_NOT_FOR_CHILDREN = frozenset(
+    f"TWOSTEP_{name}" for name in ("TLS_CA", "TLS_CERT", "TLS_KEY", "ADVERTISE_ADDRESS", "ROUTER_ID", "RUN_DIR", "CONFIG")
+)
 
 
 def write_secret(path: Path) -> None:
@@ -30,9 +31,9 @@ def write_secret(path: Path) -> None:
 
 
 class Components:
-    """Of one plan. `all` also makes what the processes find in the run directory."""
+    """Makes the components of one plan. `all` also makes what the processes find in the run directory."""
 
-    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], probes: Probes) -> None:
+    def __init__(self, options: LocalOptions, plan: LocalPlan, *, environ: Mapping[str, str], probes: Probes) -> None:
         self._options = options
         self._plan = plan
         self._environ = environ
@@ -57,25 +58,15 @@ class Components:
         return ("redis",) if self._plan.own_redis else ()
 
     def _shared(self) -> tuple[str, ...]:
-        """Flags of router and workers."""
-        plan, options = self._plan, self._options
-        shared: tuple[str, ...] = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file))
-        shared += ("--served-model-name", plan.model_name)
-        if options.otlp_endpoint:
-            shared += ("--otlp-endpoint", options.otlp_endpoint)
-        return (*shared, "--drain-timeout", f"{options.drain_timeout_s:g}")
+        """Flags of router and workers. What is not settled here they read from their environment (_env)."""
+        plan = self._plan
+        shared = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file))
+        return (*shared, "--served-model-name", plan.model_name, "--drain-timeout", f"{self._options.drain_timeout:g}")
 
     def _router(self, needs: tuple[str, ...]) -> Component:
         plan, options = self._plan, self._options
         flags = [*self._shared(), f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
         flags += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
-        flags += [f"--reasoning-parser={options.reasoning_parser}", f"--tool-call-parser={options.tool_call_parser}"]
-        if options.api_keys_file is not None:
-            flags.append(f"--api-keys-file={options.api_keys_file.resolve()}")
-        if options.allowed_origins:
-            flags.append(f"--allowed-origins={json.dumps(options.allowed_origins)}")
-        if options.allowed_hosts:
-            flags.append(f"--allowed-hosts={','.join(options.allowed_hosts)}")
         batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
         flags.append(f"--batch-dir={batch_dir.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else LOOPBACK
@@ -85,68 +76,57 @@ class Components:
             env=self._env(),
             ready=lambda: self._probes.healthy(f"{health_host}:{plan.router_health_port}", "liveness"),
             after=needs,
-            ready_timeout_s=options.start_timeout_s,
+            ready_timeout_s=options.start_timeout,
             stop_order=0,
-            stop_grace_s=options.drain_timeout_s + 5,
+            stop_grace_s=options.drain_timeout + 5,
         )
 
     def worker(self, worker: LocalWorker) -> Component:
-        """Of the start, or one more."""
+        """Returns the component of a worker, of the start or one more."""
         options, most = self._options, len(self._plan.places)
         threads = str(options.threads_of_each(most))
         flags = [*self._shared(), "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
         flags += ["--metrics-port", str(worker.metrics_port)]
         flags += ["--worker-id", worker.worker_id, "--run-dir", str(self._plan.run_dir / worker.worker_id)]
         # Prefill workers are told too: they may change their role.
-        flags.append("--local-prefill" if options.local_prefill else "--no-local-prefill")
-        flags += ["--runner", options.runner, "--cpu-threads", threads]
+        flags.append("--local-prefill" if options.worker.local_prefill else "--no-local-prefill")
+        flags += ["--cpu-threads", threads]
         if self._plan.own_ray:
             flags += ["--kv-budget-bytes", str(options.budget_bytes(most))]
         if self._plan.scale is not None:
             # Whatever its role comes to be, it counts for the one that it was started in.
             flags += ["--pod-owner", worker.role]
-        for flag, value in (
-            ("--ray-address", self._plan.ray_address),
-            ("--kv-transfer", "none" if options.aggregated else options.kv_transfer),
-            ("--kv-wire", options.kv_wire),
-            ("--dtype", options.dtype),
-            ("--kv-cache-dtype", options.kv_cache_dtype),
-            ("--device", options.device if worker.gpu is None else f"{options.device or 'auto'}:{worker.gpu.index}"),
-            ("--tensor-parallel-size", options.tensor_parallel_size if options.tensor_parallel_size > 1 else None),
-            ("--gpu-memory-utilization", options.gpu_memory_utilization if worker.gpu is None else worker.gpu.utilization),
-            ("--kv-cache-memory-bytes", options.kv_cache_memory_bytes),
-            ("--block-size", options.block_size),
-            ("--max-model-len", options.max_model_len),
-            ("--max-num-seqs", options.max_num_seqs),
-            ("--max-num-batched-tokens", options.max_num_batched_tokens),
-        ):
-            if value not in (None, ""):
-                flags += [flag, str(value)]
+        if self._plan.ray_address:
+            flags += ["--ray-address", self._plan.ray_address]
+        if options.aggregated:
+            flags += ["--kv-transfer", "none"]
+        if worker.gpu is not None:
+            flags += ["--device", f"{options.worker.device}:{worker.gpu.index}", "--gpu-memory-utilization", str(worker.gpu.utilization)]
         return Component(
             name=worker.worker_id,
             argv=(sys.executable, "-P", "-m", worker.module, *flags),
             env=self._env(OMP_NUM_THREADS=threads),
             ready=lambda: self._probes.healthy(worker.health_address, "readiness"),
             after=self._needs(),
-            ready_timeout_s=options.start_timeout_s,
+            ready_timeout_s=options.start_timeout,
             stop_order=1,
-            stop_grace_s=options.drain_timeout_s + 5,
+            stop_grace_s=options.drain_timeout + 5,
         )
 
     def _autoscaler(self, scale: Scale, needs: tuple[str, ...]) -> Component:
         """The same as on Kubernetes; what else it can be told, it is told by its TWOSTEP_ variables."""
         plan, options = self._plan, self._options
         (health_port,) = free_ports(1)
-        num_gpus = str(options.tensor_parallel_size)
+        num_gpus = str(options.worker.tensor_parallel_size)
         flags = ["--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file), "--host", LOOPBACK]
-        flags += ["--external-scaler-port", str(plan.scaler_port), "--health-port", str(health_port)]
+        flags += ["--port", str(plan.scaler_port), "--health-port", str(health_port)]
         flags += ["--metrics-port", str(plan.scaler_metrics_port)]
         for role in ROLES:
             bounds = scale.of(role)
             flags += [f"--{role}-min-workers", str(bounds.least), f"--{role}-max-workers", str(bounds.most)]
             flags += [f"--{role}-gpus-per-worker", num_gpus]
         # Nobody rounds between it and the workers, and there are no pods to be marked.
-        flags += ["--worker-drain", f"{options.drain_timeout_s:g}", "--hpa-tolerance", "0", "--kubernetes-api", "none"]
+        flags += ["--worker-drain", f"{options.drain_timeout:g}", "--hpa-tolerance", "0", "--kubernetes-api", "none"]
         flags += ["--max-workers", str(scale.total)]
         return Component(
             name="autoscaler",
@@ -154,7 +134,7 @@ class Components:
             env=self._env(),
             ready=lambda: self._probes.healthy(f"{LOOPBACK}:{health_port}", "readiness"),
             after=needs,
-            ready_timeout_s=options.start_timeout_s,
+            ready_timeout_s=options.start_timeout,
             stop_order=0,
         )
 
@@ -187,7 +167,7 @@ class Components:
             ready=lambda: ray_up(directory, RAY_HOST, self._plan.ray_port),
             # An earlier life's sign of being up.
             prepare=lambda: (directory / "ray_current_cluster").unlink(missing_ok=True),
-            ready_timeout_s=self._options.start_timeout_s,
+            ready_timeout_s=self._options.start_timeout,
             # It gives its own parts 30 s to come up, whatever it is told, and a busy machine may not.
             start_attempts=2,
             stop_order=2,
@@ -196,7 +176,7 @@ class Components:
 
     def _env(self, **more: str) -> dict[str, str]:
         env = {name: value for name, value in self._environ.items() if name not in _NOT_FOR_CHILDREN}
-        env |= {"PYTHONUNBUFFERED": "1", **more}
+        env |= {**self._options.variables, "PYTHONUNBUFFERED": "1", **more}
         # A proxy set for the internet knows nothing of this machine.
         local = ",".join(filter(None, (env.get("no_grpc_proxy") or env.get("no_proxy", ""), "localhost,127.0.0.1,127.0.0.2")))
         env["no_grpc_proxy"] = local

@@ -62,7 +62,7 @@ class LocalWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LocalPlan:
     """Where everything of one system is."""
 
     model_dir: Path
@@ -101,11 +101,11 @@ class Plan:
         return self.run_dir / "ray"
 
 
-def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callable[[str], None]) -> Plan:
+def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callable[[str], None]) -> LocalPlan:
     """Checks what can be known before anything starts. Fetches and converts a model given by name. Blocks; raises SetupError."""
-    if options.runner == "model":
+    if options.worker.runner == "model":
         # Before a model is fetched for nothing.
-        check_device(options.device, environ)
+        check_device(options.worker.device, environ)
     model_dir = resolve(options.model, cache_dir=default_cache_dir(environ), progress=progress).resolve()
     _check_model(model_dir)
     if options.port:
@@ -115,22 +115,22 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     if not options.redis_url:
         redis_server.server_binary()
     num_gpus = _num_gpus(options, environ)
-    if options.runner == "model" and not num_gpus and options.device in ("", "auto", "cpu"):
+    if options.worker.runner == "model" and not num_gpus and options.worker.device in ("auto", "cpu"):
         _check_memory(options, model_dir)
     if options.uses_ray:
-        _check_shared_memory(options, environ)
+        _check_shared_memory(options)
     scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
     ports = iter(free_ports(8))
     port = options.port or next(ports)
-    roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.num_decode)]
+    roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.decode)]
     names = [f"{role}-{index}" for role, index in roles]
     places = _deal_gpus(options, names, num_gpus, progress, num_places=scale.total if scale is not None else len(names))
     workers = tuple(LocalWorker.new(name, role, gpu) for name, (role, _), gpu in zip(names, roles, places, strict=False))
     ray_port = next(ports)
     run_dir = _make_run_dir()
-    return Plan(
+    return LocalPlan(
         model_dir=model_dir,
-        model_name=options.served_model_name or (options.model if not Path(options.model).is_dir() else model_dir.name),
+        model_name=options.worker.served_model_name or (options.model if not Path(options.model).is_dir() else model_dir.name),
         run_dir=run_dir,
         port=port,
         router_health_port=next(ports),
@@ -156,24 +156,23 @@ def _check_memory(options: LocalOptions, model_dir: Path) -> None:
     own_ray = options.uses_ray and not options.ray_address
     check_memory(
         {
-            f"weights of {num} workers": num * weight_bytes(model_dir, options.dtype or "auto"),
-            "their KV caches": num * (options.kv_cache_memory_bytes or CPU_KV_BYTES),
+            f"weights of {num} workers": num * weight_bytes(model_dir, options.worker.dtype),
+            "their KV caches": num * (options.worker.kv_cache_memory_bytes or CPU_KV_BYTES),
             "Ray's object store": options.store_bytes if own_ray else 0,
         },
         "lower --kv-cache-memory-bytes, --prefill or --decode"
-        + (", or --object-store-bytes" if own_ray else "")
+        + (", or --ray-store-bytes" if own_ray else "")
         + ", take a smaller model, or end other processes",
     )
 
 
-def _check_shared_memory(options: LocalOptions, environ: Mapping[str, str], directory: Path = Path("/dev/shm")) -> None:
+def _check_shared_memory(options: LocalOptions, directory: Path = Path("/dev/shm")) -> None:
     """Each worker takes its ring at its start, and would have no transport without it. Raises SetupError."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError:  # then rings lie in the run directory
         return
-    ring = environ.get("TWOSTEP_KV_RING_BYTES", "")
-    rings = options.num_workers * (int(ring) if ring.isdecimal() and int(ring) else _RING_BYTES)
+    rings = options.num_workers * (options.worker.kv_ring_bytes or _RING_BYTES)
     if rings > free:
         raise SetupError(
             f"{options.num_workers} workers share {gib(rings)} of memory with their KV agents, and {directory} has {gib(free)} left: make "
@@ -184,14 +183,15 @@ def _check_shared_memory(options: LocalOptions, environ: Mapping[str, str], dire
 
 def _num_gpus(options: LocalOptions, environ: Mapping[str, str]) -> int:
     """That are ours to deal out."""
-    return (count_gpus(environ) or 0) if options.runner == "model" and options.device in ("", "auto", "cuda") else 0
+    return (count_gpus(environ) or 0) if options.worker.runner == "model" and options.worker.device in ("auto", "cuda") else 0
 
 
 def _deal_gpus(
     options: LocalOptions, names: Sequence[str], num_gpus: int, progress: Callable[[str], None], *, num_places: int
 ) -> Sequence[GpuShare | None]:
     """The GPU of each place, of which `names` have the first; None where it is not for us to choose."""
-    shares = share_gpus(num_places, num_gpus, per_worker=options.tensor_parallel_size, utilization=options.gpu_memory_utilization)
+    utilization = options.worker.gpu_memory_utilization if "gpu-memory-utilization" in options.given else None
+    shares = share_gpus(num_places, num_gpus, per_worker=options.worker.tensor_parallel_size, utilization=utilization)
     if not shares:
         return [None] * num_places
     progress(describe(names, shares[: len(names)]))
@@ -202,14 +202,15 @@ def _scale(options: LocalOptions, model_dir: Path, num_gpus: int, progress: Call
     """Bounds that are not given are what the machine has room for, and so is that of both roles together."""
     need = need_of(
         model_dir,
-        fake=options.runner == "fake",
-        num_gpus=min(options.tensor_parallel_size, num_gpus),
-        kv_cache_bytes=options.kv_cache_memory_bytes,
+        fake=options.worker.runner == "fake",
+        num_gpus=min(options.worker.tensor_parallel_size, num_gpus),
+        kv_cache_bytes=options.worker.kv_cache_memory_bytes,
     )
     room = room_for(this_machine(num_gpus), need)
     most = max(room.num_workers, options.num_workers)
-    prefill = Bounds(least=options.min_prefill, most=options.max_prefill or max(options.num_prefill, most - options.min_decode))
-    decode = Bounds(least=options.min_decode, most=options.max_decode or max(options.num_decode, most - options.min_prefill))
+    min_prefill, min_decode = options.least("prefill"), options.least("decode")
+    prefill = Bounds(least=min_prefill, most=options.most("prefill") or max(options.num_prefill, most - min_decode))
+    decode = Bounds(least=min_decode, most=options.most("decode") or max(options.decode, most - min_prefill))
     scale = Scale(prefill=prefill, decode=decode, total=min(most, prefill.most + decode.most))
     progress(
         f"autoscaler: {prefill.least} to {prefill.most} prefill, {decode.least} to {decode.most} decode workers, {scale.total} together at "

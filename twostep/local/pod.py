@@ -4,7 +4,7 @@ CUDA IPC joins processes that see each other's GPUs and share their namespaces. 
 
 1. Each worker is a process with its own name, ports and GPUs; every other flag it reads from the environment, as it would alone.
 2. One that ends is started again; one that stands still for a minute is killed first. The others go on meanwhile.
-3. The pod is live while this process is, and ready while every worker is (--pod-health-port): from a worker's death to the look after its
+3. The pod is live while this process is, and ready while every worker is (--health-port): from a worker's death to the look after its
    return it is not.
 4. SIGTERM drains all workers at once; a second one kills what is left.
 """
@@ -25,17 +25,19 @@ from pathlib import Path
 import grpc.aio
 
 from twostep.errors import SetupError
-from twostep.local.pod_config import PodConfig, PodWorker, parse_pod, pod_workers
+from twostep.local.pod_config import PodWorker, parse_pod, pod_workers
 from twostep.local.probes import Probes
 from twostep.local.supervisor import Component, Supervisor
 from twostep.process.log import setup_logging
 from twostep.rpc.health import READINESS, HealthBoard
 from twostep.rpc.server import health_server
+from twostep.settings.pod import PodSettings
+from twostep.settings.reading import CONFIG_VARIABLE
 
 log = logging.getLogger("twostep.local.pod")
 
 _LOOK_EVERY_S = 2.0
-# A worker says that it is not live once its work has seen no step for --stall-timeout; so much longer it may take to come round.
+# A worker says that it is not live once its work has seen no step for two minutes; so much longer it may take to come round.
 _STALLED_S = 60.0
 # From the drain's end to the worker's (twostep/rpc/lifecycle.py), and some more.
 _STOP_S = 20.0
@@ -44,14 +46,15 @@ _STOP_S = 20.0
 class Pod:
     """start(), watch() until cancelled, stop(). The supervisor's observer."""
 
-    def __init__(self, config: PodConfig, environ: Mapping[str, str], run_dir: Path) -> None:
+    def __init__(self, config: PodSettings, environ: Mapping[str, str], run_dir: Path) -> None:
         self._config = config
         self._workers = {worker.name: worker for worker in pod_workers(config)}
         self._probes = Probes()
         self.board = HealthBoard()
         # Of those that have been ready in their present life: when they last said that they are live.
         self._last_live: dict[str, float] = {}
-        env = {**environ, "PYTHONUNBUFFERED": "1"}
+        # The file of --config has this process' settings, not the workers'.
+        env = {name: value for name, value in environ.items() if name != CONFIG_VARIABLE} | {"PYTHONUNBUFFERED": "1"}
         components = [self._component(worker, env) for worker in self._workers.values()]
         self.supervisor = Supervisor(components, run_dir=run_dir, observer=self, log_files=False)
 
@@ -138,18 +141,18 @@ class Pod:
         log.error("%s: not started: %s", name, why)
 
 
-async def _serve_health(config: PodConfig, board: HealthBoard) -> grpc.aio.Server:
+async def _serve_health(config: PodSettings, board: HealthBoard) -> grpc.aio.Server:
     server = health_server(board)
-    where = f"{config.host}:{config.pod_health_port}"
+    where = f"{config.host}:{config.health_port}"
     try:
         server.add_insecure_port(where)
     except RuntimeError as error:
-        raise SetupError(f"cannot listen on {where}; choose another port with --pod-health-port") from error
+        raise SetupError(f"cannot listen on {where}; choose another port with --health-port") from error
     await server.start()
     return server
 
 
-async def run(config: PodConfig, environ: Mapping[str, str], run_dir: Path) -> None:
+async def run(config: PodSettings, environ: Mapping[str, str], run_dir: Path) -> None:
     """Until SIGTERM or SIGINT. Raises SetupError."""
     pod = Pod(config, environ, run_dir)
     interrupted = asyncio.Event()

@@ -21,7 +21,7 @@ _OPTIONS = [*channel_options(), ("grpc.enable_http_proxy", 0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """What a worker holds right now."""
+    """Holds what a worker has right now."""
 
     transport_ready: bool
     held: str

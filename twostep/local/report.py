@@ -1,4 +1,4 @@
-"""What a person sees of a local system: one line for each thing that happens, and with --verbose the processes' logs."""
+"""Writes what a person sees of a local system: one line for each thing that happens, and with --verbose the processes' logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLLOW_EVERY_S = 0.1
 _MAX_READ_BYTES = 1 << 16
 
 
-class Report:
+class ProgressLines:
     """The supervisor's observer. `write` takes one line; times count from when this object was made."""
 
     def __init__(self, write: Callable[[str], None]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 
+from twostep.errors import SetupError
 from twostep.local.options import LocalOptions
 from twostep.local.plan import make_plan
-from twostep.local.report import LogFollower, Report
+from twostep.local.report import LogFollower, ProgressLines
 from twostep.local.system import LocalSystem
 
 INTERRUPTED = 130
@@ -21,9 +23,14 @@ def run_system(
 
     The first SIGINT or SIGTERM cancels the start or the work, and drains; the second kills what is left.
     """
-    report = Report(write)
+    report = ProgressLines(write)
     where = make_plan(options, environ=environ, progress=report.line)
-    return asyncio.run(_run(LocalSystem(options, where, environ=environ, observer=report), work, options.verbose, write))
+    try:
+        system = LocalSystem(options, where, environ=environ, observer=report)
+    except SetupError:
+        shutil.rmtree(where.run_dir, ignore_errors=True)
+        raise
+    return asyncio.run(_run(system, work, options.verbose, write))
 
 
 async def _run(system: LocalSystem, work: Callable[[LocalSystem], Awaitable[int]], verbose: bool, write: Callable[[str], None]) -> int:

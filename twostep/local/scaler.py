@@ -1,4 +1,4 @@
-"""What the autoscaler wants, asked as KEDA asks: the external scaler's metric for each role. Which workers should go first stands in Redis,
+"""Asks the autoscaler as KEDA does: the external scaler's metric for each role. Which workers should go first stands in Redis,
 where Kubernetes would be told by marks on their pods.
 """
 
@@ -28,7 +28,7 @@ _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedWorkers:
     """Workers to be had that were started in each role, and of each role, whichever they were started in (empty: that is not known); worker
     ids that should go first; why, in a line."""
 
@@ -49,7 +49,7 @@ class ScalerClient:
         self.trouble = ""
         """Why there was no answer the last time; empty: there was one."""
 
-    async def wanted(self) -> Wanted | None:
+    async def wanted(self) -> WantedWorkers | None:
         """None: it does not answer, or has nothing to say that is recent. What there is stays then."""
         try:
             replicas = {role: await self._metric(role) for role in ROLES}
@@ -59,8 +59,8 @@ class ScalerClient:
         self.trouble = ""
         record = await self._decision()
         if record is None:
-            return Wanted(replicas=replicas)
-        return Wanted(replicas=replicas, workers=record.wanted, victims=record.victims, reason=record.reason)
+            return WantedWorkers(replicas=replicas)
+        return WantedWorkers(replicas=replicas, workers=record.wanted, victims=record.victims, reason=record.reason)
 
     async def roles(self, worker_ids: Sequence[str]) -> dict[str, str]:
         """In which role each of them serves now. Those are missing that nobody knows, such as one that starts."""

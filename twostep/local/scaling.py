@@ -1,4 +1,4 @@
-"""What is to be done so that there are as many workers as are wanted: which to start, which to retire. Pure.
+"""Decides what is to be done so that there are as many workers as are wanted: which to start, which to retire. Pure.
 
 A worker counts for the role that it was started in, whichever it has now: as a pod counts for its Deployment.
 """
@@ -13,7 +13,7 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of the workers started in one role."""
+    """Bounds the workers started in one role."""
 
     least: int
     most: int
@@ -35,7 +35,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningWorker:
     """A worker that runs, starts or drains. `number` grows from one start to the next."""
 
     worker_id: str
@@ -52,7 +52,7 @@ class Changes:
     retire: tuple[str, ...] = ()
 
 
-def changes(running: Sequence[Running], wanted: Mapping[str, int], victims: Sequence[str], scale: Scale) -> Changes:
+def changes(running: Sequence[RunningWorker], wanted: Mapping[str, int], victims: Sequence[str], scale: Scale) -> Changes:
     """`victims` go first, in their order, then who came last. A place is free only when whoever had it is gone."""
     target = {role: scale.of(role).clamp(wanted[role]) for role in ROLES}
     staying = {role: [worker for worker in running if worker.owner == role and not worker.retiring] for role in ROLES}

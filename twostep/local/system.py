@@ -24,10 +24,10 @@ from twostep.local import redis_server
 from twostep.local.autoscale import LocalAutoscale
 from twostep.local.components import Components, write_secret
 from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, LocalWorker, Plan
+from twostep.local.plan import LOOPBACK, LocalPlan, LocalWorker
 from twostep.local.ports import check_reachable
 from twostep.local.probes import Probes
-from twostep.local.report import Report
+from twostep.local.report import ProgressLines
 from twostep.local.scaler import ScalerClient
 from twostep.local.scaling import Scale
 from twostep.local.supervisor import Component, ComponentFailed, Supervisor
@@ -36,12 +36,11 @@ _POLL_S = 0.1
 
 
 class LocalSystem:
-    """The processes of one Plan. start(), then wait() or use it, then stop() in any case."""
+    """The processes of one LocalPlan. start(), then wait() or use it, then stop() in any case."""
 
-    def __init__(self, options: LocalOptions, plan: Plan, *, environ: Mapping[str, str], observer: Report) -> None:
+    def __init__(self, options: LocalOptions, plan: LocalPlan, *, environ: Mapping[str, str], observer: ProgressLines) -> None:
         self.plan = plan
         self._options = options
-        self._environ = environ
         self._probes = Probes()
         write_secret(plan.secret_file)
         self._secret = load_secret(plan.secret_file)
@@ -53,7 +52,7 @@ class LocalSystem:
 
     @property
     def drain_timeout_s(self) -> float:
-        return self._options.drain_timeout_s
+        return self._options.drain_timeout
 
     @property
     def target(self) -> str:
@@ -68,12 +67,13 @@ class LocalSystem:
 
     @property
     def open_door(self) -> str:
-        """What to say of a router that lets everybody in; empty if it does not."""
+        """Returns a warning of a router that lets everybody in; empty if it does not."""
         return open_door(
             self._options.host,
             {"gRPC": self.plan.port, "HTTP": self.plan.http_port},
-            asks_for_keys=self._asks_for_keys,
-            asks_for_certificates=bool(self._environ.get("TWOSTEP_TLS_CA")) and self._environ.get("TWOSTEP_TLS_CLIENT_AUTH") != "none",
+            asks_for_keys=self._options.asks_for_keys,
+            # The router's certificate, if it had one, would have to come from a variable, and those are a client's (components.py).
+            asks_for_certificates=False,
         )
 
     @property
@@ -134,7 +134,7 @@ class LocalSystem:
         self._failed = False
 
     async def held(self) -> dict[str, str]:
-        """What each worker still holds; workers that hold nothing are left out."""
+        """Returns what each worker still holds; workers that hold nothing are left out."""
         states = {worker.worker_id: await self._probes.worker(worker.address, self._secret) for worker in self.plan.workers}
         return {name: "does not answer" if state is None else state.held for name, state in states.items() if state is None or state.held}
 
@@ -154,7 +154,7 @@ class LocalSystem:
             await client.close()
 
     async def _until_serving(self) -> None:
-        deadline = time.monotonic() + self._options.start_timeout_s
+        deadline = time.monotonic() + self._options.start_timeout
         missing = "the router does not answer"
         async with AsyncClient(self.target, api_key=self._key(), max_retries=0) as client:
             while time.monotonic() < deadline:
@@ -163,16 +163,16 @@ class LocalSystem:
                     return
                 await asyncio.sleep(_POLL_S)
         raise ComponentFailed(
-            f"everything runs, but after {self._options.start_timeout_s:g} s {missing}; the logs are in {self.plan.run_dir / 'logs'}"
+            f"everything runs, but after {self._options.start_timeout:g} s {missing}; the logs are in {self.plan.run_dir / 'logs'}"
         )
 
     async def _missing(self, client: AsyncClient) -> str:
-        """What keeps the system from serving; empty if nothing does."""
+        """Returns what keeps the system from serving; empty if nothing does."""
         try:
             models = await client.models(timeout=2)
         except TwostepError as error:
             return f"the router does not answer: {error.message}"
-        wanted = (self._options.num_prefill, self._options.num_decode)
+        wanted = (self._options.num_prefill, self._options.decode)
         found = (models[0].prefill_workers, models[0].decode_workers) if models else (0, 0)
         if found[0] < wanted[0] or found[1] < wanted[1]:
             return f"the router sees {found[0]} of {wanted[0]} prefill and {found[1]} of {wanted[1]} decode workers"
@@ -184,18 +184,16 @@ class LocalSystem:
                 return f"{worker.worker_id} has no KV transport that is ready"
         return ""
 
-    @property
-    def _asks_for_keys(self) -> bool:
-        return self._options.api_keys_file is not None or bool(self._environ.get("TWOSTEP_API_KEYS"))
-
     def _key(self) -> str | None:
-        """What this process shows the router, if it wants a key of everybody: its own way to them may be another variable."""
-        if not self._asks_for_keys:
+        """Returns the key that this process shows the router, if that wants one of everybody."""
+        if not self._options.asks_for_keys:
             return None
         return system_key(self._secret)
 
 
 def _clear(run_dir: Path, *, keep_logs: bool) -> None:
+    # What failed before any process began has written nothing that would be worth keeping.
+    keep_logs = keep_logs and (run_dir / "logs").is_dir() and any((run_dir / "logs").iterdir())
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         if not (keep_logs and path.name == "logs"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -26,8 +26,7 @@ _HEAD = """\
 <!-- Written by `python -m twostep.metrics.catalogue`; a test compares this page with what the code declares. -->
 
 Every process serves `GET /metrics` in Prometheus' text format (OpenMetrics if asked for) over plain HTTP on `--metrics-port`
-(`TWOSTEP_METRICS_PORT`; `--port` + 2 if not given, any free port if `--port` is 0, -1 for none; of an autoscaler,
-`--external-scaler-port` + 2), on the address given by `--host`. It has
+(`TWOSTEP_METRICS_PORT`; `--port` + 2 if not given, any free port if `--port` is 0, -1 for none), on the address given by `--host`. It has
 no TLS and no authentication: nothing secret is in it, but keep the port inside the cluster. `twostep up` prints the addresses.
 
 | process | default |

@@ -24,8 +24,9 @@ import grpc.aio
 
 from twostep.errors import CHALLENGE, Unauthenticated, Unavailable
 from twostep.keys.secret import purpose_key
-from twostep.rpc.channel import PLAINTEXT, Signature, SignedChannel, TlsFiles, error_from_rpc, open_channel
+from twostep.rpc.channel import Signature, SignedChannel, error_from_rpc, open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 HEADER = "twostep-call-bin"
 _PURPOSE = "twostep.call.v1"

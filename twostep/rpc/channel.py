@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from twostep import __version__
-from twostep.errors import SetupError, TwostepError, error_from_grpc
+from twostep.errors import TwostepError, error_from_grpc
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 from twostep.version_skew import user_agent
 
 MAX_MESSAGE_BYTES = 16 << 20
 
 Signature = tuple[tuple[str, bytes], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files of one side. A server with `ca` asks its clients for certificates of that authority; a client without
-    `ca` trusts the system's authorities. A client with `peer_name` wants a certificate of that name, whatever address it asks."""
-
-    cert: Path | None = None
-    key: Path | None = None
-    ca: Path | None = None
-    peer_name: str = ""
-
-    @property
-    def enabled(self) -> bool:
-        return self.cert is not None or self.ca is not None
-
-    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Certificate, key and authority. Raises SetupError naming the flag."""
-        if (self.cert is None) != (self.key is None):
-            raise SetupError("--tls-cert and --tls-key go together: give both or neither")
-        return _read("--tls-cert", self.cert), _read("--tls-key", self.key), _read("--tls-ca", self.ca)
-
-
-PLAINTEXT = TlsFiles()
-
-
-def _read(flag: str, path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SetupError(f"{flag} {path}: {error.strerror}; give a readable PEM file") from error
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
@@ -84,9 +50,6 @@ def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials | None:
         return None
     cert, key, ca = tls.read()
     return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
-
-
-COMPRESSIONS = ("none", "gzip")
 
 
 def compression_of(name: str) -> grpc.Compression:

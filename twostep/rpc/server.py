@@ -14,9 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from twostep.errors import SetupError
-from twostep.rpc.channel import MAX_MESSAGE_BYTES, PLAINTEXT, TlsFiles
+from twostep.rpc.channel import MAX_MESSAGE_BYTES
 from twostep.rpc.guard import Admit, Guard
 from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 log = logging.getLogger(__name__)
 

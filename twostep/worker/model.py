@@ -19,17 +19,11 @@ from twostep.lab.plan.model_shape import weight_bytes
 from twostep.model.loading.store import resolve
 from twostep.process.free_memory import check_memory
 from twostep.process.startup import NoProgress, Progress
+from twostep.settings.worker import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_MAX_STEP_MS, GPU_NUM_SEQS, GPU_STEP_TOKENS
 from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
-from twostep.worker.config import (
-    CPU_NUM_SEQS,
-    CPU_STEP_TOKENS,
-    GPU_MAX_STEP_MS,
-    GPU_NUM_SEQS,
-    GPU_STEP_TOKENS,
-    WorkerConfig,
-)
+from twostep.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from twostep.model.runner.parallel_runner import ParallelRunner

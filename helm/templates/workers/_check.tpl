@@ -4,6 +4,15 @@
 {{- if and .Values.colocated.enabled .Values.autoscaling.enabled -}}
 {{- fail "autoscaling.enabled moves the replicas of the prefill and decode Deployments, and with colocated.enabled there are none: switch one of them off" -}}
 {{- end -}}
+{{- /* Removed flags are refused by the schema; a variable would stop the first new pod. */}}
+{{- $removed := .Files.Get "files/removed.json" | fromJson -}}
+{{- range $place, $owner := dict "router" .Values.router "prefill" .Values.prefill "decode" .Values.decode "colocated" .Values.colocated "autoscaling" .Values.autoscaling -}}
+{{- range $owner.env -}}
+{{- if hasKey $removed .name -}}
+{{- fail (printf "%s.env has %s, which was removed: %s" $place .name (get $removed .name)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if .Values.redis.embedded }}{{ include "twostep.checkRedis" . }}{{ end -}}
 {{- if and (eq .Values.model.volume.type "emptyDir") (not .Values.model.loader.enabled) -}}
 {{- fail "model.volume.type emptyDir begins empty: set model.loader.enabled and model.loader.command, or another type" -}}

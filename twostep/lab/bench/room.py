@@ -10,7 +10,7 @@ def check_context(prompt_tokens: int, output_tokens: int, longest: int) -> None:
     if prompt_tokens + output_tokens > longest:
         raise SetupError(
             f"{prompt_tokens} + {output_tokens} tokens are more than the model's context of {longest}; "
-            "lower --prompt-tokens or --output-tokens"
+            "lower --input-tokens or --output-tokens"
         )
 
 

@@ -20,9 +20,10 @@ from twostep.errors import DeadlineExceeded, InvalidRequest, SetupError, Twostep
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
 from twostep.lab.bench.serve.workloads import SessionTurn, Text
-from twostep.rpc.channel import PLAINTEXT, TlsFiles, error_from_rpc, open_channel
+from twostep.rpc.channel import error_from_rpc, open_channel
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.rpc.v1 import inference_pb2_grpc as pb_grpc
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 _CLASSES = {
     "": pb.REQUEST_CLASS_UNSPECIFIED,

@@ -82,9 +82,7 @@ class ServeLoad:
                 natural = self._trace_rate()
                 if natural is not None:
                     return replace(self, arrivals=TraceTimes(rate / natural))
-        raise InvalidRequest(
-            "users that wait for their answers have no arrival rate: sweep with --arrivals poisson, gamma, constant or trace"
-        )
+        raise InvalidRequest("users that wait for their answers have no arrival rate: sweep without --concurrency")
 
     def _trace_rate(self) -> float | None:
         return self.workload.rate if isinstance(self.workload, RequestTrace) else None

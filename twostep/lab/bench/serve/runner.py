@@ -235,7 +235,7 @@ class LoadRunner:
         """None: it failed, or nothing was to be kept."""
         progress = self.progress
         if progress.in_flight >= self.extent.max_in_flight:
-            record.error, record.message = "not sent", f"{progress.in_flight} requests were under way; raise --max-in-flight to send more"
+            record.error, record.message = "not sent", f"{progress.in_flight} requests were under way: more would say nothing of the server"
             progress.num_failed += 1
             return None
         progress.num_sent += 1

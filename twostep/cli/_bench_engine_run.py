@@ -1,80 +1,45 @@
-"""`twostep bench`: `serve` is in _bench_serve; `engine` here: what one engine does on this machine, beside what the machine could do."""
+"""`twostep bench engine`: what one engine does on this machine, beside what the machine could do."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from twostep.cli._extras import require_worker_extra
-from twostep.errors import SetupError
+import torch
 
-if TYPE_CHECKING:
-    from twostep.engine.batch import Runner
-    from twostep.lab.bench.batching import BatchingResult
-    from twostep.lab.bench.engine import PhaseResult, ScenarioResult
+from twostep.engine.batch import Runner
+from twostep.lab.bench import batching, roofline
+from twostep.lab.bench import engine as bench
+from twostep.lab.bench import limits as machine
+from twostep.lab.bench.room import check_context
+from twostep.model.families.registry import parse_config
+from twostep.model.runner.device import choose_device, device_of
+from twostep.worker.config import WorkerConfig
+from twostep.worker.model import load_model
 
-
-def run(args: argparse.Namespace) -> int:
-    if args.kind == "serve":
-        serve: Any = importlib.import_module("twostep.cli._bench_serve")
-        status: int = serve.run(args)
-        return status
-    require_worker_extra("twostep bench engine")
-    if min([*args.batch_size, args.prompt_tokens, args.output_tokens - 2, args.max_num_batched_tokens]) < 1:
-        raise SetupError("--batch-size, --prompt-tokens and --max-num-batched-tokens start at 1, --output-tokens at 3")
-    with tempfile.TemporaryDirectory() as directory:
-        if args.shape:
-            shapes = importlib.import_module("twostep.lab.bench.shapes").SHAPES
-            (Path(directory) / "config.json").write_text(json.dumps(shapes[args.shape]))
-            args.model, args.load_format = directory, "dummy"
-        return _bench(args)
+# Longest that dynamic batching waits for its batch to fill.
+_BATCH_TIMEOUT_S = 0.1
 
 
-def _model_dir(args: argparse.Namespace) -> Path:
-    """Where the model is, if everything is in order that can be known without torch, which takes seconds to load. Raises SetupError."""
-    gpus: Any = importlib.import_module("twostep.local.gpus")
-    store: Any = importlib.import_module("twostep.model.loading.store")
-    gpus.check_device(args.device, os.environ)
-    # Standard output is for results alone.
-    model_dir: Path = store.resolve(
-        args.model, cache_dir=store.default_cache_dir(os.environ), progress=lambda line: print(line, file=sys.stderr, flush=True)
-    )
-    return model_dir
-
-
-def _bench(args: argparse.Namespace) -> int:
-    model_dir = _model_dir(args)
-    # torch is loaded here, and not for --help.
-    import torch  # noqa: PLC0415
-
-    bench: Any = importlib.import_module("twostep.lab.bench.engine")
-    measure_limits = importlib.import_module("twostep.lab.bench.limits").measure_limits
-    roofline: Any = importlib.import_module("twostep.lab.bench.roofline")
-    config_of = importlib.import_module("twostep.model.families.registry").parse_config
-    worker_config = importlib.import_module("twostep.worker.config").WorkerConfig
-    devices = importlib.import_module("twostep.model.runner.device")
-
-    name, why = devices.choose_device(args.device)
-    device: torch.device = devices.device_of(name)
-    model = config_of(model_dir)
+def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
+    """Measures and shows; returns the exit status. Raises SetupError."""
+    name, why = choose_device(args.device)
+    device = device_of(name)
+    model = parse_config(model_dir)
     longest_answer = 2 * args.output_tokens - 1 if args.batching else args.output_tokens
-    importlib.import_module("twostep.lab.bench.room").check_context(args.prompt_tokens, longest_answer, model.max_model_len)
+    check_context(args.input_tokens, longest_answer, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     # A model and its cache leave a GPU no memory to be measured in.
-    limits = measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
+    limits = machine.measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    config = worker_config(
+    config = WorkerConfig(
         role="decode",
         model=str(model_dir),
         dtype=args.dtype,
@@ -82,21 +47,21 @@ def _bench(args: argparse.Namespace) -> int:
         device=name,
         load_format=args.load_format,
         block_size=args.block_size,
-        max_model_len=min(model.max_model_len, args.prompt_tokens + (2 if args.batching else 1) * args.output_tokens),
+        max_model_len=min(model.max_model_len, args.input_tokens + (2 if args.batching else 1) * args.output_tokens),
         max_num_seqs=max(args.batch_size),
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes or 0,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
-    runner = importlib.import_module("twostep.worker.model").load_model(config).runner
+    runner = load_model(config).runner
     scenarios = [
-        bench.Scenario(batch=batch, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, temperature=args.temperature)
+        bench.Scenario(batch=batch, prompt_tokens=args.input_tokens, output_tokens=args.output_tokens, temperature=args.temperature)
         for batch in args.batch_size
     ]
     if not args.batching:
         for scenario in scenarios:
             bench.check_room(runner, scenario)
-    limits = limits or measure_limits(device, getattr(torch, dtype))
+    limits = limits or machine.measure_limits(device, getattr(torch, dtype))
     if not args.json:
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         print(f"{kind} ({why}), torch {torch.__version__}", flush=True)
@@ -118,22 +83,21 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _batchings(args: argparse.Namespace, runner: Runner) -> int:
-    bench: Any = importlib.import_module("twostep.lab.bench.batching")
-    load = bench.BatchingLoad(
-        num_requests=args.requests, rate=args.rate, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens, seed=0
+    load = batching.BatchingLoad(
+        num_requests=args.num_requests, rate=args.rate, prompt_tokens=args.input_tokens, output_tokens=args.output_tokens, seed=0
     )
     reports = []
     for batch in args.batch_size:
         # What is compiled or captured at first use is nobody's.
-        bench.run_load(
+        batching.run_load(
             runner,
             replace(load, num_requests=batch, rate=math.inf),
-            bench.Rule(batching=bench.Batching.STATIC, batch=batch),
+            batching.Rule(batching=batching.Batching.STATIC, batch=batch),
             args.max_num_batched_tokens,
         )
         for name in args.batching:
-            rule = bench.Rule(batching=bench.Batching(name), batch=batch, timeout_s=args.batch_timeout_ms / 1e3)
-            result: BatchingResult = bench.run_load(runner, load, rule, args.max_num_batched_tokens)
+            rule = batching.Rule(batching=batching.Batching(name), batch=batch, timeout_s=_BATCH_TIMEOUT_S)
+            result = batching.run_load(runner, load, rule, args.max_num_batched_tokens)
             report = _plain_batching(result)
             reports.append(report)
             if not args.json:
@@ -143,7 +107,7 @@ def _batchings(args: argparse.Namespace, runner: Runner) -> int:
     return 0
 
 
-def _plain_batching(result: BatchingResult) -> dict[str, Any]:
+def _plain_batching(result: batching.BatchingResult) -> dict[str, Any]:
     report: dict[str, Any] = {
         "batching": result.rule.batching.value,
         "batch": result.rule.batch,
@@ -165,7 +129,7 @@ def _show_batching(report: dict[str, Any]) -> None:
         print(f"  {title:<12} p50 {_ms(report[f'{name}_p50_s'])}, p99 {_ms(report[f'{name}_p99_s'])}", flush=True)
 
 
-def _show(result: ScenarioResult) -> None:
+def _show(result: bench.ScenarioResult) -> None:
     s = result.scenario
     print(f"\nbatch {s.batch}, {s.prompt_tokens} prompt tokens, {s.output_tokens} new ones", flush=True)
     ttft = sorted(result.ttft_s)
@@ -180,15 +144,15 @@ def _show(result: ScenarioResult) -> None:
     )
 
 
-def _phase(phase: PhaseResult) -> str:
+def _phase(phase: bench.PhaseResult) -> str:
     energy = "" if phase.joules_per_token is None else f", {phase.joules_per_token:.3g} J/token"
     return f"{phase.tokens_per_s:,.0f} tokens/s, MFU {phase.mfu:.2f}, MBU {phase.mbu:.2f}, bound by {phase.bound.value}{energy}"
 
 
-def _plain(result: ScenarioResult) -> dict[str, Any]:
+def _plain(result: bench.ScenarioResult) -> dict[str, Any]:
     phases = {}
     for name in ("prefill", "decode"):
-        phase: PhaseResult = getattr(result, name)
+        phase: bench.PhaseResult = getattr(result, name)
         phases[name] = asdict(phase) | {"bound": phase.bound.value, "tokens_per_s": phase.tokens_per_s}
     times = {"ttft_p50_s": statistics.median(result.ttft_s), "ttft_p99_s": _at(sorted(result.ttft_s), 0.99)}
     times |= {"tpot_p50_s": statistics.median(result.tpot_s), "tpot_p99_s": _at(sorted(result.tpot_s), 0.99)}

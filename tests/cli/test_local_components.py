@@ -1,0 +1,131 @@
+"""What `twostep up` starts, with what each process is told, and what makes no system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from local_plans import planned, told
+
+from router.config import RouterConfig
+from twostep.errors import SetupError
+from twostep.settings.reading import read_settings
+from twostep.settings.up import ALL
+from twostep.worker.config import WorkerConfig
+
+
+def test_workers_that_do_everything_and_no_ray(tiny_llama_dir: Path) -> None:
+    started = planned(told("up", "--aggregated", "--decode", "2", "--model", str(tiny_llama_dir), "--port", "0"))
+    assert set(started.components) == {"redis", "router", "decode-0", "decode-1"}
+    for name in ("decode-0", "decode-1"):
+        assert started.flag(name, "--kv-transfer") == "none"
+        assert "--local-prefill" in started.components[name].argv
+        assert started.flag(name, "--ray-address") is None
+
+
+def test_with_prefill_workers(tiny_llama_dir: Path) -> None:
+    started = planned(told("up", "--model", str(tiny_llama_dir), "--port", "0"))
+    assert set(started.components) == {"redis", "ray", "router", "prefill-0", "decode-0"}
+    assert all("--local-prefill" in started.components[name].argv for name in ("decode-0", "prefill-0")), "either may change its role"
+    apart = planned(told("up", "--no-local-prefill", "--prefill", "2", "--model", str(tiny_llama_dir), "--port", "0"))
+    assert "--no-local-prefill" in apart.components["decode-0"].argv
+    assert "prefill-1" in apart.components
+
+
+def test_a_demo_shows_the_hand_over_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTEP_PORT", "1234")
+    assert (told("demo").worker.local_prefill, told("demo").port) == (False, 0)
+    aggregated = told("demo", "--aggregated")
+    assert (aggregated.worker.local_prefill, aggregated.num_prefill, aggregated.decode) == (True, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--aggregated --prefill 1", "--prefill 1"),
+        ("--aggregated --decode 0", "--decode"),
+        ("--aggregated --no-local-prefill", "--no-local-prefill"),
+        ("--aggregated --kv-transfer ray", "--kv-transfer"),
+        ("--aggregated --ray-address here:1", "--ray-address"),
+        ("--prefill 0", "--aggregated"),
+        ("--kv-transfer none", "--aggregated"),
+        ("--prefill 100 --decode 100", "128"),
+        ("--reasoning-parser o1", "--reasoning-parser"),
+        ("--tool-call-parser jamba", "--tool-call-parser"),
+        ("--block-size 0", "--block-size"),
+        ("--api-keys-file /no/such/file", "twostep keys create"),
+        ("--autoscale --aggregated", "--aggregated"),
+        ("--autoscale --decode-min-workers 2", "--decode-min-workers 2"),
+        ("--autoscale --prefill-min-workers 0", "--prefill-min-workers 0"),
+        ("--autoscale --prefill 3 --prefill-max-workers 2", "--prefill-max-workers 2"),
+        ("--autoscale --decode-max-workers 1000", "128"),
+    ],
+)
+def test_what_makes_no_system_is_refused_by_name(words: str, names: str) -> None:
+    with pytest.raises(SetupError, match=names):
+        told("up", *words.split())
+
+
+def test_the_cores_go_to_the_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for options in (told("up", "--aggregated", "--decode", "2"), told("up")):
+        assert options.threads_of_each(options.num_workers) == 4
+    assert told("up", "--cpu-threads", "3").threads_of_each(2) == 3
+
+
+# What a table reads, given by a flag of `up`. Names that `up` settles itself are left out.
+SAMPLES = {
+    "kv-cache-dtype": ("int8", "kv_cache_dtype", "int8"),
+    "swap-space": ("1.5", "swap_space", 1.5),
+    "kv-transfer": ("ray", "kv_transfer", "ray"),
+    "log-level": ("debug", "log_level", "debug"),
+    "otlp-endpoint": ("http://c:4317", "otlp_endpoint", "http://c:4317"),
+    "allowed-hosts": ("a.example,b.example", "allowed_hosts", ("a.example", "b.example")),
+    "allowed-origins": ("https://a.example", "allowed_origins", ("https://a.example",)),
+    "reasoning-parser": ("qwen3", "reasoning_parser", "qwen3"),
+    "max-waiting": ("77", "max_waiting", 77),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_setting_of_a_process_reaches_it(name: str, tiny_llama_dir: Path) -> None:
+    text, field, value = SAMPLES[name]
+    started = planned(told("up", "--model", str(tiny_llama_dir), "--port", "0", f"--{name}", text))
+    found = {}
+    for component, table, defaults in (("router", RouterConfig, {}), ("decode-0", WorkerConfig, {"role": "decode"})):
+        process = started.components[component]
+        argv = process.argv[process.argv.index("-m") + 2 :]
+        config = read_settings(table, argv, prog="p", description="", defaults=defaults, environ=process.env)
+        if hasattr(config, field):
+            found[component] = getattr(config, field)
+    assert found
+    assert set(found.values()) == {value}
+
+
+def test_every_setting_is_offered_once() -> None:
+    names = [each.name for each in ALL]
+    assert len(names) == len(set(names))
+    assert {"kv-cache-dtype", "max-inflight", "hysteresis", "prefill-max-workers"} <= set(names)
+    assert not {"tls-ca", "worker-id", "secret-file"} & set(names), "wrong for every process of the system"
+
+
+def test_what_is_a_client_s_is_not_for_the_processes(tiny_llama_dir: Path) -> None:
+    started = planned(told("up", "--model", str(tiny_llama_dir), "--port", "0"))
+    for component in started.components.values():
+        assert not {"TWOSTEP_TLS_CA", "TWOSTEP_CONFIG"} & set(component.env)
+
+
+def test_files_are_found_from_wherever_a_process_runs(tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").write_text("")
+    words = ("--api-keys-file", "keys", "--batch-dir", "kept", "--placement-log", "log")
+    router = planned(told("up", "--model", str(tiny_llama_dir), "--port", "0", *words)).components["router"]
+    assert router.env["TWOSTEP_API_KEYS_FILE"] == str(tmp_path / "keys")
+    assert router.env["TWOSTEP_PLACEMENT_LOG"] == str(tmp_path / "log")
+    assert f"--batch-dir={tmp_path / 'kept'}" in router.argv
+
+
+def test_batches_go_with_the_system_unless_told(tiny_llama_dir: Path) -> None:
+    found = Path(planned(told("up", "--model", str(tiny_llama_dir), "--port", "0")).flag("router", "--batch-dir") or "")
+    assert found.name == "batches"
+    assert not found.parent.exists(), "which is gone with its run directory"

@@ -1,0 +1,178 @@
+"""Readers of settings: each turns a text into a value, or says what to give instead.
+
+`Whole` and `Number` also tell the chart's schema their bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
+# See kv_transfer/wire_encoding.py.
+KV_WIRES = ("raw", "int8", "fp8", "zstd")
+
+Reader = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Reads a whole number from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = self.low - 1
+        if not self.low <= value <= self.high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {self.low} to {self.high}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Reads a finite number from `low` to `high`; with `above`, `low` itself is too little. `unit` is for messages alone."""
+
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+    unit: str = ""
+
+    def __call__(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not self.low <= value <= self.high or (self.above and value == self.low):
+            kind = f"number of {self.unit}" if self.unit else "number"
+            least = f"above {self.low:g}" if self.above else f"from {self.low:g}"
+            most = f" to {self.high:g}" if math.isfinite(self.high) else "" if self.above else " up"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} {least}{most}")
+        return value
+
+
+PORT = Whole(0, 65535)
+OPTIONAL_PORT = Whole(-1, 65535)
+NOT_NEGATIVE = Number()
+POSITIVE = Number(above=True)
+SHARE = Number(0, 1, above=True)
+SECONDS = Number(0, 1e6, above=True, unit="seconds")
+# As a request's promise may be at most (twostep/request_class.py).
+MILLISECONDS = Number(0, 3_600_000, above=True, unit="milliseconds")
+
+
+def kv_transports(text: str) -> str:
+    """Reads --kv-transfer: auto, none, or some of KV_TRANSPORTS behind commas."""
+    names = text.replace(" ", "").split(",")
+    if names in (["auto"], ["none"]):
+        return names[0]
+    if not set(names) <= set(KV_TRANSPORTS) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor none nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
+    return ",".join(names)
+
+
+def _names(text: str, example: str) -> list[Any]:
+    """Reads a JSON list, or names behind commas."""
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        found: list[Any] = json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON list; give one like ["{example}"]') from None
+    return found
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,@?#A-Z]+")
+
+
+def allowed_origins(text: str) -> tuple[str, ...]:
+    """Reads --allowed-origins: a JSON list as vLLM has it, or one origin, or several behind commas."""
+    given = _names(text, "https://chat.example")
+    for origin in given:
+        if not isinstance(origin, str) or not (origin == "*" or _ORIGIN.fullmatch(origin)):
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is no origin; give scheme, host and port as a browser sends them, such as https://chat.example:8443, or *"
+            )
+    return tuple(given)
+
+
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+
+
+def allowed_hosts(text: str) -> tuple[str, ...]:
+    """Reads --allowed-hosts: names behind commas, or a JSON list of them."""
+    given = _names(text, "llm.example")
+    for name in given:
+        if not isinstance(name, str) or not (name == "*" or _HOST_NAME.fullmatch(name)):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no host name; give it in small letters and without a port, such as llm.example, or *"
+            )
+    return tuple(given)
+
+
+# Counters are tokens by weight: beyond these, a request is no longer seen in them.
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6
+
+
+def tenant_weights(text: str) -> dict[str, float]:
+    """Reads --tenant-weights: `name=weight` behind commas, or a file with one a line (`#` begins a comment)."""
+    path = Path(text)
+    try:
+        if "=" not in text or path.is_file():
+            entries = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        else:
+            entries = [entry.strip() for entry in text.split(",")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither name=weight,... nor a readable file: {error}") from None
+    weights: dict[str, float] = {}
+    for entry in filter(None, entries):
+        name, _, number = (part.strip() for part in entry.rpartition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not _MIN_WEIGHT <= weight <= _MAX_WEIGHT:
+            raise argparse.ArgumentTypeError(f"{entry!r}: write name=weight, the weight a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}")
+        if name in weights:
+            raise argparse.ArgumentTypeError(f"tenant {name!r} has two weights; give it one")
+        weights[name] = weight
+    return weights
+
+
+def kubernetes_api(text: str) -> str:
+    """Reads --kubernetes-api: a URL; empty for none."""
+    if text in ("", "none"):
+        return ""
+    if not text.startswith(("https://", "http://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL; give one such as https://10.0.0.1:443, or none")
+    return text.rstrip("/")
+
+
+def worker_flags(text: str) -> tuple[str, ...]:
+    """Reads --prefill-flags: a JSON object of flags without their dashes; true and false switch a flag on and off."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object; give one like {{"max-num-seqs": 64}}')
+    return tuple(
+        f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}" for name, value in given.items()
+    )
+
+
+def host_and_port(text: str) -> str:
+    """Reads --ray-address of a Ray node."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
+    return text

@@ -1,0 +1,60 @@
+"""Settings that several processes share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostep.settings.readers import OPTIONAL_PORT
+from twostep.settings.table import Settings, group, setting
+from twostep.settings.tls import PLAINTEXT, TlsFiles
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Constants that processes must agree on: tokens of one prefix hash, and how long a decode worker keeps what it has for a router whose
+# stream broke.
+HASH_UNIT = 64
+ROUTER_LEASE_S = 5.0
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings(Settings):
+    """Holds what every process may be told of its log."""
+
+    log_level: str = setting("info", "least severe level that is logged", choices=LOG_LEVELS)
+    log_json: bool = setting(False, "one JSON object a line")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings(LogSettings):
+    """Holds what routers, workers and autoscalers may be told. A port of None is the gRPC port + 1 or + 2."""
+
+    redis_url: str = setting(DEFAULT_REDIS_URL, "where workers register", metavar="URL")
+    secret_file: Path | None = setting(None, "deployment secret, the same file on every process", metavar="FILE")
+    host: str = setting("0.0.0.0", "address to listen on")
+    health_port: int | None = setting(None, "plaintext health-only port; the gRPC port + 1 if not given, -1 for none", OPTIONAL_PORT)
+    metrics_port: int | None = setting(None, "plaintext HTTP, GET /metrics; the gRPC port + 2 if not given, -1 for none", OPTIONAL_PORT)
+    tls: TlsFiles = group(PLAINTEXT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedServiceSettings(ServiceSettings):
+    """Holds what routers and workers may be told: they have spans to send."""
+
+    otlp_endpoint: str = setting(
+        "",
+        "send traces to this OpenTelemetry collector's gRPC port, http://HOST:4317; OTEL_EXPORTER_OTLP_ENDPOINT says so too, and without "
+        "either nothing is traced",
+        metavar="URL",
+        aliases=("--otlp-traces-endpoint",),
+    )
+
+
+def traces_endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns where OpenTelemetry's own variables send traces; empty: nowhere."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "") == "none":
+        return ""
+    return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")

@@ -1,0 +1,185 @@
+"""The table of settings: frozen dataclasses whose fields say what they are for. A line such as
+
+    max_waiting: int = setting(256, "prompts that may wait; more are refused", Whole(1, 1 << 20))
+
+is the flag --max-waiting with its help, default and bounds, the variable TWOSTEP_MAX_WAITING, the key max-waiting of a --config file and
+of the chart's `flags`, and a row of docs/settings.md. A field without setting() is a constant: nobody sets it, but a test may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from twostep.settings.readers import Number, Reader, Whole
+
+_SETTING, _GROUP = "setting", "group"
+
+
+class Required:
+    """Stands for the default of a setting that has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """One row of the table. `path`: where the value stands in its dataclass. `choices`: the only texts allowed, if there are any.
+    `switch`: a flag without a value, with a twin --no-..."""
+
+    path: tuple[str, ...]
+    help: str
+    default: Any
+    read: Reader
+    choices: tuple[str, ...]
+    metavar: str
+    aliases: tuple[str, ...]
+    switch: bool
+
+    @property
+    def name(self) -> str:
+        return "-".join(self.path).replace("_", "-")
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.name)
+
+    @property
+    def required(self) -> bool:
+        return self.default is Required
+
+    @property
+    def kind(self) -> str:
+        """Returns a letter or word for the values."""
+        if isinstance(self.read, Whole):
+            return "N"
+        if isinstance(self.read, Number):
+            return "MS" if self.read.unit == "milliseconds" else "S" if self.read.unit else "X"
+        return "FILE" if self.read is Path else "TEXT"
+
+    @property
+    def default_text(self) -> str:
+        """Returns the default as one would write it; empty where the help says what becomes of a setting that is not given."""
+        if self.switch:
+            return "on" if self.default else ""
+        return (
+            ""
+            if self.required or self.default in (None, "", (), {})
+            else f"{self.default:g}"
+            if isinstance(self.default, float)
+            else str(self.default)
+        )
+
+    def value(self, text: str) -> Any:
+        """Reads a text. Raises ArgumentTypeError saying what to give."""
+        if self.switch:
+            return switched(text)
+        if self.choices and text not in self.choices:
+            raise argparse.ArgumentTypeError(f"{text!r}: give one of {', '.join(self.choices)}")
+        return self.read(text)
+
+
+def variable_of(name: str) -> str:
+    """Returns the environment variable of a flag, `name` without its dashes."""
+    return "TWOSTEP_" + name.replace("-", "_").upper()
+
+
+def switched(text: str) -> bool:
+    """Reads 1, true, yes, on and their opposites. Raises ArgumentTypeError."""
+    if text.lower() not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give 1 or 0")
+    return text.lower() in ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _About:
+    help: str
+    read: Reader | None
+    choices: tuple[str, ...]
+    metavar: str
+    aliases: tuple[str, ...]
+
+
+def setting(
+    default: Any, help: str, read: Reader | None = None, *, choices: tuple[str, ...] = (), metavar: str = "", aliases: tuple[str, ...] = ()
+) -> Any:
+    """Makes a dataclass field a setting. `default` may be Required, or a class that makes it. Without `read` the field's annotation says
+    how a text is read: str, bool or Path."""
+    about = _About(help=help, read=read, choices=choices, metavar=metavar, aliases=aliases)
+    if default is Required:
+        return field(metadata={_SETTING: about})
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={_SETTING: about})
+    return field(default=default, metadata={_SETTING: about})
+
+
+def group(default: Settings) -> Any:
+    """Makes a dataclass field a table of its own: `tls` of TlsFiles gives --tls-cert, --tls-key and so on. {group} in a help: its name."""
+    return field(default=default, metadata={_GROUP: True})
+
+
+class Settings:
+    """Holds what a process may be told; dataclasses of settings derive from it."""
+
+    __slots__ = ()
+
+    def contradiction(self) -> str:
+        """Returns what is wrong with the values together, and what to change; empty: nothing."""
+        return ""
+
+
+def settings_of(table: type[Settings]) -> tuple[SettingRow, ...]:
+    """Returns the rows of a table, those of its base classes first."""
+    hints = get_type_hints(table)
+    found: list[SettingRow] = []
+    for each in fields(table):  # type: ignore[arg-type]
+        if _GROUP in each.metadata:
+            for inner in settings_of(type(_default(each))):
+                default = functools.reduce(getattr, inner.path, _default(each))
+                help = inner.help.replace("{group}", each.name)
+                found.append(replace(inner, path=(each.name, *inner.path), default=default, help=help))
+        elif _SETTING in each.metadata:
+            found.append(_setting(each.name, hints[each.name], each.metadata[_SETTING], _default(each)))
+    return tuple(found)
+
+
+def _default(each: Any) -> Any:
+    if each.default_factory is not MISSING:
+        return each.default_factory()
+    return Required if each.default is MISSING else each.default
+
+
+def _setting(name: str, hint: Any, about: _About, default: Any) -> SettingRow:
+    kinds = set(get_args(hint)) - {type(None)} if isinstance(hint, UnionType) else {hint}
+    read = about.read or (Path if kinds == {Path} else str)
+    assert about.read or kinds <= {str, bool, Path}, f"{name} needs a reader: a text is no {hint}"
+    return SettingRow(
+        path=(name,),
+        help=about.help,
+        default=default,
+        read=read,
+        choices=about.choices,
+        metavar=about.metavar,
+        aliases=about.aliases,
+        switch=kinds == {bool},
+    )
+
+
+def table_of(table: type[Settings], values: Mapping[tuple[str, ...], Any]) -> Any:
+    """Returns an instance of the table with these values, by their paths, and defaults for the rest."""
+    flat = {path[0]: value for path, value in values.items() if len(path) == 1}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        if len(path) == 2:
+            inner.setdefault(path[0], {})[path[1]] = value
+    for each in fields(table):  # type: ignore[arg-type]
+        if each.name in inner:
+            flat[each.name] = replace(_default(each), **inner[each.name])
+    return table(**flat)
