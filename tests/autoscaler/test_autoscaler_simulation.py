@@ -76,10 +76,11 @@ def test_every_request_ends_or_is_refused_whatever_happens_to_workers() -> None:
     assert totals.arrived == len(found)
     assert (totals.ended, totals.refused) == (len(found), 0)
     assert totals.output_tokens == sum(request.num_output for request in found)
-    assert cluster.num_unfinished == 0
+    assert cluster.num_waiting == 0
     assert len(cluster.ledger.losses) == 3
     for pod in cluster.pods.values():
         assert pod.worker is not None
+        assert not pod.worker.running
         assert pod.worker.engine.free_blocks == pod.worker.engine.spec.num_blocks, "a pool that nobody uses is empty"
 
 

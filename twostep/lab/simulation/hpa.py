@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEFAULT_TOLERANCE = 0.1
-SYNC_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,12 +110,6 @@ class PodCluster(SimulatedCluster):
             if pod.alive:
                 self.ledger.paid(pod.owner, now - pod.created_at)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that arrived, and neither ended nor were refused."""
-        there = {serving for pod in self.pods.values() if pod.worker is not None for serving in pod.worker.running}
-        return self.num_waiting + len(there)
-
     # ---- a pod's life -----------------------------------------------------------------------------------------------
 
     def _create(self, role: Role, now: float, *, cold_start_s: float | None) -> SimulatedPod:
