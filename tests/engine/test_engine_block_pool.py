@@ -193,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def chain(pool: BlockPool, count: int) -> list[int]:

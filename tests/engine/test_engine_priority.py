@@ -250,6 +250,16 @@ def test_a_reservation_at_rest_needs_no_second_try() -> None:
     run.finish()
 
 
+def test_a_reservation_may_take_all_that_batch_sequences_have() -> None:
+    engine = make_engine(num_blocks=12, max_num_batched_tokens=60, preemption_mode=PreemptionMode.RECOMPUTE)
+    run = Run(engine)
+    run.submit(request("b", BATCH, 20, max_tokens=20))
+    run.step()
+    assert len(engine.reserve(request("s", STANDARD, 48, max_tokens=1)).block_ids) == 12
+    engine.cancel("s")
+    run.finish()
+
+
 def test_batch_sequences_take_no_seats_from_reservations_but_standard_ones_do() -> None:
     engine = make_engine()
     run = Run(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from engine_helpers import assert_idle, drain, make_request
 
 from twostep.engine.engine import Engine, EngineConfig
@@ -96,8 +97,10 @@ def test_a_reservation_is_computed_elsewhere() -> None:
     assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 31)
 
 
-def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens() -> None:
-    engine = make_engine(num_blocks=30, preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False)
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens(look_ahead: bool) -> None:
+    """With look-ahead it gives way when its last step is settled, before the next one is planned."""
+    engine = make_engine(num_blocks=30, preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False, look_ahead=look_ahead)
     for name in "ab":
         engine.submit(make_request(name, range(1, 21), max_tokens=60))
     output = engine.step()
@@ -106,6 +109,7 @@ def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens() -> None:
         for token in output.tokens:
             got[token.seq_id] += 1
         output = engine.step()
+    got["b"] += sum(token.seq_id == "b" for token in output.tokens)
     assert engine.stats().num_queued_tokens == 20 + got["b"]
     drain(engine)
     assert_idle(engine)
