@@ -126,6 +126,9 @@ async def test_a_cancel_frees_both_sides(redis_url: str, phase: str) -> None:
         for call in calls:
             call.cancel()
         await h.router.cancel("ahead")
+        # What was decoded is freed when the step that is under way has ended, and not at its own end.
+        h.decode.allow(2)
+        await until(lambda: not h.pair.decode_worker.engine.stats().num_running)
         h.let_go()
         await h.pair.settled()
         await h.router.hears_no_more_of("r")
