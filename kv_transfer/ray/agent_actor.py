@@ -55,13 +55,15 @@ T = TypeVar("T")
 class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
     """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
 
-    def __init__(self, ring_path: str, socket_path: str, endpoint: str, budget_bytes: int) -> None:
+    def __init__(
+        self, ring_path: str, socket_path: str, endpoint: str, budget_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         # How long a thread may keep the interpreter from the event loop; Python's own 5 ms are longer than a chunk takes.
         sys.setswitchinterval(_SWITCH_S)
         self._ring = SharedMemory.open(Path(ring_path))
         self._socket_path = socket_path
         self._endpoint = endpoint
-        self._book: ObjectBook[Any] = ObjectBook(budget_bytes)
+        self._book: ObjectBook[Any] = ObjectBook(budget_bytes, clock=clock)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
         # Apart from the others, which may all be waiting for sources.
@@ -79,6 +81,10 @@ class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
         os.chmod(self._socket_path, 0o600)
         self._server = server
         return os.getpid()
+
+    async def stop(self) -> None:
+        """Ends the service, where the process goes on."""
+        await self._server.stop(None)
 
     async def run(self) -> None:
         """Drops leases whose time is up. Never returns: its caller learns of the actor's death."""

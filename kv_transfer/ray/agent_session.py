@@ -86,11 +86,21 @@ class RingSlot:
 class AgentSession:
     """Made by `launch`, ended by `close`; every call of an ended session raises Unavailable. Belongs to one event loop."""
 
-    def __init__(self, endpoint: str, ring: SharedMemory, socket_path: Path, process: Child, ray_address: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        ring: SharedMemory,
+        socket_path: Path,
+        process: Child,
+        ray_address: str = "",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: by which leases end."""
         self.endpoint = endpoint
         self.process = process
         self.actor_pid = 0
-        self.book: ObjectBook[bool] = ObjectBook(0, check=self.check_alive)
+        self.book: ObjectBook[bool] = ObjectBook(0, check=self.check_alive, clock=clock)
         self._ring = ring
         self._slots = SlotAllocator(ring.num_bytes)
         self._slots_freed = FifoGate("a slot of the KV agent's ring")

@@ -91,7 +91,7 @@ class Plugin:
 
 
 def main() -> int:
-    words = ["-q", "-k", "ray", "-p", "no:cacheprovider", str(_TESTS / "test_kv_contract.py")]
+    words = ["-q", "-m", "ray", "-p", "no:cacheprovider", str(_TESTS / "test_kv_contract.py")]
     return int(pytest.main(words, plugins=[Plugin()]))
 
 

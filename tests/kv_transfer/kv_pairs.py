@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from agent_without_ray import RayOfOneProcess
 from fake_nixl import fake_nixl
 from local_ray import LocalRay
 from one_sided import ArrayStore
@@ -288,6 +290,32 @@ def cuda_ipc_pair(shape: Shape, clock: Clock) -> Pair:
     return Pair(side(), side(), clock)
 
 
+def ray_actor_pair(shape: Shape, clock: Clock, ray: RayOfOneProcess, directory: Path) -> Pair:
+    """The ray transport over agents of this process (agent_without_ray.py)."""
+
+    async def connect(address: str, within_s: float) -> None:
+        """Ray is there."""
+
+    def side(name: str) -> Side:
+        store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
+        transport = RayTransport(
+            store,
+            shape.block_bytes,
+            worker_id=name,
+            epoch=next(_numbers),
+            ray_address="",
+            run_dir=directory / f"{name}{next(_numbers)}",
+            num_layers=shape.num_layers,
+            ring_bytes=8 << 20,
+            budget_bytes=shape.budget_bytes,
+            launch=ray.launcher(clock),
+            connect=connect,
+        )
+        return Side(transport, store)
+
+    return Pair(side("p"), side("d"), clock)
+
+
 def ray_pair(shape: Shape, ray: LocalRay) -> Pair:
     def side(name: str) -> Side:
         store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
@@ -310,6 +338,7 @@ PAIRS: dict[str, Callable[[], TransportCase]] = {
     "nixl": lambda: TransportCase(nixl_pair, word=8),
     "nixl_library": lambda: TransportCase(nixl_pair, word=8),
     "cuda_ipc": lambda: TransportCase(cuda_ipc_pair, word=8),
+    "ray_actor": lambda: TransportCase(ray_actor_pair),
     "ray": lambda: TransportCase(ray_pair),
 }
 _NO_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the nixl package is not installed")
@@ -318,7 +347,7 @@ _PARAMS: dict[str, Any] = {name: name for name in PAIRS} | {
     "ray": pytest.param("ray", marks=pytest.mark.ray),
 }
 # Those whose source's blocks are free once they are published, and those whose readers take them from the pool itself.
-copying = pytest.mark.parametrize("kind", [_PARAMS["local"], _PARAMS["ray"]], indirect=True, scope="module")
+copying = pytest.mark.parametrize("kind", [_PARAMS["local"], _PARAMS["ray_actor"], _PARAMS["ray"]], indirect=True, scope="module")
 one_sided = pytest.mark.parametrize("kind", [_PARAMS["nixl"], _PARAMS["nixl_library"], _PARAMS["cuda_ipc"]], indirect=True, scope="module")
 
 
@@ -329,9 +358,17 @@ async def kind(request: pytest.FixtureRequest) -> AsyncIterator[TransportCase]:
     if request.param == "ray":
         ray: LocalRay = request.getfixturevalue("local_ray")
         case = replace(case, make=lambda shape, clock: ray_pair(shape, ray))
-    with pytest.MonkeyPatch.context() as patch, fake_nixl(patch) if request.param == "nixl" else nullcontext():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        fake_nixl(patch) if request.param == "nixl" else nullcontext(),
+        tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as directory,
+    ):
+        actors = RayOfOneProcess(patch)
+        if request.param == "ray_actor":
+            case = replace(case, make=partial(ray_actor_pair, ray=actors, directory=Path(directory)))
         yield case
         await asyncio.gather(*(side.transport.close() for pair in case.pairs.values() for side in (pair.prefill, pair.decode)))
+        await actors.ended()
     if request.param == "ray":
         await check_store_empty(ray)
 
@@ -346,6 +383,8 @@ async def make_pair(kind: TransportCase) -> AsyncIterator[MakePair]:
         shape = Shape(layer_bytes=layer_bytes, num_layers=num_layers, budget_bytes=budget_bytes)
         pair = kind.pairs.get(shape)
         if pair is None or not (pair.prefill.transport.ready and pair.decode.transport.ready):
+            if pair is not None:
+                await asyncio.gather(pair.prefill.transport.close(), pair.decode.transport.close())
             pair = kind.pairs[shape] = kind.make(shape, Clock())
             for side in (pair.prefill, pair.decode):
                 await side.transport.start()

@@ -1,5 +1,5 @@
-"""The contract of kv_transfer.transport, kept alike by every transport (kv_pairs.PAIRS). Those that copy what is published out of the pool,
-and those whose readers take it from there, have some rules of their own."""
+"""The contract of kv_transfer.transport, kept alike by every transport (kv_pairs.PAIRS; the one over Ray with Ray, and without). Those that
+copy what is published out of the pool, and those whose readers take it from there, have some rules of their own."""
 
 from __future__ import annotations
 
