@@ -110,7 +110,7 @@ class PlacementEncoder:
         self.last: LoggedPlacement | None = None
 
     def lines(self, decision: LoggedPlacement) -> list[str]:
-        """With line ends; records first."""
+        """Returns lines with their ends; records first."""
         self.last = decision
         lines: list[str] = []
         sides = {side: [self._candidate(c, lines) for c in getattr(decision.snapshot, side)] for side in ("prefill", "decode")}

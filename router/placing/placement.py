@@ -101,7 +101,7 @@ def _serves(record: WorkerRecord) -> bool:
 
 
 def _fits(record: WorkerRecord, num_tokens: int, total: int) -> bool:
-    """Whether `num_tokens` fit its pool and `total` its context."""
+    """Says whether `num_tokens` fit its pool and `total` its context."""
     return total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
 
 
@@ -178,7 +178,7 @@ class _Choice:
         return number, candidate.record.transports, candidate.record.version
 
     def _transport(self, there: _Kind, here: _Kind) -> str | None:
-        """By which KV goes: the fastest in common, of those that pass through the reader's host memory where it has to be cut anew."""
+        """Returns how KV goes: by the fastest in common, of those through the reader's host memory where it has to be cut anew."""
         if not together(there[2], here[2]):
             return None
         common = [transport for transport in there[1] if transport in here[1]]

@@ -59,7 +59,7 @@ def read_decisions(lines: Iterable[str]) -> Iterator[ReplayedPlacement]:
 
 
 def differs(logged: ReplayedPlacement) -> str | None:
-    """How the decision would be another now, in words; None: it would be the same."""
+    """Says how the decision would be another now; None: it would be the same."""
     now = choice_of(place(logged.snapshot, logged.demand))
     if _same(now, logged.choice):
         return None

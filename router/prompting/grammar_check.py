@@ -58,7 +58,7 @@ class GrammarChecker:
             raise InvalidRequest(trouble)
 
     async def _look_at(self, key: bytes, grammar: Grammar) -> str | None:
-        """Once for all who ask at the same time."""
+        """Asks once for all who want to know at the same time."""
         if key not in self._looking:
             self._looking[key] = asyncio.create_task(self._ask(grammar))
             self._looking[key].add_done_callback(lambda task: self._remember(key, task))
@@ -87,5 +87,5 @@ class GrammarChecker:
         return trouble
 
     async def close(self) -> None:
-        """When nothing is asked any more."""
+        """Ends the probes. Called when nothing is asked any more."""
         await self._pool.close()

@@ -1,4 +1,4 @@
-"""From a client's message to token ids and resolved sampling parameters; everything wrong with either is said here."""
+"""Turns a client's message into token ids and resolved sampling parameters; everything wrong with either is said here."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class PromptReader:
         await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
 
     def text_of(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-        """As a client sees it that has these tokens of an answer."""
+        """Returns the text that a client sees which has these tokens of an answer."""
         return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
 
     def _check_length(self, num_chars: int) -> None:

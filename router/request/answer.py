@@ -21,7 +21,7 @@ from twostep.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How the answer ended. `stop_reason` is the stop string or stop token id that was asked for by name, else empty."""
+    """Says how the answer ended. `stop_reason` is the stop string or stop token id that was asked for by name, else empty."""
 
     reason: inference_pb2.FinishReason.ValueType
     stop_reason: str = ""

@@ -1,4 +1,4 @@
-"""How much memory answers may hold that no client has taken yet: of each caller, and of all. Pure.
+"""Bounds the memory of answers that no client has taken yet: of each caller, and of all. Pure.
 
 A caller may hold `of_caller` bytes, and never more than is still free of `of_all` (the dynamic threshold of switches' shared buffers: A. K.
 Choudhury, E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). So n callers that take all they can get

@@ -57,7 +57,7 @@ def retry_after(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """In seconds; None: as soon as can be."""
+    """Holds what a request was promised, in seconds; None: as soon as can be."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -158,7 +158,7 @@ def _advice(field: str, *, attainable: bool) -> str:
 
 
 def out_of_time(queue_s: float) -> Refused:
-    """For one whose time to the first token was up before its turn came; `queue_s`: what it would have waited yet."""
+    """Refuses one whose time to the first token was up before its turn came; `queue_s`: what it would have waited yet."""
     return Refused(
         Reason.TARGET_TTFT,
         "ttft_ms was up before there was room for the request; repeat later, or allow more",

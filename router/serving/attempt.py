@@ -420,5 +420,5 @@ def _refusal(link: WorkerLink, error: _CallFailed) -> Exception:
 
 
 def _client_error(code: str, message: str) -> TwostepError:
-    """As the client should see it: what workers check of each other (tickets, leases) is no fault of the client's."""
+    """Returns the error as the client should see it: what workers check of each other (tickets, leases) is no fault of the client's."""
     return InternalError(message) if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND") else error_from_grpc(code, message)

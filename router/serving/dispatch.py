@@ -269,7 +269,7 @@ class Dispatcher:
         return refusals
 
     def _absent_for_s(self) -> float:
-        """How long there has been no worker to ask. All who wait share one grace: the queue does not add up its members'."""
+        """Returns how long there has been no worker to ask. All who wait share one grace: the queue does not add up its members'."""
         now = time.monotonic()
         if self._absent_since is None:
             self._absent_since = now

@@ -54,7 +54,7 @@ class HoldBack:
             self._threads.close()
 
     def begin(self, request: HeldRequest, write: Write, *, sent: str = "", position: int = 0) -> HeldAnswer:
-        """For one answer, of which the client has the text `sent` already, and `position` tokens."""
+        """Begins with one answer, of which the client has the text `sent` already, and `position` tokens."""
         return HeldAnswer(self, request, write, sent, position)
 
     async def verdict(self, held: Held) -> Allow | Replace | Stop:

@@ -83,7 +83,7 @@ class Caller(Protocol):
     def metadata(self) -> Metadata: ...
 
     def remaining_s(self) -> float:
-        """Until the client's own deadline; infinite without."""
+        """Returns the time until the client's own deadline; infinite without."""
         ...
 
     async def begin(self, request_id: str, seed: int) -> None:

@@ -73,7 +73,7 @@ class StatusBoard:
 
     @property
     def prefill_decode_load_ratio(self) -> float | None:
-        """As of the last second; see router/placing/load_ratio.py."""
+        """Returns the ratio as of the last second; see router/placing/load_ratio.py."""
         return self._ratio
 
     def status(self) -> status_pb2.ClusterStatus:
@@ -102,7 +102,7 @@ class StatusBoard:
         return found
 
     def history_json(self) -> dict[str, Any]:
-        """By name, a value for each second, the oldest first; null: nothing was there to be observed."""
+        """Returns by name a value for each second, the oldest first; null: nothing was there to be observed."""
         return {"every_s": _EVERY_S, "columns": columns(list(self._history))}
 
     async def run(self) -> None:

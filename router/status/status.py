@@ -114,7 +114,7 @@ def take_sample(metrics: RouterMetrics, at: float) -> CounterSample:
 
 
 def _counted(counter: Collector, label: str) -> Mapping[str, float]:
-    """By the values of one label."""
+    """Sums up by the values of one label."""
     sums: dict[str, float] = {}
     for metric in counter.collect():
         for sample in metric.samples:
@@ -183,7 +183,7 @@ def router_load(before: CounterSample, now: CounterSample, state: RouterState, r
 
 
 def waiting_requests(before: CounterSample, now: CounterSample, num_waiting: int) -> WaitingRequests:
-    """With the lengths that prompts and answers had between two samples."""
+    """Describes them by the lengths that prompts and answers had between two samples."""
     started = now.started - before.started
     if started <= 0:
         return WaitingRequests(num_requests=num_waiting)

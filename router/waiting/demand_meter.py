@@ -129,7 +129,7 @@ class DemandMeter:
             await self.exchange(left=True)
 
     async def exchange(self, *, left: bool = False) -> None:
-        """Once; never raises for what Redis does."""
+        """Writes once; never raises for what Redis does."""
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.time()
         for window, totals in self._book.totals(window_of(self._clock.unix()), queued=self._num_queued(), left=left).items():

@@ -93,7 +93,7 @@ class FairQueue:
         return entry in self._lanes[entry.request_class].waiting
 
     def __iter__(self) -> Iterator[QueueEntry]:
-        """In no particular order."""
+        """Yields all entries in no particular order."""
         return itertools.chain.from_iterable(lane.waiting for lane in self._lanes.values())
 
     def num_waiting(self, tenant: str) -> int:
@@ -103,7 +103,7 @@ class FairQueue:
         self._lanes[entry.request_class].join(entry)
 
     def leave(self, entry: QueueEntry) -> None:
-        """Without a turn. One that is not here is ignored."""
+        """Takes it out without a turn. One that is not here is ignored."""
         self._lanes[entry.request_class].leave(entry)
 
     def first(self, may_go: Callable[[str], bool] = lambda tenant: True) -> QueueEntry | None:

@@ -25,7 +25,7 @@ _MAX_TRYING = 16
 
 
 class QueueRate:
-    """How fast a queue is being served, in tokens a second, learnt while requests wait. Pure: `now` is an argument."""
+    """Measures how fast a queue is being served, in tokens a second, learnt while requests wait. Pure: `now` is an argument."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -51,7 +51,7 @@ class QueueRate:
         self._since = None
 
     def seconds(self, num_tokens: float) -> float:
-        """How long so many tokens will take. 0 while nothing is known: then no request is refused for it."""
+        """Predicts how long so many tokens will take. 0 while nothing is known: then no request is refused for it."""
         return num_tokens * self._seconds / self._tokens if self._tokens > 0.0 else 0.0
 
 
@@ -114,7 +114,7 @@ class Admission(_RequestQueue):
         return len(self._waiting)
 
     def close(self) -> None:
-        """From now on no request is admitted; those that wait get Unavailable."""
+        """Admits no request from now on; those that wait get Unavailable."""
         self._closed = True
         for entry in list(self._waiting):
             self._send_away(entry, Unavailable("this router is draining; repeat the request on another one"))

@@ -31,8 +31,8 @@ EVERYBODY_ALIKE = Quota()
 
 
 class OutputLengths:
-    """How long each tenant's answers are, by a moving mean: what queueing reckons with until an answer is there. Bounded: who was not seen
-    for longest is forgotten."""
+    """Learns how long each tenant's answers are, by a moving mean: queueing reckons with it until an answer is there. Bounded: the
+    tenant that was not seen for longest is forgotten."""
 
     def __init__(self) -> None:
         self._means: OrderedDict[str, float] = OrderedDict()

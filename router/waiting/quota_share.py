@@ -129,7 +129,7 @@ class QuotaShare:
             await asyncio.sleep(_SYNC_S)
 
     async def exchange(self) -> None:
-        """Once; never raises for what Redis does or holds."""
+        """Exchanges once; never raises for what Redis does or holds."""
         windows = self._book.windows(self._window())
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.time()

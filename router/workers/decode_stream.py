@@ -48,7 +48,7 @@ class EventSink(Protocol):
     def on_event(self, event: decode_pb2.DecodeEvent) -> None: ...
 
     def position(self) -> decode_pb2.StreamPosition:
-        """How far it has got."""
+        """Tells how far it has got."""
         ...
 
 
@@ -196,7 +196,7 @@ class _Outage:
         return time.monotonic() - self._since
 
     def left_s(self, lease_s: float) -> float:
-        """How long one try to open it may take."""
+        """Returns how long one try to open it may take."""
         return _OPEN_TIMEOUT_S if self._given_up else max(0.01, min(_OPEN_TIMEOUT_S, lease_s - self.seconds))
 
     def shorten(self, backoff: float, lease_s: float) -> float:

@@ -261,7 +261,7 @@ class Registry:
         after[record.worker_id] = record
 
     def _is_vouched(self, record: WorkerRecord, now: float) -> bool:
-        """Whether its worker has said of late that it lives; it is asked again. Who drains ends by itself."""
+        """Says whether its worker has answered of late; it is asked again. A worker that drains ends by itself."""
         if self._witnesses is None or record.draining:
             return False
         self._witnesses.ask(record)
@@ -293,7 +293,7 @@ class _Beat:
     at: float
 
     def is_followed_by(self, record: WorkerRecord, now: float) -> bool:
-        """Whether a record of this epoch or a later one is newer, or this one and not long past: what stays longer is a copy."""
+        """Says whether a record of this epoch or a later one is newer, or this one and not long past: what stays longer is a copy."""
         if (record.epoch, record.beat) == (self.epoch, self.number):
             return not record.beat or now - self.at < _SAME_BEAT_S
         return (record.epoch, record.beat) > (self.epoch, self.number)

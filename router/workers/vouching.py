@@ -42,7 +42,8 @@ class Vouching:
         self._open_to = open_to
 
     async def lives(self, record: WorkerRecord) -> bool:
-        """Whether the life that the record names answers at its address. Takes a few seconds at most; never raises for what it does."""
+        """Says whether the life that the record names answers at its address. Takes a few seconds at most, and never raises for
+        what that does."""
         channel = self._channel_of(WorkerLife.of(record))
         if channel is not None:
             return await self._ask(channel, record)
@@ -70,7 +71,7 @@ class Witnesses:
         self._tasks: dict[WorkerLife, asyncio.Task[None]] = {}
 
     def heard_at(self, life: WorkerLife) -> float:
-        """When it was asked whose answer came last; long ago if none has."""
+        """Returns when its last answered question was asked; long ago if there is none."""
         return self._heard.get(life, -float("inf"))
 
     def ask(self, record: WorkerRecord) -> None:

@@ -1,4 +1,4 @@
-"""How long a request would wait on a worker, and how long others would wait for it: from the workers' cost curves, in seconds.
+"""Predicts how long a request would wait on a worker, and how long others would wait for it: from the workers' cost curves, in seconds.
 
     TTFT      pair    what is queued on the prefill worker  +  the uncached part of the prompt, in steps of its budget
               local   half a decode step  +  the same on the decode worker, in what its decodes leave of the budget
@@ -122,7 +122,7 @@ def token_bytes(layout: LayoutRecord) -> float:
 
 
 def fallback_curve(candidates: Sequence[Candidate]) -> StepCurve:
-    """For those who have not measured themselves: a neighbour's, so that they can be compared."""
+    """Returns a neighbour's curve for those that have not measured themselves, so that they can be compared."""
     return next((c.record.curve for c in candidates if c.record.curve is not None), DEFAULT_CURVE)
 
 
@@ -243,7 +243,7 @@ def _host_copy_s(candidate: Candidate) -> float:
 
 
 def _miss(predicted_s: float, target_ms: float | None) -> float:
-    """How far beyond its target, 0 within it."""
+    """Returns how far it is beyond its target, 0 within it."""
     if target_ms is None or predicted_s * 1e3 <= target_ms:
         return 0.0
     return _MISS_COST * min(_MAX_MISS, predicted_s * 1e3 / target_ms - 1.0) if target_ms > 0 else _MISS_COST * _MAX_MISS
@@ -253,7 +253,7 @@ def _miss(predicted_s: float, target_ms: float | None) -> float:
 
 
 class Predictor:
-    """For one demand: what each worker of a side would do for it."""
+    """Predicts what each worker of a side would do for one request."""
 
     def __init__(self, demand: PlacementRequest, fallback: StepCurve) -> None:
         """`fallback`: of workers that have not measured themselves."""
