@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from twostep.cli._keys_flags import LIMITS
@@ -20,6 +20,7 @@ from twostep.errors import InvalidRequest, NotFound, SetupError, TwostepError, U
 from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.keys.api_keys import Key, admin_key, make_key
 from twostep.keys.secret import load_secret
+from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 _FIELDS = ("name", "tenant", "most_urgent", *LIMITS, "expires", "speaks_for_tenants", "disabled")
 _TIMEOUT_S = 15.0
@@ -74,7 +75,7 @@ def _place(args: argparse.Namespace) -> KeyStore:
         return _File(args.api_keys_file)
     if not args.admin:
         raise InvalidRequest("say where the keys are: --api-keys-file FILE, or --admin http://HOST:PORT for a router's --admin-port")
-    return _Router(args.admin, key=_admin_key(args), tls=_Tls(args.tls_ca, args.tls_cert, args.tls_key))
+    return _Router(args.admin, key=_admin_key(args), tls=TlsFiles(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key))
 
 
 def _admin_key(args: argparse.Namespace) -> str:
@@ -141,22 +142,14 @@ def _merged(key: Key, fields: Record) -> Key:
     return Key.from_dict(json.loads(key.to_json()) | dict(fields))
 
 
-class _Tls(NamedTuple):
-    """PEM files."""
-
-    ca: Path | None
-    cert: Path | None
-    key: Path | None
-
-
 class _Router:
-    def __init__(self, url: str, *, key: str, tls: _Tls) -> None:
+    def __init__(self, url: str, *, key: str, tls: TlsFiles) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidRequest(f"--admin {url!r} is no URL; give http://HOST:PORT")
         self._base = f"{parts.scheme}://{parts.netloc}"
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        if parts.scheme == "http" and any(tls):
+        if parts.scheme == "http" and tls != PLAINTEXT:
             raise InvalidRequest(f"--tls-ca, --tls-cert and --tls-key are for TLS, and {self._base} is without; give https://HOST:PORT")
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
@@ -194,7 +187,7 @@ class _Router:
             raise Unavailable(f"what answers at {self._base} is no router's admin port; give another --admin") from error
 
 
-def _context(tls: _Tls) -> ssl.SSLContext:
+def _context(tls: TlsFiles) -> ssl.SSLContext:
     if (tls.cert is None) != (tls.key is None):
         raise SetupError("--tls-cert and --tls-key go together: give both or neither")
     try:
