@@ -93,6 +93,24 @@ def turn_one(cluster: PodCluster, now: float) -> None:
             return
 
 
+def test_tokens_of_a_lost_worker_stay_and_its_pod_is_paid_until_then() -> None:
+    ledger = RequestLedger(ttft_ms=500, tpot_ms=10)
+    ended: list[Sequence[float]] = []
+    ledger.ended = lambda request, token_times: ended.append(token_times)  # type: ignore[method-assign]
+    request = SimulatedRequest(arrival_s=0.0, num_prompt=1000, num_output=500)
+    cluster = PodCluster(PodsConfig(deployment=deployment(), cold_start_s=1.0, detect_s=4.0), [request], ledger)
+    cluster.start_with({"prefill": 1, "decode": 1})
+    cluster.plan_losses([WorkerLoss(1.0, "decode")])
+    cluster.at(10.0, lambda now, _: cluster.pay(now))
+    cluster.run(20)
+    [times] = ended
+    assert len(times) == 500
+    before, after = [at for at in times if at <= 1.0], [at for at in times if at > 5.0]
+    assert len(before) > 100
+    assert len(before) + len(after) == 500, "nothing between the loss and its detection"
+    assert ledger.pod_s == pytest.approx({"prefill": 10.0, "decode": 1.0 + 9.0})
+
+
 def test_what_nobody_can_hold_is_refused_in_time() -> None:
     found = requests(steady(30, 1500, 150, 20), seed=1)
     cluster = cluster_of(found, {"prefill": 1, "decode": 1}, max_waiting=100, max_wait_s=5)
