@@ -276,6 +276,22 @@ def test_batch_sequences_take_no_seats_from_reservations_but_standard_ones_do() 
     run.finish()
 
 
+def test_what_is_kept_for_a_reservation_is_kept_for_a_second() -> None:
+    clock = Clock()
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=True, clock=clock)
+    run = Run(engine)
+    run.submit(request("d", STANDARD, 4, max_tokens=40), request("b", BATCH, 60, max_tokens=10))
+    while run.tokens() != {"d", "b"}:
+        pass
+    with pytest.raises(ResourceExhausted):
+        engine.reserve(request("s", STANDARD, 48, max_tokens=1))
+    run.step()
+    assert [run.tokens() for _ in range(4)] == [{"d"}] * 4
+    clock.now += 1.1
+    assert {"d", "b"} in [run.tokens() for _ in range(4)]
+    run.finish()
+
+
 def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() -> None:
     engine = make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=True)
     run = Run(engine)
