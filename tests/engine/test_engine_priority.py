@@ -356,6 +356,20 @@ def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer()
     run.finish()
 
 
+def test_time_in_which_it_is_served_makes_a_sequence_no_more_urgent() -> None:
+    clock = Clock()
+    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0, clock=clock))
+    run.submit(request("s", STANDARD, 20, max_tokens=1), request("b", BATCH, 10, max_tokens=60))
+    assert run.tokens() == {"s"}
+    clock.now += 1.0
+    assert run.tokens() == {"b"}
+    clock.now += 10.0
+    assert run.tokens() == {"b"}
+    run.submit(request("t", STANDARD, 40, max_tokens=1))
+    assert [run.tokens(), run.tokens()] == [set(), {"t"}], "b waited for a second in all, and is passed over"
+    run.finish()
+
+
 def test_a_batch_prompt_pushed_out_again_and_again_gets_done() -> None:
     """Each standard prompt needs all blocks; in the pauses the batch prompt never gets to its end."""
     clock = Clock()
