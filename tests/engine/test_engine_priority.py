@@ -276,6 +276,22 @@ def test_batch_sequences_take_no_seats_from_reservations_but_standard_ones_do() 
     run.finish()
 
 
+def test_what_is_kept_for_a_reservation_is_kept_for_a_second() -> None:
+    clock = Clock()
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=True, clock=clock)
+    run = Run(engine)
+    run.submit(request("d", STANDARD, 4, max_tokens=40), request("b", BATCH, 60, max_tokens=10))
+    while run.tokens() != {"d", "b"}:
+        pass
+    with pytest.raises(ResourceExhausted):
+        engine.reserve(request("s", STANDARD, 48, max_tokens=1))
+    run.step()
+    assert [run.tokens() for _ in range(4)] == [{"d"}] * 4
+    clock.now += 1.1
+    assert {"d", "b"} in [run.tokens() for _ in range(4)]
+    run.finish()
+
+
 def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() -> None:
     engine = make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=True)
     run = Run(engine)
@@ -337,6 +353,20 @@ def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer()
             times.append(clock.now)
         clock.now += 0.1
     assert times == pytest.approx([2.1, 2.2, 2.3, 2.4]), "passed over for two seconds, then standard"
+    run.finish()
+
+
+def test_time_in_which_it_is_served_makes_a_sequence_no_more_urgent() -> None:
+    clock = Clock()
+    run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0, clock=clock))
+    run.submit(request("s", STANDARD, 20, max_tokens=1), request("b", BATCH, 10, max_tokens=60))
+    assert run.tokens() == {"s"}
+    clock.now += 1.0
+    assert run.tokens() == {"b"}
+    clock.now += 10.0
+    assert run.tokens() == {"b"}
+    run.submit(request("t", STANDARD, 40, max_tokens=1))
+    assert [run.tokens(), run.tokens()] == [set(), {"t"}], "b waited for a second in all, and is passed over"
     run.finish()
 
 
