@@ -411,7 +411,7 @@ async def test_where_neither_source_nor_head_is_reached_it_is_this_side_that_is_
             await wait_until(lambda: not session.silence)
 
 
-def test_timeouts_follows_what_was_seen() -> None:
+def test_timeouts_follow_what_was_seen() -> None:
     timeouts = AnswerTimeouts(least_s=2.0, most_s=10.0)
     assert timeouts.timeout_s("p", 0.0) == 2.0
     timeouts.answered("p", 0.1, 0.0)
@@ -427,7 +427,7 @@ def test_timeouts_follows_what_was_seen() -> None:
     assert timeouts.timeout_s("q", 7.0) == 2.0
 
 
-def test_timeouts_remembers_a_bounded_number_of_peers() -> None:
+def test_timeouts_are_kept_of_a_bounded_number_of_peers() -> None:
     timeouts = AnswerTimeouts(least_s=2.0, most_s=10.0)
     for number in range(5000):
         timeouts.answered(f"p{number}", 9.0, 0.0)
