@@ -794,7 +794,7 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
 
 
 async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("registry", "demand_meter", "quota_share"):
+    for module in ("workers.registry", "waiting.demand_meter", "waiting.quota_share"):
         monkeypatch.setattr(f"router.{module}._TIMEOUT_S", 0.3)
     # It is those bounds that end the waiting, not the connections' own.
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 1000.0)
