@@ -12,7 +12,7 @@ To add a transport:
    is the shortest one. Its docstring numbers the steps of a transfer. `ObjectBook` keeps what is published, `chunk_checks` has the checks
    that all share, `TransportThreads` the threads; `HostFetch` and `HostPublish` are for transports whose bytes pass host memory.
 2. Register it in `TRANSPORT_KINDS` below, by a function that imports it when it is called and raises SetupError, with what to do, where it
-   cannot exist; and by name in `KV_TRANSPORTS` (twostep/settings/flags.py).
+   cannot exist; and by name in `KV_TRANSPORTS` (twostep/settings/readers.py).
 3. Give the contract's tests a pair of it (`PAIRS` in tests/kv_transfer/kv_pairs.py): they hold for every transport. What only yours does
    is tested in a file of its own.
 """
