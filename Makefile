@@ -1,20 +1,39 @@
-# demo · up · test · test-all · test-jitter · check · proto · bench · bench-gpu · test-gpu · fault-matrix · storm · rolling · helm · fuzz · hostile · simulate · replay-image · replay-compose · clean.  Everything lands in .venv; a stamp says what is there already.
+# Everything lands in .venv; a stamp says what is there already.
 #
-#   make demo PROMPT="What is the capital of France?"
-#   make test PYTEST_FLAGS="-k client"                            TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
-#   make test-all                                                 what make test leaves out: processes, faults, chart, browser
-#   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"       with pauses at random moments, as a busy machine makes them
-#   make up UP_FLAGS="--prefill 2"
-#   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; all of it takes about 12 minutes
-#   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC; 10,000 of them if not told
-#   make hostile HOSTILE_FLAGS="--only gzip"                      attacks a running system and says what that cost everybody else; --short: a few
-#   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die, for 3 minutes
-#   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load, some minutes
+# Use it
+#   make demo PROMPT="What is the capital of France?"             starts the system, streams the answer, shows how it went, stops
+#   make up UP_FLAGS="--prefill 2"                                keeps it running until Ctrl-C
+#   make bench                                                    figures of this machine's CPU
+#
+# Change it
+#   make check                                                    ruff, mypy, import rules, drift of generated files, helm lint
+#   make test PYTEST_FLAGS="-k client"                            the quick tests; TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
+#   make test-all                                                 the others: processes, faults, chart, browser
+#   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"      with pauses at random moments, as a busy machine makes them
+#   make generated                                                all that is generated: code of protos/, pages of metrics, settings and values, dashboard
+#
+# Break it (minutes each; some need root for network namespaces)
+#   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; writes docs/fault-matrix.md
+#   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die
+#   make hostile HOSTILE_FLAGS="--only gzip"                      attacks a running system and measures the harm to others; --short: a few
+#   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC
+#   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load
+#
+# Chart and images
 #   make helm HELM_CASES=500                                      the chart's tests, with so many random combinations of its switches
-#   make replay-image IMAGE=router                               its Dockerfile's steps in a clean root, as root (docs/images.md)
-#   make simulate SIMULATE_FLAGS="--trace mixed --grid"           the autoscaler on a simulated cluster, beside HPAs (docs/autoscaling-simulation.md)
-#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   takes PyTorch from there instead of from where pip's own configuration points
-#   PYTHON=python3.12                                  makes .venv with that interpreter (3.11 or newer)
+#   make helm-checkov CHECKOV=path/to/checkov                     checkov over each profile
+#   make chart-replay                                             the demo profile's pods as processes in namespaces, as root
+#   make replay-image IMAGE=router                                a Dockerfile's steps in a clean root, as root; replay-compose: the compose file
+#
+# GPUs and simulation
+#   make test-gpu PYTHON=python3                                  the kernels' tests on a GPU
+#   make bench-gpu BENCH=gpu_step_loop BENCH_FLAGS="--quick"      one of benchmarks/gpu_*.py
+#   make simulate SIMULATE_FLAGS="--trace mixed --grid"           the autoscaler on a simulated cluster, beside HPAs
+#
+# Set-up
+#   make clean                                                    takes .venv and all caches away
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu              takes PyTorch from there instead of from where pip's configuration points
+#   PYTHON=python3.12                                             makes .venv with that interpreter (3.11 or newer)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -53,7 +72,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-all test-jitter check proto bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image replay-compose clean
+.PHONY: help demo up test test-all test-jitter check proto generated bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image replay-compose clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -80,6 +99,11 @@ check: $(VENV)/.dev
 
 proto: $(VENV)/.dev
 	@scripts/proto .
+
+generated: proto
+	@$(BIN)/python -m twostep.metrics.catalogue > docs/metrics.md
+	@$(BIN)/python -m twostep.metrics.dashboard > helm/files/grafana/twostep.json
+	@$(BIN)/python scripts/helm-docs
 
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/cpu.py

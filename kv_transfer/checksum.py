@@ -1,4 +1,5 @@
-"""The one checksum of the hand-over: xxh3_64. It finds torn and reused memory, not forgery (tickets and Ray's token do that)."""
+"""The checksum of transports whose bytes pass host memory: xxh3_64 (sum64.py has that of GPU memory). It finds torn and reused memory,
+not forgery: tickets and Ray's token do that."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +29,9 @@ from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 _CHARS_FOR_TOKEN = 32
 _MAX_THREADED = 64
 
-_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
+# Fields of the message that are copied as they are: those of SamplingParams less those that are resolved here.
+_RESOLVED = {"max_tokens", "seed", "stop", "stop_token_ids", "logprobs", "grammar"}
+_NUMBERS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _RESOLVED)
 # Optional fields of the message that a model's generation config may have a default for.
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

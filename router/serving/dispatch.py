@@ -259,7 +259,7 @@ class Dispatcher:
 
     def _held_back(self, request_class: RequestClass) -> _Refusals:
         """Returns the workers that have enough of this router's prompts waiting, running ones included: what else there is waits here,
-        where classes and tenants take turns. TokenBatch requests never queue long before what comes after them."""
+        where classes and tenants take turns. Batch requests never queue long before what comes after them."""
         refusals = _Refusals()
         steps = self._config.staged_steps if request_class is not RequestClass.BATCH else -(-self._config.staged_steps // 2)
         if steps:

@@ -202,7 +202,7 @@ class _Lane:
 
     def join(self, entry: QueueEntry, number: int = 0) -> None:
         """`number`: which it had before."""
-        assert entry not in self.waiting, "a entry joins once"
+        assert entry not in self.waiting, "an entry joins once"
         self.waiting[entry] = number = number or next(self._numbers)
         heapq.heappush(self._by_coming, (number, entry))
         self.num_tokens += entry.num_tokens

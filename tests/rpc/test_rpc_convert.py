@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 
@@ -43,6 +44,10 @@ params = st.builds(
         st.text(st.characters(codec="utf-8"), min_size=1),
     ),
 )
+
+
+def test_every_field_of_the_message_is_a_parameter() -> None:
+    assert set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name) == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 @given(params)

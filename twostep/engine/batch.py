@@ -26,7 +26,7 @@ def num_words(vocab_size: int) -> int:
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Which tokens some rows of a step may become: bits, made on the host, applied where the logits are. Rows that are not named may become
-    any token. twostep/model/kernels/triton_mask.py does on a GPU what `allowed` does here.
+    any token. twostep/model/kernels/triton_tokens.py does on a GPU what `allowed` does here.
 
     rows  int64 [C], ascending, of the step's sampled rows
     bits  int32 [C, num_words(vocab_size)], at least one set in each: bits[i, t // 32] >> (t % 32) & 1 allows row rows[i] token t

@@ -2,7 +2,7 @@
 the bytes.
 
 Blocks are taken as sequences grow, not for prompt and max_tokens beforehand: most answers end early, so many more run at once. When
-nothing is left, the sequence that arrived last gives way to those before it, in one of two ways:
+nothing is left, the least urgent sequence gives way, of equals the one that arrived last, in one of two ways:
 
     recompute   its blocks are freed at once (full ones stay findable, so some may come back for nothing); later all its tokens are
                 computed again, as a prompt

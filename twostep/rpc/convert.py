@@ -9,9 +9,15 @@ from twostep.request_class import RequestClass
 from twostep.rpc.v1 import inference_pb2
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 
-# Every other field between router and workers is set, but stop strings never leave the router.
-_OPTIONAL = ("stop", "stop_token_ids", "logprobs", "grammar")
-_REQUIRED = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OPTIONAL)
+# Plain numbers, copied as they are. Stop strings never leave the router.
+_OTHERS = ("stop", "stop_token_ids", "logprobs", "grammar")
+_NUMBERS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OTHERS)
+# Set by every router since 0.1. A field that came later is unset where the router is older: it has the dataclass's default then, so that
+# routers and workers a minor version apart go on working together. Nothing is added here.
+_REQUIRED = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("ignore_eos", "min_tokens"),
+)
 
 
 _CLASSES = {
@@ -33,7 +39,7 @@ def class_to_proto(request_class: RequestClass) -> inference_pb2.RequestClass.Va
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     """Resolved parameters for a worker; `stop` is left out."""
-    proto = inference_pb2.SamplingParams(stop_token_ids=params.stop_token_ids, **{name: getattr(params, name) for name in _REQUIRED})
+    proto = inference_pb2.SamplingParams(stop_token_ids=params.stop_token_ids, **{name: getattr(params, name) for name in _NUMBERS})
     if params.logprobs is not None:
         proto.logprobs = params.logprobs
     if params.grammar is not None:
@@ -52,7 +58,7 @@ def sampling_from_proto(proto: inference_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(proto.stop_token_ids),
         logprobs=proto.logprobs if proto.HasField("logprobs") else None,
         grammar=grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
-        **{name: getattr(proto, name) for name in _REQUIRED},
+        **{name: getattr(proto, name) for name in _NUMBERS if proto.HasField(name)},  # type: ignore[arg-type]  # as above
     )
 
 

@@ -326,7 +326,7 @@ class TransportStats(_message.Message):
     num_objects: _builtins.int
     stored_bytes: _builtins.int
     num_transfers: _builtins.int
-    """Since the worker took its role. Seconds are summed over transfers; see kv_transfer/observer.py."""
+    """Since the worker took its role. Seconds are summed over transfers; see kv_transfer/telemetry.py."""
     num_bytes: _builtins.int
     num_chunks: _builtins.int
     queue_s: _builtins.float
