@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # The scripted workers are the router tests'.
+sys.path.append(str(Path(__file__).parent.parent))
 sys.path.append(str(Path(__file__).parent.parent / "router"))
 
 from router_fakes import EOS_ID, Cluster, RedisServer, make_model_dir

@@ -33,15 +33,16 @@ COMMAND = [sys.executable, "-P", "-m", "twostep.cli", "role"]
 
 def role_command(system: System, worker: Worker, *words: str) -> list[str]:
     """As an operator types it: `twostep up` has said where the secret is."""
-    found = re.search(r" role HOST:PORT \S+ --secret-file (\S+)\n", system.log.read_text())
+    found = re.search(r" role HOST:PORT \S+ --secret-file (\S+) --target (\S+)", system.log.read_text())
     assert found is not None, system.log_tail()
     assert worker.address in system.log.read_text()
-    return [*COMMAND, worker.address, *words, "--secret-file", found[1]]
+    return [*COMMAND, worker.address, *words, "--secret-file", found[1], "--target", found[2]]
 
 
 def switch(system: System, worker: Worker, role: str) -> float:
     """Seconds that the switch took beside the drain."""
-    words = role_command(system, worker, role, "--drain-timeout", "60")
+    # By force: these tests leave the system without a prefill worker for a while.
+    words = role_command(system, worker, role, "--drain-timeout", "60", "--force")
     done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(rf"\S+ is a {role} worker now: drained in ([\d.]+) s, switched in ([\d.]+) s\.\n", done.stdout)
@@ -164,7 +165,9 @@ def test_a_worker_that_dies_in_its_switch_costs_no_answer_and_comes_back_as_it_w
     worker = system.workers(victim)[0]
     with Load(system, vocab_size) as load, held(worker):
         load.more(4)
-        words = role_command(system, worker, "prefill" if victim == "decode_worker" else "decode", "--drain-timeout", str(WAIT_S))
+        # The only prefill worker goes only by force.
+        role = ["prefill"] if victim == "decode_worker" else ["decode", "--force"]
+        words = role_command(system, worker, *role, "--drain-timeout", str(WAIT_S))
         operator = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: worker.stats().draining or operator.poll() is not None, timeout_s=WAIT_S, what="it drains")
         worker.kill()
