@@ -49,7 +49,7 @@ return 1
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-class Lease:
+class LeaderLease:
     """Calls take no longer than until the next renewal is due, and raise nothing for what Redis does. `signer` of decisions. `clock` in
     seconds, does not go back."""
 

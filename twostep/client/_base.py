@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from twostep.client import _channel
-from twostep.client._pool import Pool, Router
+from twostep.client._pool import Pool, RouterEndpoint
 from twostep.client._types import Compression, RouterState
 from twostep.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ class ClientBase(Generic[W]):
         compression: Compression,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        routers: list[Router[W]] = _channel.routers_of(target)
+        routers: list[RouterEndpoint[W]] = _channel.routers_of(target)
         targets = [router.target for router in routers]
         self._compression = _channel.checked_compression(compression)
         self._timeout = _channel.checked_timeout(timeout, _channel.DEFAULT_TIMEOUT_S)

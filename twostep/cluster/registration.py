@@ -71,7 +71,7 @@ return 1
 """
 
 
-class PrefixDelta(Protocol):
+class PrefixChanges(Protocol):
     @property
     def added(self) -> Sequence[bytes]: ...
 
@@ -108,7 +108,7 @@ class Registration:
         *,
         secret: bytes,
         describe: Callable[[], WorkerRecord],
-        take_delta: Callable[[], PrefixDelta],
+        take_delta: Callable[[], PrefixChanges],
         connect_timeout_s: float = 10.0,
     ) -> None:
         self._url = url
