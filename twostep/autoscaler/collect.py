@@ -108,8 +108,8 @@ class ObservationCollector:
         return self._now(replies[0]), self._decision(replies[1])
 
     def observation(self, look: ClusterSnapshot, asked: Mapping[str, int] | None, *, switching: Collection[str] = ()) -> Observation:
-        """What the policy is to see of it. `asked`: pods that each Deployment has by the last decision, registered or not; None: there is
-        none. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
+        """Returns what the policy is to see of `look`. `asked`: pods that each Deployment has by the last decision, registered or not;
+        None: there is no decision. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
         if look.demand.seconds <= 0:
             raise NothingMetered("no router has said of late what is asked of it")
         if look.num_refused and not look.records:

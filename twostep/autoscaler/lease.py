@@ -70,7 +70,7 @@ class LeaderLease:
 
     @property
     def token(self) -> int:
-        """Of the lease that is held, or was; 0: none ever was, or it is lost."""
+        """Returns the token of the lease that is held, or was; 0: none ever was, or it is lost."""
         return self._token
 
     @property
@@ -84,7 +84,7 @@ class LeaderLease:
         return self._ttl_ms / 1000 / 4
 
     def saw(self, token: int) -> None:
-        """Of another's decision: those given out from now on are larger."""
+        """Notes the token of another replica's decision: tokens given out from now on are larger."""
         self._largest_seen = max(self._largest_seen, token)
 
     async def renew(self) -> bool:

@@ -33,8 +33,8 @@ _LIFE_NOISE = 0.86
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What one worker of a role can do. 0: not known, no bound. `tokens_per_s`: what it computed when it had enough to do; only asked
-    without a curve."""
+    """Describes what one worker of a role can do. 0: not known, no bound. `tokens_per_s`: what it computed when it had enough to do; used
+    only without a curve."""
 
     curve: StepCurve | None = None
     step_tokens: int = 512

@@ -37,7 +37,7 @@ class _AsyncWire:
 
 
 class _Call(Protocol):
-    """What an AsyncGeneration needs of grpc's streaming call."""
+    """Describes the part of grpc's streaming call that an AsyncGeneration uses."""
 
     async def read(self) -> object: ...
 
@@ -251,7 +251,7 @@ class AsyncClient(ClientBase[_AsyncWire]):
         )
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
-        """What is served here."""
+        """Returns the models that are served here."""
         about = self._metadata()
         return _wire.models(
             await self._unary(

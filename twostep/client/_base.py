@@ -1,4 +1,4 @@
-"""What both clients are made of: where the routers are, how long a request may take, and what every call carries."""
+"""Holds what both clients are made of: where the routers are, how long a request may take, and what every call carries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ClientBase(Generic[W]):
 
     @property
     def routers(self) -> tuple[RouterState, ...]:
-        """What this client thinks of each router it was given, now."""
+        """Returns the state of each router that this client was given, as it sees it now."""
         return self._pool.states()
 
     def _attempts(self, timeout: float | None, longest_s: float | None = None) -> _channel.Attempts:

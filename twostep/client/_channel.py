@@ -83,7 +83,7 @@ def routers_of(target: str | Sequence[str]) -> list[RouterEndpoint[Any]]:
 
 
 def _is_name(target: str) -> bool:
-    """What it stands for may change, and be several addresses."""
+    """Returns whether `target` is a name: its addresses may change, and be several."""
     if target.startswith("dns:"):
         return True
     if target.startswith((*SCHEMES, "localhost:")):
@@ -161,7 +161,8 @@ def same_bytes(message: bytes) -> bytes:
 
 
 def is_well(response: bytes | None, error: grpc.RpcError | None) -> bool:
-    """What a router's health check says. One that has none, or tells only whom it knows, is there all the same."""
+    """Returns whether a router's health check finds it well. A router that has no such check, or that asks for a key first, counts as
+    well."""
     if error is None:
         return response == _SERVING
     return error.code() in (
@@ -173,8 +174,9 @@ def is_well(response: bytes | None, error: grpc.RpcError | None) -> bool:
 
 
 def judge(lease: ConnectionLease[W], error: TwostepError, *, heard: bool) -> None:
-    """What a call's failure says of the router it went to: UNAVAILABLE, or a deadline that passed without a word, casts doubt on it; any
-    other status is its own word. `heard`: it had said something before."""
+    """Records what a call's failure says of the router it went to. UNAVAILABLE, or a deadline that passed before the router sent anything,
+    counts as its failure. Any other error counts as its answer, but CANCELLED and INTERNAL only if it had sent something before
+    (`heard`)."""
     if isinstance(error, Unavailable) or (isinstance(error, DeadlineExceeded) and not heard):
         lease.failed()
     elif heard or not isinstance(error, DeadlineExceeded | Cancelled | InternalError):

@@ -37,7 +37,7 @@ class _SyncWire:
 
 
 class _Call(Protocol):
-    """What a Generation needs of grpc's streaming call."""
+    """Describes the part of grpc's streaming call that a Generation uses."""
 
     def __next__(self) -> pb.GenerateResponse: ...
 
@@ -238,7 +238,7 @@ class Client(ClientBase[_SyncWire]):
         )
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
-        """What is served here."""
+        """Returns the models that are served here."""
         about = self._metadata()
         return _wire.models(
             self._unary(lambda wire, seconds: wire.inference.ListModels(pb.ListModelsRequest(), timeout=seconds, metadata=about), timeout)
@@ -318,7 +318,8 @@ class Client(ClientBase[_SyncWire]):
         future.add_done_callback(told)
 
     def _let_go(self, lease: ConnectionLease[_SyncWire], error: BaseException) -> None:
-        """Of a call that came to nothing: grpc refused to make it, as it does with a ValueError on a closed channel, or was interrupted."""
+        """Releases the lease of a call that came to nothing: grpc refused to make it, as it does with a ValueError on a closed channel, or
+        it was interrupted. Raises InvalidRequest if the client was closed meanwhile."""
         lease.release()
         if isinstance(error, ValueError) and self._pool.closed:
             raise InvalidRequest("this client was closed meanwhile; make a new one") from error

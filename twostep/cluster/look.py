@@ -1,5 +1,5 @@
-"""What Redis says of the workers, in one round trip, bounded: whoever fills it with names, or makes one record as large as Redis allows,
-costs a reader a few megabytes. Nothing is written on the way: this works on a server that takes no writes.
+"""Reads the workers' records from Redis in one bounded round trip: filling it with names, or making one record as large as Redis allows,
+costs a reader a few megabytes at most. Nothing is written on the way: this works on a server that takes no writes.
 
 Names without a record are taken out of the set apart (tidy), on the server.
 """

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain values, no tensors, no protobuf."""
+"""Defines what goes into the engine and what comes out: plain values, no tensors, no protobuf."""
 
 from __future__ import annotations
 

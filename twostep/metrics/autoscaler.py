@@ -1,4 +1,4 @@
-"""What the autoscaler sees, decides and does."""
+"""Declares the metrics of what the autoscaler sees, decides and does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router with --batch-dir does about batches."""
+"""Declares the metrics of what a router with --batch-dir does about batches."""
 
 from __future__ import annotations
 

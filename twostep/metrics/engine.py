@@ -1,4 +1,4 @@
-"""What a worker's engine does: counted once a step, the rest read when somebody scrapes."""
+"""Declares the metrics of a worker's engine: counted once a step, the rest read when they are scraped."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class EngineMetrics:
 
 
 def _counters(stats: EngineStats) -> dict[Family, int]:
-    """What the engine has counted since its start."""
+    """Returns what the engine has counted since its start."""
     return {
         PREEMPTIONS: stats.num_preemptions,
         SWAPPED: stats.swapped_bytes,
@@ -110,5 +110,5 @@ def _counters(stats: EngineStats) -> dict[Family, int]:
 
 
 def _less(counts: dict[Family, int], others: dict[str, dict[Family, int]]) -> dict[Family, int]:
-    """What of it none of the others has."""
+    """Returns `counts` less what the other roles have counted."""
     return {family: count - sum(values[family] for values in others.values()) for family, count in counts.items()}

@@ -1,5 +1,5 @@
-"""What a metric is, as data: name, help, labels, buckets. Each concern declares its own in a module beside this one; nothing is
-registered by importing them.
+"""Describes a metric as data: name, help, labels, buckets. Each concern declares its own in a module beside this one; nothing is registered
+by importing them.
 
 Names are `twostep_*` in base units (seconds, bytes), counters end in `_total`. Labels have few values: roles, transports, reasons,
 statuses, and workers of one deployment at most; never a request.

@@ -44,8 +44,8 @@ class MetricsRegistry:
         ProcessCollector(registry=self.collectors)
 
     def once(self, make: Callable[[MetricsRegistry], T]) -> T:
-        """What `make` makes of this registry at the first call, and the same at every other: for what is counted on through changes of a
-        worker's role."""
+        """Calls `make` with this registry the first time and returns the same result at every later call: for what is counted on through
+        changes of a worker's role."""
         if make not in self._made:
             self._made[make] = make(self)
         made: T = self._made[make]

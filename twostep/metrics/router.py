@@ -1,4 +1,4 @@
-"""What clients get: requests by outcome, latencies by phase, tokens. Counted by the router's event loop."""
+"""Declares the metrics of what clients get: requests by outcome, latencies by phase, tokens. The router's event loop counts them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Span(Protocol):
 
     @property
     def metadata(self) -> Metadata:
-        """What calls made on its behalf carry, so that their spans are its children. Also of a span that is not sampled."""
+        """Returns what calls made on its behalf carry, so that their spans are its children. A span that is not sampled has it too."""
         ...
 
     @property

@@ -123,7 +123,7 @@ class Slots:
 
 
 class Slot:
-    """Of one call. free() gives it back, once and at once."""
+    """Holds the place of one call. free() gives it back, once and at once."""
 
     __slots__ = ("_call", "_freed", "_slots", "caller", "of")
 

@@ -118,7 +118,8 @@ def calibrate(
 
 
 def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[StepProbe]:
-    """What fits the pool and the context, each block owned by one sequence: what is needed, and then the cheap ones first."""
+    """Yields the steps to measure that fit the pool and the context, each block owned by one sequence: first those that are needed, then
+    the others, the cheap ones first."""
     shape = runner.kv_shape
     longest = max(1, min(step_tokens, runner.max_model_len - 1, shape.num_blocks * shape.block_size))
     chunk = min(256, longest)
