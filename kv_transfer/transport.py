@@ -60,7 +60,7 @@ class ChunkInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class ProbeTiming:
     """Says what a probe copy moved and how long it took."""
 
     num_bytes: int
@@ -161,7 +161,7 @@ class KvTransport(Protocol):
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None: ...
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         """Reader's side. Raises Unavailable with the reason where this transport does not work with that peer."""
         ...
 

@@ -51,7 +51,7 @@ from twostep.keys.exposure import open_door
 from twostep.keys.secret import load_secret
 from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
-from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
 from twostep.process.open_files import make_room
@@ -444,11 +444,11 @@ class Router:
         self.admission.elsewhere(tokens)
         self.worker_queue.elsewhere(tokens)
 
-    def _state(self) -> RouterState:
+    def _state(self) -> RouterGauges:
         """Called from any thread. Requests that wait for workers are admitted already, but are shown as waiting."""
         roles = [record.role for record in self.pool.records() if record.ready and not record.draining]
         num_queued = self.worker_queue.num_queued
-        return RouterState(
+        return RouterGauges(
             num_running=max(0, self.admission.num_inflight - num_queued),
             num_waiting=self.admission.num_waiting + num_queued,
             num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kv_transfer.checksum import checksum
 from kv_transfer.chunk_checks import check_blocks, chunk_info, part_bytes, write_verified
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.transport import BlockStore, ChunkInfo, Probe, TransportStats
+from kv_transfer.transport import BlockStore, ChunkInfo, ProbeTiming, TransportStats
 from twostep.engine.batch import LayerRange
 from twostep.errors import Unavailable
 
@@ -146,9 +146,9 @@ class OneSidedTransport:
         await asyncio.to_thread(write_verified, self._store, chunk, tuple(block_ids), data.reshape(-1))
         await self.after_write(chunk)
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         self._find(endpoint)
-        return Probe(num_bytes=1 << 20, seconds=(1 << 20) / self.rate)
+        return ProbeTiming(num_bytes=1 << 20, seconds=(1 << 20) / self.rate)
 
     async def drop(self, lease_id: str) -> None:
         self._book.drop(lease_id)

@@ -40,7 +40,7 @@ class TwostepError(Exception):
 
     @property
     def message(self) -> str:
-        """What clients and logs are told: no more of what somebody sent than it takes to recognize it."""
+        """Returns the message for clients and logs. It is cut off after a bounded length, enough to recognize what a client sent."""
         told = str(self.args[0]) if self.args else type(self).__name__
         return told if len(told) <= _MAX_MESSAGE_CHARS else told[:_MAX_MESSAGE_CHARS] + "…"
 
@@ -169,7 +169,7 @@ def error_from_grpc(code: str, message: str, metadata: Iterable[tuple[str, str |
 
 
 def trailing_metadata(error: TwostepError) -> tuple[tuple[str, str | bytes], ...]:
-    """What goes behind the status of `error`."""
+    """Returns the metadata that goes behind the status of `error`."""
     if isinstance(error, Unauthenticated) and error.challenge:
         return ((CHALLENGE, error.challenge),)
     if not isinstance(error, ResourceExhausted) or error.retry_after_s is None:

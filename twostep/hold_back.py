@@ -1,4 +1,4 @@
-"""What a hold-back hook is told, and what it may answer: the router's --hold-back MODULE:FUNCTION names one.
+"""Defines the input of a hold-back hook, and what it may answer: the router's --hold-back MODULE:FUNCTION names one.
 
     from twostep.hold_back import Held, Replace, Stop, Verdict
 
@@ -7,9 +7,9 @@
             return Stop("[This cannot be told.]")
         return None
 
-It is asked once for each piece of text, in order, never twice at once for the same answer, and before the client gets the piece. The router
-keeps back the last --hold-back-chars characters that it allowed, so that it can still decide about them when it sees what follows. What
-is not `async` is called in a thread. Whatever it raises, and an answer later than --hold-back-timeout, counts as no answer.
+The hook is called once for each piece of text, in order, never twice at once for the same answer, and before the client gets the piece.
+The router keeps back the last --hold-back-chars characters that it allowed, so that the hook can still decide about them when it sees what
+follows. A hook that is not `async` is called in a thread. An exception, or an answer later than --hold-back-timeout, counts as no answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Held:
 
     @property
     def unsent(self) -> str:
-        """What the verdict is about."""
+        """Returns the text that the verdict is about."""
         return self.waiting + self.piece
 
     @property

@@ -34,7 +34,8 @@ MAX_GRAMMAR_CHARS = {
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must be a sentence of. Whether `text` is a grammar at all, only who compiles it says (twostep/text/grammar.py)."""
+    """Describes the grammar that an answer must be a sentence of. Whether `text` is a valid grammar is known only once it is compiled
+    (twostep/text/grammar.py)."""
 
     kind: GrammarKind
     text: str = ""

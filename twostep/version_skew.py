@@ -22,7 +22,7 @@ _AGENT = re.compile(r"(?:^|\s)twostep/(\S{1,40})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Minor:
-    """What compatibility hangs on."""
+    """Holds the part of a version that compatibility depends on."""
 
     major: int
     minor: int
@@ -62,6 +62,6 @@ def user_agent(version: str) -> str:
 
 
 def version_in_agent(agent: str) -> str:
-    """Of a channel's whole user agent; UNSAID where it says none."""
+    """Returns the version in a channel's whole user agent; UNSAID where it names none."""
     found = _AGENT.search(agent)
     return found[1] if found else UNSAID

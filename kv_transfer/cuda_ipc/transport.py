@@ -31,7 +31,7 @@ from kv_transfer.gpu_pool import check_words, gpu_pool_of
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.sum64 import chunk_sum, chunk_sums
-from kv_transfer.transport import ChunkInfo, Probe, TransportStats
+from kv_transfer.transport import ChunkInfo, ProbeTiming, TransportStats
 from kv_transfer.waiting import FifoGate, TransportThreads
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, ResourceExhausted, Unavailable
@@ -196,11 +196,11 @@ class CudaIpcTransport:
             self._cache.sums.refresh(targets)
         return chunk_sums(sums, counts)
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         """Takes the best of a few reads of the peer's probe region, after one that opens it."""
         return await self._in_lane(self._try, IpcEndpoint.parse(endpoint), deadline=deadline)
 
-    def _try(self, source: IpcEndpoint) -> Probe:
+    def _try(self, source: IpcEndpoint) -> ProbeTiming:
         assert self._pattern is not None
         landed = torch.zeros_like(self._pattern)
         if landed.is_cuda:
@@ -216,7 +216,7 @@ class CudaIpcTransport:
                 best = min(best, time.perf_counter() - start)
         if not torch.equal(landed, self._pattern):
             raise DataLoss("what a probe read over cuda_ipc is not what the peer holds; use another --kv-transfer")
-        return Probe(num_bytes=size.num_bytes * size.rounds, seconds=best)
+        return ProbeTiming(num_bytes=size.num_bytes * size.rounds, seconds=best)
 
     @contextmanager
     def _pool_of(self, source: IpcEndpoint) -> Iterator[PeerPool]:

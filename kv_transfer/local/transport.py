@@ -17,7 +17,7 @@ from kv_transfer.chunk_checks import check_blocks, check_sum, chunk_info, part_b
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.scattering import scattering
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, Probe, TransportStats
+from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, ProbeTiming, TransportStats
 from kv_transfer.waiting import TransportThreads
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, Unavailable
@@ -127,7 +127,7 @@ class LocalTransport:
         await self._threads.run(check_sum, chunk, data)
         return data.copy()
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         if not self._hub.find(endpoint).ready:
             raise Unavailable(f"KV source {endpoint} is closed; its worker ended")
         return await self._threads.run(_copy_pattern)
@@ -157,9 +157,9 @@ class LocalTransport:
         self._book.expire()
 
 
-def _copy_pattern() -> Probe:
+def _copy_pattern() -> ProbeTiming:
     """Times one copy within this process. Runs in a thread."""
     source, target = probe_pattern(PROBE_BYTES), np.zeros(PROBE_BYTES, np.uint8)
     start = time.perf_counter()
     target[:] = source
-    return Probe(num_bytes=PROBE_BYTES, seconds=max(time.perf_counter() - start, 1e-9))
+    return ProbeTiming(num_bytes=PROBE_BYTES, seconds=max(time.perf_counter() - start, 1e-9))

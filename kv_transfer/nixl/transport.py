@@ -29,7 +29,7 @@ from kv_transfer.nixl.staging_arena import ArenaSlot, StagingArena
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.scattering import scattered
 from kv_transfer.sum64 import chunk_sum
-from kv_transfer.transport import ChunkInfo, Probe, TransportStats
+from kv_transfer.transport import ChunkInfo, ProbeTiming, TransportStats
 from kv_transfer.waiting import FifoGate, TransportThreads, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, SetupError, Unavailable
@@ -203,7 +203,7 @@ class NixlTransport:
         """Raises InvalidRequest."""
         return part_of_block(self._memory.block_bytes, self._num_layers, layers)
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         """Takes the best of a few reads of the peer's probe region; the first one connects."""
         source = self._source(endpoint)
         far = source.of_probe
@@ -217,7 +217,7 @@ class NixlTransport:
             await self._threads.run(self._memory.check_probe, slot.offset, source.probe_bytes)
         finally:
             self._give_back(slot)
-        return Probe(num_bytes=source.probe_bytes, seconds=best)
+        return ProbeTiming(num_bytes=source.probe_bytes, seconds=best)
 
     def _source(self, endpoint: str) -> NixlEndpoint:
         self._threads.check()

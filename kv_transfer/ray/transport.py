@@ -26,7 +26,7 @@ from kv_transfer.probing import PROBE_BYTES, probe_pattern
 from kv_transfer.ray.agent_session import AgentConfig, AgentSession, RingSlot, reach
 from kv_transfer.ray.ring import Pin, default_ring_bytes, default_ring_dir
 from kv_transfer.scattering import scattering
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, Probe, TransportStats
+from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, ProbeTiming, TransportStats
 from kv_transfer.waiting import TransportThreads, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavailable
@@ -205,7 +205,7 @@ class RayTransport:
             await session.use(slot, session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
             yield slot.bytes
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         """The source's agent puts a known pattern into its object store for this one call; `seconds` holds that, the pull and the copy
         into the ring."""
         session = self._running_session()
@@ -216,7 +216,7 @@ class RayTransport:
             seconds = max(time.monotonic() - start, 1e-6)
             if not await self._threads.run(np.array_equal, slot.bytes, probe_pattern(num_bytes)):
                 raise Unavailable(f"a probe of {num_bytes} bytes from {endpoint} arrived altered; look at the machines' memory")
-        return Probe(num_bytes=num_bytes, seconds=seconds)
+        return ProbeTiming(num_bytes=num_bytes, seconds=seconds)
 
     async def drop(self, lease_id: str) -> None:
         session = self._session

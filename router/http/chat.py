@@ -12,7 +12,7 @@ from aiohttp import web
 from router.http.choices import CHAT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice, usage_of, was_cut
 from router.http.errors import HttpError
 from router.http.front import FRONT, Front, parsed
-from router.http.generation import HEADERS, Generation, HttpCall, respond
+from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
 from router.http.logprobs import ChatLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import ChatBody, NamedTool, ToolText, adapt_roles, parse_body
@@ -186,8 +186,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await respond(request, ChatGeneration(request.app[FRONT], body, HttpCall.of(request)), stream=bool(body.stream))
 
 
-class ChatGeneration(Generation[ChatBody]):
-    """See Generation."""
+class ChatGeneration(HttpGeneration[ChatBody]):
+    """See HttpGeneration."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

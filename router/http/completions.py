@@ -10,7 +10,7 @@ from aiohttp import web
 from router.http.choices import TEXT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice
 from router.http.errors import blaming
 from router.http.front import FRONT, Front, parsed
-from router.http.generation import HEADERS, Generation, HttpCall, respond
+from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
 from router.http.logprobs import TextLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import CompletionBody, parse_body
@@ -35,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await respond(request, CompletionGeneration(request.app[FRONT], body, HttpCall.of(request)), stream=bool(body.stream))
 
 
-class CompletionGeneration(Generation[CompletionBody]):
+class CompletionGeneration(HttpGeneration[CompletionBody]):
     """See Asked."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"

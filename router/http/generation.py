@@ -1,6 +1,6 @@
 """Chats and completions as requests of router.serving.inference: one body asks for `n` answers to each of its prompts.
 
-body ─▶ Generation ─ check_size ─┬─ whole ──▶ WholeChoices ──────▶ one JSON document
+body ─▶ HttpGeneration ─ check_size ─┬─ whole ──▶ WholeChoices ──────▶ one JSON document
                                  └─ stream ─▶ StreamedChoices ───▶ events
 """
 
@@ -317,7 +317,7 @@ HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-class Generation(ABC, Generic[AnyBody]):
+class HttpGeneration(ABC, Generic[AnyBody]):
     """One body that asks for answers: `n` to each prompt. Constructing it refuses what cannot be done, with HttpError 400; then either
     `whole` or `stream`."""
 
@@ -447,7 +447,7 @@ class Generation(ABC, Generic[AnyBody]):
             )
 
 
-async def respond(request: web.Request, generation: Generation[Any], *, stream: bool) -> web.StreamResponse:
+async def respond(request: web.Request, generation: HttpGeneration[Any], *, stream: bool) -> web.StreamResponse:
     answers = request.app[ANSWERS]
     if not stream:
         generation.check_size()

@@ -32,7 +32,7 @@ from router.workers.pool import WorkerPool
 from router.workers.registry import Refusal
 from twostep.errors import ResourceExhausted
 from twostep.metrics.process import package_version
-from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.rpc.v1 import status_pb2
 
 _EVERY_S = 1.0
@@ -49,7 +49,7 @@ class RouterView:
 
     router_id: str
     model: str
-    state: Callable[[], RouterState]
+    state: Callable[[], RouterGauges]
     ready: Callable[[], bool]
     draining: Callable[[], bool]
     refusals: Callable[[], Sequence[Refusal]] = lambda: ()

@@ -21,7 +21,7 @@ from router.placing.load_ratio import WaitingRequests
 from router.status.scaling_watch import SeenDecision
 from router.workers.registry import Refusal
 from twostep.cluster.records import WorkerRecord
-from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.rpc.v1 import status_pb2
 
 # What GetStatus tells is over so many seconds; of a point in the history, rates are over fewer, and percentiles, which need observations.
@@ -155,7 +155,7 @@ def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSa
     return samples[0]
 
 
-def router_load(before: CounterSample, now: CounterSample, state: RouterState, ratio: float | None) -> status_pb2.RouterLoad:
+def router_load(before: CounterSample, now: CounterSample, state: RouterGauges, ratio: float | None) -> status_pb2.RouterLoad:
     """Returns what came between two samples."""
     load = status_pb2.RouterLoad(
         window_s=now.at - before.at,
@@ -310,7 +310,7 @@ Point = Mapping[str, float | None]
 
 
 def point(
-    samples: Sequence[CounterSample], state: RouterState, ratio: float | None, records: Iterable[WorkerRecord], unix_s: float
+    samples: Sequence[CounterSample], state: RouterGauges, ratio: float | None, records: Iterable[WorkerRecord], unix_s: float
 ) -> Point:
     """The last of `samples`, with what came before it. Figures of workers are sums over them as of their last heartbeats; shares (of cached
     tokens, of KV blocks in use) are of what all of them have."""

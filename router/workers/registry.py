@@ -27,7 +27,7 @@ from twostep import __version__
 from twostep.checkpoint.fingerprint import is_same_model
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.connection import EXCHANGE_S
-from twostep.cluster.look import Look, look, tidy
+from twostep.cluster.look import WorkerListing, look, tidy
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, MAX_RECORD_BYTES, WorkerRecord
 from twostep.cluster.signed import Signer
 from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
@@ -178,7 +178,7 @@ class Registry:
         except (RedisError, OSError, TimeoutError) as error:
             log.debug("names of workers that are gone stay in Redis: %s", error)
 
-    def _update(self, found: Look) -> None:
+    def _update(self, found: WorkerListing) -> None:
         now, before = self._clock(), self._workers
         after: dict[str, WorkerRecord] = {}
         doubtful: dict[str, WorkerRecord] = {}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_fleet import traffic
 
-from twostep.autoscaler.forecast import DAMPING_S, Decoding, Forecast, Holt, observe
+from twostep.autoscaler.forecast import DAMPING_S, DecodeLoad, Forecast, Holt, observe
 
 WINDOW_S = 30.0
 
@@ -18,7 +18,7 @@ WINDOW_S = 30.0
 def follow(rates: list[float], dt_s: float = 15.0, before: Forecast | None = None) -> Forecast:
     forecast = before
     for rate in rates:
-        forecast = observe(forecast, traffic(rate), Decoding(), dt_s, WINDOW_S)
+        forecast = observe(forecast, traffic(rate), DecodeLoad(), dt_s, WINDOW_S)
     assert forecast is not None
     return forecast
 
@@ -74,7 +74,9 @@ def test_a_missed_interval_counts_by_its_time() -> None:
 def test_nothing_is_negative_nor_more_than_half_as_much_again(seen: list[tuple[float, float, float]]) -> None:
     forecast = None
     for rate, tokens, dt_s in seen:
-        forecast = observe(forecast, traffic(rate, prompt=tokens, output=tokens), Decoding(num_seqs=3, tokens_per_s=tokens), dt_s, WINDOW_S)
+        forecast = observe(
+            forecast, traffic(rate, prompt=tokens, output=tokens), DecodeLoad(num_seqs=3, tokens_per_s=tokens), dt_s, WINDOW_S
+        )
         for holt in (forecast.requests, forecast.prompt, forecast.uncached, forecast.output, forecast.decoded):
             assert 0.0 <= holt.now <= holt.ahead(60.0) + 1e-9
             assert holt.ahead(60.0) <= 1.5 * holt.now + 1e-9

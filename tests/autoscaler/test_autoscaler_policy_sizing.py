@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policy_fleet import DECODE, PREFILL, config
 
 from twostep.autoscaler.sizing import (
-    Demand,
+    OfferedLoad,
     WorkerSpec,
     decode_holds,
     decode_need,
@@ -25,7 +25,7 @@ from twostep.autoscaler.sizing import (
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import try_rate
 from twostep.lab.plan.workload import parse_workload
-from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
+from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
 
@@ -34,8 +34,8 @@ PREFILL_SPEC = WorkerSpec(curve=PREFILL, step_tokens=8192)
 DECODE_SPEC = WorkerSpec(curve=DECODE, step_tokens=2048, max_num_seqs=256, num_blocks=50_000)
 
 
-def load(rate: float, prompt: float = 2600.0, output: float = 128.0, cached: float = 0.0, scv: float = 0.09) -> Demand:
-    return Demand(requests_per_s=rate, prompt_tokens=prompt, cached_tokens=cached, output_tokens=output, prompt_scv=scv)
+def load(rate: float, prompt: float = 2600.0, output: float = 128.0, cached: float = 0.0, scv: float = 0.09) -> OfferedLoad:
+    return OfferedLoad(requests_per_s=rate, prompt_tokens=prompt, cached_tokens=cached, output_tokens=output, prompt_scv=scv)
 
 
 def test_erlang_c_is_that_of_the_tables() -> None:
@@ -94,7 +94,7 @@ def test_few_blocks_ask_for_more_decode_workers_than_tpot_does() -> None:
 
 
 def test_tokens_given_now_count_where_answers_that_ended_were_short() -> None:
-    growing = Demand(requests_per_s=60.0, prompt_tokens=1000.0, cached_tokens=0.0, output_tokens=100.0, decoded_per_s=40_000.0)
+    growing = OfferedLoad(requests_per_s=60.0, prompt_tokens=1000.0, cached_tokens=0.0, output_tokens=100.0, decoded_per_s=40_000.0)
     assert decode_need(CONFIG, DECODE_SPEC, growing) > decode_need(CONFIG, DECODE_SPEC, load(60.0, prompt=1000.0, output=100.0))
 
 
@@ -107,7 +107,7 @@ def test_without_load_nobody_is_needed() -> None:
 def test_without_a_curve_what_a_busy_worker_did_counts() -> None:
     assert prefill_need(CONFIG, WorkerSpec(), load(30.0)) == 1  # nothing is known of it yet
     assert prefill_need(CONFIG, WorkerSpec(tokens_per_s=40_000.0), load(30.0)) == math.ceil(30 * 2600 / (40_000 * 0.85))
-    seated = Demand(requests_per_s=1.0, prompt_tokens=100.0, cached_tokens=0.0, output_tokens=100.0, running=60.0)
+    seated = OfferedLoad(requests_per_s=1.0, prompt_tokens=100.0, cached_tokens=0.0, output_tokens=100.0, running=60.0)
     assert decode_need(CONFIG, WorkerSpec(max_num_seqs=32), seated) == 3
 
 
@@ -141,7 +141,7 @@ def test_what_is_sized_keeps_its_targets_in_the_planners_simulation(rate: float,
     engine = EngineSpec(curve=PREFILL, num_blocks=50_000, block_size=16, max_num_seqs=256, step_tokens=8192)
     decode = EngineSpec(curve=DECODE, num_blocks=50_000, block_size=16, max_num_seqs=256, step_tokens=2048)
     base = SimulatedDeployment(
-        num_prefill=1, num_decode=1, prefill=engine, decode=decode, hand_over=HandOver(latency_s=0.007), edge_s=0.011
+        num_prefill=1, num_decode=1, prefill=engine, decode=decode, hand_over=HandOverCost(latency_s=0.007), edge_s=0.011
     )
     workload = parse_workload(f"prompts=2600+-30%,outputs={output}+-30%")
     targets = LatencyTargets(ttft_ms=CONFIG.ttft_ms, tpot_ms=CONFIG.tpot_ms)

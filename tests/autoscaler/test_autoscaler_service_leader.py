@@ -13,7 +13,7 @@ import redis
 from service_harness import SIGNER, Clock, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
 from twostep.autoscaler.config import AutoscalerConfig
-from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.lease import LeaderLease
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import Observation, PolicyConfig
 from twostep.autoscaler.policy import Step, decide
@@ -32,7 +32,7 @@ class Stopwatch:
         return self.now_s
 
 
-def record(lease: Lease, leader: str = "a", number: int = 1) -> ScalingRecord:
+def record(lease: LeaderLease, leader: str = "a", number: int = 1) -> ScalingRecord:
     counts = {"prefill": 2, "decode": 3}
     return ScalingRecord(
         token=lease.token, number=number, leader=leader, at_s=1.0, interval_s=1.0, replicas=counts, pods=counts, wanted=counts
@@ -41,8 +41,8 @@ def record(lease: Lease, leader: str = "a", number: int = 1) -> ScalingRecord:
 
 async def test_one_holds_the_lease_until_it_ends_and_tokens_grow(redis_server: RedisServer, writer: Writer) -> None:
     mine, yours = Stopwatch(), Stopwatch()
-    a = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine)
-    b = Lease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
+    a = LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine)
+    b = LeaderLease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
     assert await a.renew()
     assert not await b.renew()
     assert (a.held, a.token, b.held, b.token) == (True, 1, False, 0)
@@ -64,7 +64,10 @@ async def test_one_holds_the_lease_until_it_ends_and_tokens_grow(redis_server: R
 
 async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(redis_server: RedisServer, writer: Writer) -> None:
     mine, yours = Stopwatch(), Stopwatch()
-    a, b = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine), Lease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
+    a, b = (
+        LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine),
+        LeaderLease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours),
+    )
     assert await a.renew()
     late = record(a)
     assert await a.commit(late)
@@ -80,10 +83,10 @@ async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(redis
 
 async def test_two_that_have_it_by_turns_never_hold_it_at_once(redis_server: RedisServer, writer: Writer) -> None:
     """With a real clock and a short lease, each held up now and then for longer than the lease lasts."""
-    holders = [Lease(writer.redis, name, SIGNER, ttl_s=0.2) for name in ("a", "b", "c")]
+    holders = [LeaderLease(writer.redis, name, SIGNER, ttl_s=0.2) for name in ("a", "b", "c")]
     terms: list[tuple[int, str]] = []
 
-    async def take_turns(number: int, lease: Lease) -> None:
+    async def take_turns(number: int, lease: LeaderLease) -> None:
         for turn in range(12):
             await lease.renew()
             if lease.held:
@@ -99,7 +102,7 @@ async def test_two_that_have_it_by_turns_never_hold_it_at_once(redis_server: Red
 
 
 async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_same(redis_server: RedisServer, writer: Writer) -> None:
-    a, b = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0), Lease(writer.redis, "b", SIGNER, ttl_s=3600.0)
+    a, b = LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0), LeaderLease(writer.redis, "b", SIGNER, ttl_s=3600.0)
     for _ in range(5):
         await a.renew()
         await a.release()
@@ -118,7 +121,7 @@ async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_sa
 async def test_without_redis_the_lease_ends_by_itself(redis_server: RedisServer) -> None:
     async with client(redis_server.url) as connection:
         watch = Stopwatch()
-        lease = Lease(connection, "a", SIGNER, ttl_s=10.0, clock=watch)
+        lease = LeaderLease(connection, "a", SIGNER, ttl_s=10.0, clock=watch)
         assert await lease.renew()
         redis_server.kill()
         assert await lease.renew(), "held still"

@@ -18,7 +18,7 @@ from aiohttp import web
 from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
 from twostep.autoscaler.config import AutoscalerConfig
-from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.lease import LeaderLease
 from twostep.autoscaler.pods import ANNOTATION, FIRST_COST, LEASE_ANNOTATION, MarkLease, PatchResult, PodMarks
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY
 from twostep.errors import SetupError
@@ -378,7 +378,7 @@ async def test_tokens_that_began_anew_go_on_beyond_the_pods(
 
 
 async def test_a_lease_that_is_taken_while_it_is_given_back_is_kept(redis_server: RedisServer, writer: Writer) -> None:
-    lease = Lease(writer.redis, "a", SIGNER, ttl_s=3600.0)
+    lease = LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0)
     assert await lease.renew()
     lease.saw(57)
     _, held = await asyncio.gather(lease.release(), lease.renew())

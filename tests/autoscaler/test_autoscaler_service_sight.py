@@ -10,7 +10,7 @@ import pytest
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
 from twostep.autoscaler.board import DecisionBoard
-from twostep.autoscaler.collect import Collector
+from twostep.autoscaler.collect import ObservationCollector
 from twostep.autoscaler.fleet import Fleet
 from twostep.autoscaler.model import Role, Switch
 from twostep.autoscaler.switches import Switcher
@@ -22,7 +22,7 @@ COLD_S: dict[Role, float] = {"prefill": 60.0, "decode": 60.0}
 ALL = (*(worker(f"p{number}", "prefill") for number in range(4)), *(worker(f"d{number}", "decode") for number in range(4)))
 
 
-class Filling(Collector):
+class Filling(ObservationCollector):
     """After each look at workers some more of them have registered."""
 
     def __init__(self, writer: Writer, clock: Clock, waves: list[Sequence[WorkerRecord]]) -> None:

@@ -21,7 +21,7 @@ from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.serve.runner import Extent, LoadRunner, RunProgress
 from twostep.lab.bench.serve.sweep import Doom
-from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
+from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, TargetModel
 from twostep.lab.bench.serve.traces import RequestTrace, TraceRequest
 from twostep.lab.bench.serve.workloads import (
     BenchSession,
@@ -34,7 +34,7 @@ from twostep.lab.bench.serve.workloads import (
     num_quoted,
 )
 
-SERVED = ServedModel(model="fake", max_model_len=4096, alphabet=range(1000))
+SERVED = TargetModel(model="fake", max_model_len=4096, alphabet=range(1000))
 
 
 class FakeTarget:
@@ -46,7 +46,7 @@ class FakeTarget:
         self.runs: set[str] = set()
         self.under_way = self.most_under_way = 0
 
-    async def open(self) -> ServedModel:
+    async def open(self) -> TargetModel:
         return SERVED
 
     async def close(self) -> None: ...

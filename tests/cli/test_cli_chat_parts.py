@@ -9,8 +9,7 @@ import pytest
 
 from twostep.cli import _input_history
 from twostep.cli._chat import AnswerSpeed, read_message
-from twostep.cli._chat_session import Conversation as ChatSession
-from twostep.cli._chat_session import commands
+from twostep.cli._chat_session import ChatSession, commands
 from twostep.cli._terminal import clipped, harmless, width_of
 from twostep.client import Message, Piece
 from twostep.errors import InvalidRequest

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.client._channel import key_metadata, options_for, routers_of, trace_of
-from twostep.client._pool import RENEW_NAMES_AFTER_S, STREAMS_PER_CONNECTION, Lease, Pool, Probe, Router, choose
+from twostep.client._pool import RENEW_NAMES_AFTER_S, STREAMS_PER_CONNECTION, ConnectionLease, HealthProbe, Pool, RouterEndpoint, choose
 from twostep.errors import InvalidRequest
 
 
@@ -31,7 +31,7 @@ def make_pool(*targets: str, max_connections: int = 4, names: bool = False) -> t
         return f"{target}#{opened[target]}"
 
     clock = Clock()
-    routers: list[Router[str]] = [Router(target, is_name=names) for target in targets]
+    routers: list[RouterEndpoint[str]] = [RouterEndpoint(target, is_name=names) for target in targets]
     return Pool(routers, open_wire, max_connections=max_connections, clock=clock, draw=random.Random(1)), clock, opened
 
 
@@ -175,8 +175,8 @@ STEPS = st.lists(
 def test_whatever_happens_the_counts_are_right_and_the_unwell_are_left_alone(steps: list[tuple[str, int]], names: bool) -> None:
     targets = ("a", "b", "c")
     pool, clock, opened = make_pool(*targets, max_connections=2, names=names)
-    held: list[Lease[str]] = []
-    asked: list[Probe[str]] = []
+    held: list[ConnectionLease[str]] = []
+    asked: list[HealthProbe[str]] = []
     closed: list[str] = []
     for what, number in steps:
         states = {state.target: state for state in pool.states()}
@@ -217,7 +217,7 @@ def test_whatever_happens_the_counts_are_right_and_the_unwell_are_left_alone(ste
 
 
 def test_choosing_is_fair_among_equals() -> None:
-    routers: list[Router[str]] = [Router(target) for target in "abcd"]
+    routers: list[RouterEndpoint[str]] = [RouterEndpoint(target) for target in "abcd"]
     draw = random.Random(7)
     counts = Counter(choose(routers, (), draw).target for _ in range(4000))
     assert all(850 < counts[target] < 1150 for target in "abcd")
@@ -236,7 +236,7 @@ def test_choosing_is_fair_among_equals() -> None:
     ],
 )
 def test_what_is_a_name(target: str, is_name: bool) -> None:
-    routers: list[Router[str]] = routers_of(target)
+    routers: list[RouterEndpoint[str]] = routers_of(target)
     assert [router.is_name for router in routers] == [is_name]
 
 

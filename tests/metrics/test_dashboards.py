@@ -21,7 +21,7 @@ from kv_transfer.telemetry import Direction
 from router.request.targets import Reason
 from twostep import errors
 from twostep.metrics import catalogue, dashboard
-from twostep.metrics.family import Family, Kind
+from twostep.metrics.family import Family, MetricKind
 from twostep.metrics.registry import MetricsRegistry
 from twostep.request_class import RequestClass
 from twostep.settings.readers import KV_TRANSPORTS
@@ -69,7 +69,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def _series(family: Family) -> list[tuple[str, set[str]]]:
-    if family.kind is not Kind.HISTOGRAM:
+    if family.kind is not MetricKind.HISTOGRAM:
         return [(family.name, set())]
     return [(f"{family.name}_bucket", {"le"}), (f"{family.name}_sum", set()), (f"{family.name}_count", set())]
 

@@ -19,18 +19,18 @@ from twostep.metrics import catalogue
 from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.engine import EngineMetrics
-from twostep.metrics.family import Kind
+from twostep.metrics.family import MetricKind
 from twostep.metrics.http import HttpMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
-from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.metrics.worker import WorkerMetrics
 from twostep.settings.worker import DEFAULT_PORTS
 from twostep.worker import config as worker_flags
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 STATS = EngineStats(num_running=0, num_waiting=0, num_reserved=0, num_held=0, num_blocks=4, num_free_blocks=4, num_cached_blocks=0, steps=0)
-STATE = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={"prefill": 0})
+STATE = RouterGauges(num_running=0, num_waiting=0, num_streams=0, workers={"prefill": 0})
 
 
 def exported(registry: MetricsRegistry) -> dict[str, tuple[str, str]]:
@@ -84,7 +84,7 @@ def test_each_section_is_exported_by_the_processes_it_names() -> None:
         named = [found for name, found in processes.items() if name.split()[0] in where.replace(",", "").split()]
         assert named, title
         for family in families:
-            name = family.name.removesuffix("_total") if family.kind is Kind.COUNTER else family.name
+            name = family.name.removesuffix("_total") if family.kind is MetricKind.COUNTER else family.name
             for found in named:
                 assert found[name] == (family.kind.value, family.help)
 

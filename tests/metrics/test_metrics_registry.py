@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from twostep.metrics.family import Family, Kind, counter, gauge, histogram
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.family import Family, MetricKind, counter, gauge, histogram
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 
 COUNT = counter("twostep_things_total", "Things.", ["kind"])
 LEVEL = gauge("twostep_level", "A level.")
@@ -53,7 +53,9 @@ def test_a_family_is_registered_once() -> None:
 def test_readings_are_asked_for_at_every_scrape() -> None:
     registry = MetricsRegistry()
     values = iter((1.0, 2.0))
-    registry.on_scrape([LEVEL, COUNT], lambda: [Reading(LEVEL, next(values)), Reading(COUNT, 7, ("a",)), Reading(COUNT, 8, ("b",))])
+    registry.on_scrape(
+        [LEVEL, COUNT], lambda: [MetricSample(LEVEL, next(values)), MetricSample(COUNT, 7, ("a",)), MetricSample(COUNT, 8, ("b",))]
+    )
     assert samples(registry) == {
         ("twostep_level", ()): 1,
         ("twostep_things_total", (("kind", "a"),)): 7,
@@ -65,7 +67,7 @@ def test_readings_are_asked_for_at_every_scrape() -> None:
 def test_what_cannot_be_read_is_missing_and_the_rest_is_there(caplog: pytest.LogCaptureFixture) -> None:
     registry = MetricsRegistry()
 
-    def fails() -> list[Reading]:
+    def fails() -> list[MetricSample]:
         raise RuntimeError("the engine is gone")
 
     registry.on_scrape([LEVEL], fails)
@@ -124,12 +126,12 @@ def test_a_tally_is_consistent_while_it_is_written() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"kind": Kind.COUNTER, "name": "twostep_things"},
-        {"kind": Kind.GAUGE, "name": "twostep_things_total"},
-        {"kind": Kind.GAUGE, "name": "things"},
-        {"kind": Kind.HISTOGRAM, "name": "twostep_things_seconds"},
-        {"kind": Kind.GAUGE, "name": "twostep_things", "buckets": (1.0,)},
-        {"kind": Kind.HISTOGRAM, "name": "twostep_things", "buckets": (2.0, 1.0)},
+        {"kind": MetricKind.COUNTER, "name": "twostep_things"},
+        {"kind": MetricKind.GAUGE, "name": "twostep_things_total"},
+        {"kind": MetricKind.GAUGE, "name": "things"},
+        {"kind": MetricKind.HISTOGRAM, "name": "twostep_things_seconds"},
+        {"kind": MetricKind.GAUGE, "name": "twostep_things", "buckets": (1.0,)},
+        {"kind": MetricKind.HISTOGRAM, "name": "twostep_things", "buckets": (2.0, 1.0)},
     ],
 )
 def test_a_family_named_against_the_rules_is_refused(wrong: dict[str, object]) -> None:

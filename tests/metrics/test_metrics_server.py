@@ -14,7 +14,7 @@ import pytest
 
 from twostep.errors import SetupError
 from twostep.metrics.family import gauge
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 from twostep.metrics.server import MetricsServer
 
 LEVEL = gauge("twostep_level", "A level.")
@@ -93,7 +93,7 @@ def test_a_connection_that_says_a_byte_now_and_then_ends_too(server: MetricsServ
 def test_one_slow_reading_does_not_keep_the_port_from_closing(registry: MetricsRegistry) -> None:
     held, began = threading.Event(), threading.Event()
 
-    def slow() -> list[Reading]:
+    def slow() -> list[MetricSample]:
         began.set()
         held.wait(300)
         return []

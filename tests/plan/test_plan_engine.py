@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.lab.plan.goodput import simulate
-from twostep.lab.simulator.cluster import HandOver, PlacementChoice, SimulatedDeployment
+from twostep.lab.simulator.cluster import HandOverCost, PlacementChoice, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
@@ -53,7 +53,7 @@ def assert_same(real: list[list[float]], simulated: list[list[float]], requests:
 @given(arrivals(), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.integers(16, 64), st.floats(0.0001, 0.02))
 def test_prefill_and_decode_workers(requests, num_prefill, num_decode, look_ahead, step_tokens, latency_s) -> None:
     spec = EngineSpec(curve=CURVE, step_tokens=step_tokens, max_num_seqs=16, num_blocks=400, block_size=4, look_ahead=look_ahead)
-    hand_over = HandOver(latency_s=latency_s, bytes_per_s=1e6, kv_token_bytes=7.0)
+    hand_over = HandOverCost(latency_s=latency_s, bytes_per_s=1e6, kv_token_bytes=7.0)
     deployment = SimulatedDeployment(num_prefill=num_prefill, num_decode=num_decode, prefill=spec, decode=spec, hand_over=hand_over)
     real, simulated, _, _ = both(deployment, requests)
     assert_same(real, simulated, requests)

@@ -14,14 +14,14 @@ from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import try_rate
 from twostep.lab.plan.planner import Question, decode_rate, plan_for_rate, plan_for_workers, prompt_work_s
 from twostep.lab.plan.workload import PlannedWorkload
-from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
+from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
 
 # Prefill of 20,000 tokens/s beyond 5 ms a step; a decode step of 5 ms and 0.05 for each sequence.
 CURVE = StepCurve(fixed_s=0.005, per_row_s=5e-5, per_sequence_s=0.0)
 SPEC = EngineSpec(curve=CURVE, step_tokens=1024, num_blocks=4000)
-BASE = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=SPEC, decode=SPEC, hand_over=HandOver(latency_s=0.002))
+BASE = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=SPEC, decode=SPEC, hand_over=HandOverCost(latency_s=0.002))
 SECONDS = 4.0
 WORKLOAD = PlannedWorkload(prompts=Uniform(150, 450), outputs=Uniform(5, 15))
 

@@ -15,7 +15,7 @@ from twostep.lab.bench.serve.lengths import Fixed, Uniform
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import find_knee, simulate, try_requests
 from twostep.lab.plan.workload import PlannedWorkload
-from twostep.lab.simulator.cluster import HandOver, SimulatedDeployment
+from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve
@@ -36,7 +36,7 @@ def times_of(deployment: SimulatedDeployment, *requests: Request) -> list[list[f
 def test_one_request_on_one_pair_by_hand() -> None:
     """100 tokens in one step of 110 ms; 0.1 MB over 10 MB/s and 5 ms of latency; then steps of 11 ms."""
     spec = EngineSpec(curve=PLAIN, step_tokens=512)
-    hand_over = HandOver(latency_s=0.005, bytes_per_s=1e7, kv_token_bytes=1000)
+    hand_over = HandOverCost(latency_s=0.005, bytes_per_s=1e7, kv_token_bytes=1000)
     deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=hand_over, edge_s=0.002)
     [times] = times_of(deployment, Request(arrival_s=1.0, num_prompt=100, num_output=4))
     assert times == [1.112, 1.138, 1.149, 1.160]
@@ -47,7 +47,7 @@ def test_one_request_on_one_pair_by_hand() -> None:
 def test_long_prompts_are_split_and_short_ones_fused_by_hand() -> None:
     """A budget of 64: 100 tokens are 64 and then 36 with all of the next 20, in steps of 74 and 66 ms."""
     spec = EngineSpec(curve=PLAIN, step_tokens=64)
-    deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=HandOver(latency_s=0))
+    deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=HandOverCost(latency_s=0))
     first, second = times_of(
         deployment,
         Request(arrival_s=0.0, num_prompt=100, num_output=1),
@@ -148,7 +148,7 @@ deployments = st.builds(
         decode=EngineSpec(
             curve=PLAIN, step_tokens=step_tokens, num_blocks=num_blocks, block_size=4, look_ahead=look_ahead, ahead_s=ahead_s
         ),
-        hand_over=HandOver(latency_s=latency, bytes_per_s=1e6, kv_token_bytes=10),
+        hand_over=HandOverCost(latency_s=latency, bytes_per_s=1e6, kv_token_bytes=10),
     ),
     st.integers(0, 3),
     st.integers(1, 3),

@@ -24,12 +24,12 @@ from router.waiting.demand_meter import DemandBook
 from twostep.cluster.demand import KEPT_WINDOWS, WINDOW_S, DemandTotals, demand_key, demand_of, said_in, window_of, windows_to_read
 from twostep.cluster.signed import DEMAND, Signer
 from twostep.metrics.registry import MetricsRegistry
-from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
 DEFAULT = Targets(ttft_s=1.0, tpot_s=0.05)
-METRICS = RouterMetrics(MetricsRegistry(), lambda: RouterState(num_running=0, num_waiting=0, num_streams=0, workers={}))
+METRICS = RouterMetrics(MetricsRegistry(), lambda: RouterGauges(num_running=0, num_waiting=0, num_streams=0, workers={}))
 
 
 def job(num_prompt: int = 100, **options: Any) -> RequestJob:

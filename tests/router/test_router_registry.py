@@ -22,7 +22,7 @@ from router.workers.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
 from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.cluster.connection import connect
-from twostep.cluster.look import Look
+from twostep.cluster.look import WorkerListing
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.prefix import derive_key, prefix_hashes
@@ -287,7 +287,7 @@ async def test_a_cancellation_that_the_redis_client_takes_for_a_lost_connection_
     registry = Registry(cluster.redis, deployment(cluster), poll_s=0.01)
     polling = asyncio.Event()
 
-    async def lost(*_: object) -> Look:
+    async def lost(*_: object) -> WorkerListing:
         polling.set()
         try:
             await asyncio.sleep(60)

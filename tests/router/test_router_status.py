@@ -33,12 +33,12 @@ from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.errors import ResourceExhausted
 from twostep.metrics.registry import MetricsRegistry
-from twostep.metrics.router import RouterMetrics, RouterState
+from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import status_pb2, status_pb2_grpc
 from twostep.step_curve import StepCurve
 
-_IDLE = RouterState(num_running=0, num_waiting=0, num_streams=0, workers={})
+_IDLE = RouterGauges(num_running=0, num_waiting=0, num_streams=0, workers={})
 _RECORD = WorkerRecord(
     worker_id="w0",
     role="decode",
@@ -142,7 +142,7 @@ def test_load_is_what_came_between_two_samples() -> None:
     metrics.ttft.observe(0.06)
     metrics.ttft.observe(0.06)
     after = take_sample(metrics, at=14.0)
-    state = RouterState(num_running=3, num_waiting=2, num_streams=1, workers={})
+    state = RouterGauges(num_running=3, num_waiting=2, num_streams=1, workers={})
     load = router_load(before, after, state, 1.5)
     assert (load.window_s, load.num_running, load.num_waiting, load.num_streams) == (4.0, 3, 2, 1)
     assert (load.requests_per_s, load.failures_per_s) == (2.5, 0.5)

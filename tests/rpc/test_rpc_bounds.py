@@ -22,7 +22,7 @@ from twostep.errors import ResourceExhausted, TwostepError, Unauthenticated
 from twostep.rpc.channel import open_channel
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
-from twostep.rpc.slots import Reading, Slots
+from twostep.rpc.slots import ReadBounds, Slots
 from twostep.rpc.unread import Unread
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.settings.tls import TlsFiles
@@ -235,7 +235,7 @@ class Call:
 
 
 async def test_whoever_has_most_half_open_calls_gives_way_and_calls_that_run_never_do() -> None:
-    slots = Slots(8, Reading())
+    slots = Slots(8, ReadBounds())
     many = [Call() for _ in range(5)]
     few = [Call() for _ in range(3)]
     places = [slots.take(call, "many") for call in many]
@@ -257,7 +257,7 @@ async def test_whoever_has_most_half_open_calls_gives_way_and_calls_that_run_nev
 
 
 async def test_one_caller_cannot_run_in_all_places() -> None:
-    slots = Slots(16, Reading())
+    slots = Slots(16, ReadBounds())
     for _ in range(14):
         slots.take(Call(), "one").running()
     with pytest.raises(ResourceExhausted):
@@ -266,7 +266,7 @@ async def test_one_caller_cannot_run_in_all_places() -> None:
 
 
 async def test_messages_are_read_some_at_a_time_of_each_caller_and_of_all() -> None:
-    slots = Slots(100, Reading(of_caller=2, of_all=3, patience_s=1000))
+    slots = Slots(100, ReadBounds(of_caller=2, of_all=3, patience_s=1000))
     greedy = [slots.take(Call(), "greedy") for _ in range(5)]
     turns = [asyncio.create_task(place.turn()) for place in greedy]
     await asyncio.wait_for(asyncio.gather(*turns[:2]), SOON_S)
@@ -295,7 +295,7 @@ async def test_messages_are_read_some_at_a_time_of_each_caller_and_of_all() -> N
 
 
 async def test_slow_messages_of_the_greediest_give_way_to_whoever_waits() -> None:
-    slots = Slots(100, Reading(of_caller=2, of_all=3, patience_s=0.01))
+    slots = Slots(100, ReadBounds(of_caller=2, of_all=3, patience_s=0.01))
     greedy, other = [Call(), Call()], Call()
     for call in greedy:
         await slots.take(call, "greedy").turn()
@@ -305,7 +305,7 @@ async def test_slow_messages_of_the_greediest_give_way_to_whoever_waits() -> Non
 
 
 async def test_and_those_of_the_caller_itself() -> None:
-    slots = Slots(100, Reading(of_caller=2, of_all=3, own_patience_s=0.01))
+    slots = Slots(100, ReadBounds(of_caller=2, of_all=3, own_patience_s=0.01))
     slow = [Call(), Call()]
     for call in slow:
         await slots.take(call, "one").turn()

@@ -19,7 +19,7 @@ from worker_harness import WAIT_S
 from decode_worker.paths import Paths
 from decode_worker.peers import Peers, Source
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
-from kv_transfer.transport import Probe
+from kv_transfer.transport import ProbeTiming
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
 from twostep.rpc.call_signing import CallSigner
@@ -37,13 +37,13 @@ class Transport(OneSidedTransport):
         super().__init__(None, 1, OneSidedHub(), worker_id="d")  # type: ignore[arg-type]
         self.refused: Counter[str] = Counter()
 
-    async def probe(self, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         if endpoint.startswith("frozen"):
             await asyncio.sleep(3600)
         if endpoint.startswith("full") and not self.refused[endpoint]:
             self.refused[endpoint] += 1
             raise ResourceExhausted("no room in the ring")
-        return Probe(num_bytes=1000, seconds=1e-3)
+        return ProbeTiming(num_bytes=1000, seconds=1e-3)
 
 
 class Kv(kv_pb2_grpc.KvServicer):
@@ -52,7 +52,7 @@ class Kv(kv_pb2_grpc.KvServicer):
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
 
-    async def Probe(self, request: kv_pb2.ProbeRequest, context: Any) -> kv_pb2.ProbeResponse:
+    async def ProbeTiming(self, request: kv_pb2.ProbeRequest, context: Any) -> kv_pb2.ProbeResponse:
         self.asked[request.worker_id] += 1
         return kv_pb2.ProbeResponse(paths=[kv_pb2.ProbeResponse.Path(transport=NAME, endpoint=request.worker_id)])
 

@@ -27,9 +27,9 @@ from router.waiting.quota_share import QuotaShare
 from router.workers.prefix_index import PrefixIndex, WorkerLife
 from router.workers.registry import Deployment, Registry
 from twostep import __version__
-from twostep.autoscaler.collect import Collector
+from twostep.autoscaler.collect import ObservationCollector
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.lease import LeaderLease
 from twostep.cluster.connection import connect
 from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WORKERS_KEY
@@ -122,10 +122,10 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     await keys.put(key)
     assert [each.id for each in await keys.read() or ()] == [key.id]
     assert await keys.remove(key.id)
-    lease = Lease(client, "a", Signer(SECRET, DECISIONS), ttl_s=60.0)
+    lease = LeaderLease(client, "a", Signer(SECRET, DECISIONS), ttl_s=60.0)
     assert await lease.renew()
     assert await lease.renew()
-    collector = Collector(client, Fleet("", {"prefill": 1.0, "decode": 1.0}), SECRET, span_s=60.0, look_again_s=0.0)
+    collector = ObservationCollector(client, Fleet("", {"prefill": 1.0, "decode": 1.0}), SECRET, span_s=60.0, look_again_s=0.0)
     look = await collector.look()
     assert len(look.records) == 1
     await ScalingWatch(client, Signer(SECRET, DECISIONS)).poll()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
-from twostep.engine.batch import TopLogprob
+from twostep.engine.batch import TopToken
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, TokenOutput
 from twostep.errors import ResourceExhausted
@@ -27,7 +27,7 @@ LOCAL = 2
 
 
 def token(position: int, *, last: bool = False, seq_id: str = "s/1") -> TokenOutput:
-    top = (TopLogprob(token_id=position + 1, logprob=-2.0),) if position % 2 else ()
+    top = (TopToken(token_id=position + 1, logprob=-2.0),) if position % 2 else ()
     return TokenOutput(
         seq_id=seq_id,
         token_id=1000 + position,

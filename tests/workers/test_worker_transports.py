@@ -28,7 +28,7 @@ from worker_harness import (
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.probing import ProbePass
-from kv_transfer.transport import KvTransport, Probe
+from kv_transfer.transport import KvTransport, ProbeTiming
 from kv_transfer.transports import Transports
 from twostep.errors import SetupError
 from twostep.rpc.v1 import kv_pb2, worker_pb2
@@ -111,7 +111,7 @@ async def test_the_readers_order_counts(redis_url: str) -> None:
 async def test_no_request_waits_for_a_probe_while_there_is_another_way(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, go_on = OneSidedTransport.probe, asyncio.Event()
 
-    async def slow(self: OneSidedTransport, endpoint: str, *, deadline: float) -> Probe:
+    async def slow(self: OneSidedTransport, endpoint: str, *, deadline: float) -> ProbeTiming:
         await go_on.wait()
         return await real(self, endpoint, deadline=deadline)
 
@@ -183,7 +183,7 @@ async def test_another_way_is_taken_when_one_breaks_and_back(redis_url: str) -> 
 async def test_a_probe_that_fails_unexpectedly_costs_one_try(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, failing = OneSidedTransport.probe, [True]
 
-    async def probe(self: OneSidedTransport, endpoint: str, *, deadline: float) -> Probe:
+    async def probe(self: OneSidedTransport, endpoint: str, *, deadline: float) -> ProbeTiming:
         if failing:
             raise RuntimeError("CUDA out of memory")
         return await real(self, endpoint, deadline=deadline)

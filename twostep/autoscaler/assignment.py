@@ -166,7 +166,7 @@ class _Search:
                     yield _Choice(pods=pods, away=away, to_prefill=to_prefill)
 
     def _registered_lost(self, pods: Mapping[Role, int], owner: Role) -> int:
-        """Of the pods that a Deployment loses, those that are registered: Kubernetes takes pods that are not ready first."""
+        """Counts the registered pods among those that a Deployment loses: Kubernetes takes pods that are not ready first."""
         lost = max(0, self.there.pods[owner] - pods[owner])
         return max(0, lost - self.there.pending[owner])
 

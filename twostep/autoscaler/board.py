@@ -39,8 +39,8 @@ class DecisionBoard:
         return age_s is not None and age_s < self.stale_s
 
     def show(self, record: ScalingRecord, age_s: float) -> None:
-        """What was decided so long ago. One that is older than what is shown changes nothing; but once that is too old, whatever is not is
-        believed: Redis may have lost everything, and a leader that had seen nothing begun with small tokens again."""
+        """Shows the decision that was made `age_s` ago. An older decision than the one shown changes nothing, unless the one shown is stale
+        and this one is not: Redis may have lost everything, and a leader that saw nothing may have begun with small tokens again."""
         if self._record is not None and record.order < self._record.order and (self.fresh or age_s >= self.stale_s):
             return
         if self._record is None or record.order != self._record.order:

@@ -52,7 +52,7 @@ class NobodyKnown(Unavailable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ClusterSnapshot:
     """`decision`: the last one that stands; None: there is none, or none that is understood here. `num_refused`: records of workers that
     do not belong here, or are not understood."""
 
@@ -63,7 +63,7 @@ class Look:
     num_refused: int = 0
 
 
-class Collector:
+class ObservationCollector:
     """`clock`: instead of Redis' own, seconds since 1970. `span_s`: over which the load is averaged."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Collector:
         self._lengths = Traffic()
         self._silent: tuple[str, ...] = ()
 
-    async def look(self) -> Look:
+    async def look(self) -> ClusterSnapshot:
         """Raises Unavailable without Redis."""
         try:
             return await self._look()
@@ -107,9 +107,9 @@ class Collector:
             raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
         return self._now(replies[0]), self._decision(replies[1])
 
-    def observation(self, look: Look, asked: Mapping[str, int] | None, *, switching: Collection[str] = ()) -> Observation:
-        """What the policy is to see of it. `asked`: pods that each Deployment has by the last decision, registered or not; None: there is
-        none. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
+    def observation(self, look: ClusterSnapshot, asked: Mapping[str, int] | None, *, switching: Collection[str] = ()) -> Observation:
+        """Returns what the policy is to see of `look`. `asked`: pods that each Deployment has by the last decision, registered or not;
+        None: there is no decision. `switching`: workers that change their role now. Raises NothingMetered, NobodyKnown."""
         if look.demand.seconds <= 0:
             raise NothingMetered("no router has said of late what is asked of it")
         if look.num_refused and not look.records:
@@ -122,7 +122,7 @@ class Collector:
             pods=self._fleet.pods(look.records, asked, look.now_s, switching=switching),
         )
 
-    async def _look(self) -> Look:
+    async def _look(self) -> ClusterSnapshot:
         known = list(self._known)
         async with asyncio.timeout(_TIMEOUT_S):
             now_s = self._now(await self._redis.time())
@@ -145,7 +145,7 @@ class Collector:
         self._known = found
         demand = demand_of(fields, now_s=now_s, span_s=self._span_s)
         self._tell_silent(demand.silent)
-        return Look(
+        return ClusterSnapshot(
             now_s=now_s,
             records=tuple(found.values()),
             demand=demand,

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 from twostep.autoscaler.beginning import why_wait
 from twostep.autoscaler.board import DecisionBoard
-from twostep.autoscaler.collect import Collector, Look, NobodyKnown, NothingMetered
+from twostep.autoscaler.collect import ClusterSnapshot, NobodyKnown, NothingMetered, ObservationCollector
 from twostep.autoscaler.decision_log import DecisionLog
 from twostep.autoscaler.fleet import begun
 from twostep.autoscaler.hpa import Asked, comes_to, replicas_asked
-from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.lease import LeaderLease
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig
 from twostep.autoscaler.pods import MarkLease, PodMarks
@@ -60,8 +60,8 @@ _SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown:
 class ControllerParts:
     """`marks` None: there is no Kubernetes to mark pods in; `decisions` None: nothing is written down."""
 
-    lease: Lease
-    collector: Collector
+    lease: LeaderLease
+    collector: ObservationCollector
     board: DecisionBoard
     switcher: Switcher
     marks: PodMarks | None = None
@@ -168,7 +168,7 @@ class Controller:
 
     # ---- the leader ----------------------------------------------------------------------------------------------------
 
-    def _too_soon(self, look: Look) -> float:
+    def _too_soon(self, look: ClusterSnapshot) -> float:
         """Seconds until a decision is due; 0: it is. A new leader keeps its predecessor's time."""
         if look.decision is None or look.decision.token == self._parts.lease.token:
             return 0.0
@@ -176,7 +176,7 @@ class Controller:
         age_s = look.now_s - look.decision.at_s
         return self._config.interval_s - age_s if 0 <= age_s < _TOO_SOON * self._config.interval_s else 0.0
 
-    async def _lead(self, look: Look) -> None:
+    async def _lead(self, look: ClusterSnapshot) -> None:
         token = self._parts.lease.token
         # Without the last decision, as after Redis has lost everything, from what this replica knows: it may have followed it.
         look = replace(look, decision=look.decision or self._parts.board.record)
@@ -202,7 +202,7 @@ class Controller:
             standing = {name: role for name, (role, _) in step.memory.switching.items()}
             self._parts.switcher.start(step.decision.switches, look.records, standing)
 
-    def _take_over(self, look: Look, token: int) -> None:
+    def _take_over(self, look: ClusterSnapshot, token: int) -> None:
         """Goes on where the last leader was."""
         before = look.decision
         self._memory = _memory_of(before)
@@ -212,7 +212,7 @@ class Controller:
             self._parts.marks.forget()
         log.info("%s decides from now on%s", self._name, "" if before is None else f", after {before.leader}")
 
-    def _check_begun(self, look: Look, observation: Observation, decision: Decision) -> None:
+    def _check_begun(self, look: ClusterSnapshot, observation: Observation, decision: Decision) -> None:
         """Raises TooEarly."""
         if look.decision is not None:
             self._since_s = None
@@ -236,7 +236,7 @@ class Controller:
             self._memory = Memory()
             return self._policy(self._config, self._memory, observation)
 
-    async def _mark(self, look: Look, decision: Decision, token: int) -> bool:
+    async def _mark(self, look: ClusterSnapshot, decision: Decision, token: int) -> bool:
         """False: somebody else has marked them since, and leads."""
         if self._parts.marks is None or not self._parts.lease.held:
             return True
@@ -264,7 +264,7 @@ class Controller:
         come = {role: comes_to(record.asked.get(role, record.replicas[role]), record.pods[role], self._tolerance) for role in ROLES}
         return {role: min(come[role], self._config.pool(role).max_workers) for role in ROLES}
 
-    def _record(self, look: Look, observation: Observation, step: Step, token: int) -> ScalingRecord:
+    def _record(self, look: ClusterSnapshot, observation: Observation, step: Step, token: int) -> ScalingRecord:
         decision = step.decision
         pods: dict[str, int] = {role: observation.pods[role] for role in ROLES}
         replicas: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
@@ -288,12 +288,12 @@ class Controller:
             stale_s=self._parts.board.stale_s,
         )
 
-    def _too_many(self, look: Look, replicas: dict[str, int], pods: dict[str, int]) -> str:
+    def _too_many(self, look: ClusterSnapshot, replicas: dict[str, int], pods: dict[str, int]) -> str:
         """The bound that what would come about is beyond."""
         free = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance)
         return self._config.beyond({role: comes_to(free[role].pods, pods[role], self._tolerance) for role in ROLES})
 
-    def _count(self, record: ScalingRecord, decision: Decision, look: Look) -> None:
+    def _count(self, record: ScalingRecord, decision: Decision, look: ClusterSnapshot) -> None:
         before = record.pods if look.decision is None else look.decision.replicas
         changes = {role: record.replicas[role] - before[role] for role in ROLES}
         more, fewer = any(change > 0 for change in changes.values()), any(change < 0 for change in changes.values())

@@ -1,5 +1,6 @@
-"""What the answers say: where the target is missed although sizing says that there are enough workers, they are slower than their curves
-(a neighbour on the host, a cold cache, a load of another shape), and the load is counted for more. What nothing confirms is forgotten."""
+"""Corrects the load by what the answers show: where the target is missed although sizing says that there are enough workers, these are
+slower than their curves (a neighbour on the host, a cold cache, a load of another shape), and the load is counted for more. A correction
+that nothing confirms is forgotten."""
 
 from __future__ import annotations
 

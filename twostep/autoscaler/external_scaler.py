@@ -1,4 +1,4 @@
-"""What KEDA asks: an external scaler with one ScaledObject for each role.
+"""Answers KEDA as an external scaler with one ScaledObject for each role.
 
     triggers:
       - type: external-push        # or external
@@ -6,7 +6,7 @@
         metadata: {scalerAddress: ..., role: prefill}
 
 The metric is the number of pods that the role's Deployment is to have, its target 1 for each pod, so that the HorizontalPodAutoscaler comes
-to that number (twostep/autoscaler/hpa.py: with which tolerance). Whoever is asked answers from the last decision. If that is too old the
+to that number (twostep/autoscaler/hpa.py: with which tolerance). Every replica answers from the last decision. If that is too old the
 answer is UNAVAILABLE, for which KEDA keeps the pods that there are, or takes the ScaledObject's `fallback`: a number made up would be
 worse.
 """
@@ -39,7 +39,7 @@ def metric_name(role: Role) -> str:
 
 
 def role_of(ref: externalscaler_pb2.ScaledObjectRef) -> Role:
-    """Of the trigger's metadata. Raises InvalidRequest."""
+    """Returns the role that the trigger's metadata names. Raises InvalidRequest."""
     given = ref.scalerMetadata.get("role", "")
     for role in ROLES:
         if given == role:

@@ -31,7 +31,7 @@ def life_of(record: WorkerRecord) -> Life:
 
 
 def owner_of(record: WorkerRecord) -> Role:
-    """Of the Deployment that its pod counts for."""
+    """Returns the role of the Deployment that the worker's pod counts for."""
     return cast(Role, record.pod_owner if record.pod_owner in ROLES else record.role)
 
 
@@ -98,8 +98,8 @@ class Fleet:
     def pods(
         self, records: Sequence[WorkerRecord], asked: Mapping[str, int] | None, now_s: float, *, switching: Collection[str] = ()
     ) -> dict[Role, int]:
-        """Of each Deployment. `asked`: what it was told last; None: nothing yet. A pod whose worker drains is on its way out and counts no
-        more, unless it is one of `switching`, which only change their role."""
+        """Counts the pods of each Deployment. `asked`: the numbers that were asked for last; None: none yet. A pod whose worker drains is
+        on its way out and is not counted, unless it is one of `switching`, which only change their role."""
         found: dict[Role, int] = {}
         staying = [record for record in records if not record.draining or record.worker_id in switching]
         for role in ROLES:

@@ -71,15 +71,16 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoding:
-    """What decode workers do at an instant: sequences, and tokens a second that they give by their curves."""
+class DecodeLoad:
+    """Describes what decode workers do at an instant: how many sequences they decode, and the tokens a second that they give by their
+    curves."""
 
     num_seqs: int = 0
     tokens_per_s: float = 0.0
 
 
-def observe(before: Forecast | None, traffic: Traffic, decoding: Decoding, dt_s: float, window_s: float) -> Forecast:
-    """What is known after one more window of traffic."""
+def observe(before: Forecast | None, traffic: Traffic, decoding: DecodeLoad, dt_s: float, window_s: float) -> Forecast:
+    """Returns the forecast after one more window of traffic."""
     rate = max(0.0, traffic.requests_per_s)
     uncached = max(0.0, traffic.prompt_tokens - traffic.cached_tokens)
     values = (rate, rate * traffic.prompt_tokens, rate * uncached, rate * traffic.output_tokens)

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from twostep.autoscaler.composition import Composition
-from twostep.autoscaler.forecast import Decoding, Forecast
+from twostep.autoscaler.forecast import DecodeLoad, Forecast
 from twostep.autoscaler.memory import Memory, Need
 from twostep.autoscaler.model import ROLES, Observation, PolicyConfig, Role, WorkerView
-from twostep.autoscaler.sizing import Demand, WorkerSpec, decode_need, prefill_need
+from twostep.autoscaler.sizing import OfferedLoad, WorkerSpec, decode_need, prefill_need
 from twostep.autoscaler.stability import remember
 
 # Of a prefill worker, while a lost one is missed: it is for a cold start at most.
@@ -91,16 +91,16 @@ def goal(config: PolicyConfig, memory: Memory, forecast: Forecast, observation: 
     return Goal(now=current, need=apart, total=sum(apart.values()), shared=False, asleep=False, ahead=ahead, kept=kept, needs=needs)
 
 
-def sized(config: PolicyConfig, role: Role, spec: WorkerSpec, load: Demand) -> int:
+def sized(config: PolicyConfig, role: Role, spec: WorkerSpec, load: OfferedLoad) -> int:
     return prefill_need(config, spec, load) if role == "prefill" else decode_need(config, spec, load)
 
 
-def demand(forecast: Forecast, seconds: float, running: int = 0) -> Demand:
+def demand(forecast: Forecast, seconds: float, running: int = 0) -> OfferedLoad:
     """The most that is expected from now until then."""
     rate = forecast.requests.ahead(seconds)
     share = 1.0 / rate if rate else 0.0
     prompt = forecast.prompt.ahead(seconds) * share
-    return Demand(
+    return OfferedLoad(
         requests_per_s=rate,
         prompt_tokens=prompt,
         cached_tokens=max(0.0, prompt - forecast.uncached.ahead(seconds) * share),
@@ -112,7 +112,7 @@ def demand(forecast: Forecast, seconds: float, running: int = 0) -> Demand:
     )
 
 
-def decoding_of(workers: tuple[WorkerView, ...]) -> Decoding:
+def decoding_of(workers: tuple[WorkerView, ...]) -> DecodeLoad:
     """By their curves: a worker that is slow because it has too many sequences gives few tokens for them, and one that nobody has measured
     is not counted."""
     num_seqs, tokens_per_s = 0, 0.0
@@ -121,7 +121,7 @@ def decoding_of(workers: tuple[WorkerView, ...]) -> Decoding:
             num_seqs += worker.num_running
             if worker.curve is not None:
                 tokens_per_s += worker.num_running / max(1e-4, worker.curve.decode_step_s(worker.num_running, worker.context_tokens))
-    return Decoding(num_seqs=num_seqs, tokens_per_s=tokens_per_s)
+    return DecodeLoad(num_seqs=num_seqs, tokens_per_s=tokens_per_s)
 
 
 def backlog_per_s(config: PolicyConfig, observation: Observation, num_ready: int, within_s: float) -> float:

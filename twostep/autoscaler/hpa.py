@@ -1,4 +1,4 @@
-"""What the HorizontalPodAutoscaler makes of a metric, and what to tell it so that it does what was decided. Pure.
+"""Computes what the HorizontalPodAutoscaler makes of a metric, and the metric that makes it do what was decided. Pure.
 
 For an external metric with AverageValue it reckons, with `usage` the metric's sum and `current` the Deployment's pods,
 
@@ -8,14 +8,14 @@ For an external metric with AverageValue it reckons, with `usage` the metric's s
 The tolerance (0.1 unless the cluster or the HPA's `behavior` says otherwise) swallows small steps: at 11 pods it does nothing for 12, since
 12 / 11 lies within it. With a target of 1 and a metric of the pods that are wanted, three things follow:
 
-- Less is reachable while pods are few: what is told may be any number above wanted - 1, since the HPA rounds up. At 11 pods, 10 is told as
+- Less is reachable while pods are few: the metric may be any number above wanted - 1, since the HPA rounds up. At 11 pods, 10 is given as
   9.898, which lies outside. Where even the least such number lies within the tolerance (19 of 20, say), the HPA keeps what there is: at
   most that share too much.
 - More is not: no number up to 12 lies outside at 11 pods. The least that is acted on is asked for, 13, so that there are never too few.
   What was asked for beyond the wish stays asked for until the wish falls, or every such step would be taken back at once.
 - With a tolerance of 0, which an HPA's `behavior` may set since Kubernetes 1.33, none of this happens.
 
-More than the wish is bounded by the budget. Where what comes about would cost more than may be spent, a Deployment is told the nearest
+More than the wish is bounded by the budget. Where what comes about would cost more than may be spent, a Deployment gets the nearest
 number below its wish that its HPA goes to or stays at, the one of the two that lacks the smaller share then; never one below its least.
 
 The HPA counts in thousandths.
@@ -49,7 +49,7 @@ class Asked:
 
 
 def ask(wish: int, pods: int, before: Asked | None, tolerance: float) -> Asked:
-    """What to ask for, with `pods` there. `before`: what was asked for last."""
+    """Returns what to ask for while there are `pods`. `before`: what was asked for last."""
     if before is not None and before.more > 0 and before.wish <= wish <= before.pods:
         kept = Asked(before.pods, before.wish)
         return kept if pods >= wish else Asked(max(kept.pods, _acted_on(wish, pods, tolerance)), before.wish)
@@ -64,7 +64,7 @@ def _acted_on(wish: int, pods: int, tolerance: float) -> int:
 
 
 def metric(asked: int, pods: int, tolerance: float) -> float:
-    """What to tell an HPA with `pods`, so that it goes to `asked`: in thousandths, as it counts."""
+    """Returns the metric that makes an HPA with `pods` go to `asked`, in whole thousandths, as the HPA counts."""
     if asked >= pods or asked <= 0:
         return float(asked)
     # Below this it acts; above one less than asked it rounds up.
@@ -97,8 +97,8 @@ def replicas_asked(
 
 
 def _affordable(config: PolicyConfig, asked: Mapping[str, Asked], pods: Mapping[str, int], tolerance: float) -> dict[str, Asked]:
-    """Of the ways to tell each Deployment what was asked for or less, the one within the budget that lacks least of what is wished for;
-    where least numbers of workers leave none, the cheapest."""
+    """Returns the best way to ask for each Deployment's number or less: within the budget, the one that lacks least of what is wished for;
+    if the least numbers of workers leave none within it, the cheapest."""
     ways: list[tuple[tuple[float, float, float], int, dict[str, Asked]]] = []
     for told in itertools.product(*(_or_less(asked[role], pods[role], config.pool(role).min_workers, tolerance) for role in ROLES)):
         way: dict[str, Asked] = dict(zip(ROLES, told, strict=True))

@@ -49,7 +49,7 @@ return 1
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-class Lease:
+class LeaderLease:
     """Calls take no longer than until the next renewal is due, and raise nothing for what Redis does. `signer` of decisions. `clock` in
     seconds, does not go back."""
 
@@ -70,7 +70,7 @@ class Lease:
 
     @property
     def token(self) -> int:
-        """Of the lease that is held, or was; 0: none ever was, or it is lost."""
+        """Returns the token of the lease that is held, or was; 0: none ever was, or it is lost."""
         return self._token
 
     @property
@@ -84,7 +84,7 @@ class Lease:
         return self._ttl_ms / 1000 / 4
 
     def saw(self, token: int) -> None:
-        """Of another's decision: those given out from now on are larger."""
+        """Notes the token of another replica's decision: tokens given out from now on are larger."""
         self._largest_seen = max(self._largest_seen, token)
 
     async def renew(self) -> bool:

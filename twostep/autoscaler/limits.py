@@ -1,6 +1,6 @@
-"""What of a goal may be asked for: bounds of the pools, the budget, and how much at once. Where not everything can be had, both roles get
-the same share of what they need, the one that is shorter first, so that neither waits idle for the other: of what they need now before what
-they need a cold start ahead. The spare is given up first."""
+"""Limits a goal to what may be asked for: the bounds of the pools, the budget, and how much at once. Where not everything can be had, both
+roles get the same share of what they need, the one that is shorter first, so that neither waits idle for the other. What they need now goes
+before what they need a cold start ahead. The spare is given up first."""
 
 from __future__ import annotations
 

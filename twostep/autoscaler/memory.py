@@ -1,4 +1,5 @@
-"""What one decision leaves for the next: a frozen value that goes to Redis as JSON, so that a new leader goes on where the old one was."""
+"""Holds what one decision leaves for the next: a frozen value that goes to Redis as JSON, so that a new leader goes on where the old one
+was."""
 
 from __future__ import annotations
 

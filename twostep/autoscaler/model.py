@@ -1,4 +1,4 @@
-"""What the autoscaler's policy is told and what it answers: plain frozen values, no clock, no I/O.
+"""Defines the input and the output of the autoscaler's policy: plain frozen values, no clock, no I/O.
 
 A decision is a pure function of (config, memory, observation): the same three give the same answer on any replica, in the simulation, and
 again from a file. Instants are seconds of whatever clock the caller has, as long as it is one and does not go back; times are seconds, but
@@ -76,8 +76,8 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one decision looks at. `pods`: pods that each Deployment has asked for, registered or not yet; a role that is missing has as
-    many as are registered and do not drain."""
+    """Holds what one decision looks at. `pods`: pods that each Deployment has asked for, registered or not yet; a role that is missing has
+    as many as are registered and do not drain."""
 
     now_s: float
     traffic: Traffic
@@ -140,7 +140,7 @@ class PoolConfig:
 
     @property
     def worker_hour(self) -> float:
-        """What a worker costs an hour. A worker without a GPU costs what one GPU is said to."""
+        """Returns what a worker costs an hour. A worker without a GPU costs as much as one with a single GPU."""
         return max(1, self.gpus_per_worker) * self.price_per_gpu_hour
 
     @property

@@ -59,8 +59,8 @@ _PASSING = (409, 429)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchResult:
-    """Of one round: pods that were marked or cleared, and those that could not be. `outranked`: the token of a lease that bars this one
-    from a pod; 0: there was none."""
+    """Counts the pods of one round: those that were marked or cleared, and those that could not be. `outranked`: the token of a lease that
+    bars this one from a pod; 0: there was none."""
 
     done: int = 0
     failed: int = 0

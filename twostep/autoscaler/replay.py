@@ -94,7 +94,7 @@ def changed(config: PolicyConfig, changes: dict[str, Any]) -> PolicyConfig:
 
 
 def same(one: Decision, other: Decision) -> bool:
-    """What is done about them, not what is said."""
+    """Returns whether both decisions do the same; their reasons may differ."""
     names = ("prefill", "decode", "replicas", "switches", "victims")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 

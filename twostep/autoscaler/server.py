@@ -10,13 +10,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from twostep.autoscaler.board import DecisionBoard
-from twostep.autoscaler.collect import LOOK_AGAIN_S, Collector
+from twostep.autoscaler.collect import LOOK_AGAIN_S, ObservationCollector
 from twostep.autoscaler.config import AutoscalerConfig
 from twostep.autoscaler.controller import Controller, ControllerParts
 from twostep.autoscaler.decision_log import DecisionLog
 from twostep.autoscaler.external_scaler import ExternalScaler
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.lease import Lease
+from twostep.autoscaler.lease import LeaderLease
 from twostep.autoscaler.model import ROLES, Role
 from twostep.autoscaler.pods import PodMarks
 from twostep.autoscaler.switches import Outcome, Switcher
@@ -54,7 +54,7 @@ class Autoscaler:
         policy = config.policy()
         self.autoscaler_id = config.autoscaler_id or f"autoscaler-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)
-        self.lease = Lease(self._redis, self.autoscaler_id, Signer(secret, DECISIONS), ttl_s=config.leader_lease)
+        self.lease = LeaderLease(self._redis, self.autoscaler_id, Signer(secret, DECISIONS), ttl_s=config.leader_lease)
         cold_start_s: dict[Role, float] = {role: policy.pool(role).cold_start_s for role in ROLES}
         self._fleet = Fleet(secret_check(secret), cold_start_s)
         self.board = DecisionBoard(stale_s=config.stale_after * config.interval, max_listeners=config.max_streams)
@@ -67,7 +67,9 @@ class Autoscaler:
             marks = PodMarks(config.kubernetes_api, config.kubernetes_dir, namespace=config.pod_namespace)
         parts = ControllerParts(
             lease=self.lease,
-            collector=Collector(self._redis, self._fleet, secret, span_s=config.demand_window, clock=clock, look_again_s=look_again_s),
+            collector=ObservationCollector(
+                self._redis, self._fleet, secret, span_s=config.demand_window, clock=clock, look_again_s=look_again_s
+            ),
             board=self.board,
             switcher=self._switcher,
             marks=marks,

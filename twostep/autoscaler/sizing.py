@@ -33,8 +33,8 @@ _LIFE_NOISE = 0.86
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What one worker of a role can do. 0: not known, no bound. `tokens_per_s`: what it computed when it had enough to do; only asked
-    without a curve."""
+    """Describes what one worker of a role can do. 0: not known, no bound. `tokens_per_s`: what it computed when it had enough to do; used
+    only without a curve."""
 
     curve: StepCurve | None = None
     step_tokens: int = 512
@@ -45,7 +45,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class OfferedLoad:
     """A load to be carried. `decoded_per_s`: tokens of answers that are given now, in sum: the least that there will be. `running`:
     sequences that decode now; only asked where there are no curves."""
 
@@ -71,7 +71,7 @@ class Demand:
         """Tokens of a sequence in the middle of its answer."""
         return self.prompt_tokens + self.output_tokens / 2
 
-    def times(self, factor: float) -> Demand:
+    def times(self, factor: float) -> OfferedLoad:
         """So many times as many requests of the same kind."""
         return replace(
             self,
@@ -80,7 +80,7 @@ class Demand:
             running=self.running * factor,
         )
 
-    def plus(self, requests_per_s: float) -> Demand:
+    def plus(self, requests_per_s: float) -> OfferedLoad:
         """So many more requests a second of the same kind."""
         return replace(self, requests_per_s=self.requests_per_s + requests_per_s)
 
@@ -98,7 +98,7 @@ def erlang_c(num_workers: int, offered: float) -> float:
 # ---- prefill ------------------------------------------------------------------------------------------------------------
 
 
-def prompt_work_s(spec: WorkerSpec, demand: Demand) -> float:
+def prompt_work_s(spec: WorkerSpec, demand: OfferedLoad) -> float:
     """Seconds of a worker that a prompt takes on average, as its share of full steps."""
     curve = _curve(spec)
     uncached = demand.uncached_tokens
@@ -107,7 +107,7 @@ def prompt_work_s(spec: WorkerSpec, demand: Demand) -> float:
     return max(1e-9, uncached * (curve.per_row_s + share) + pairs * curve.per_pair_s)
 
 
-def own_times_s(spec: WorkerSpec, demand: Demand) -> tuple[float, ...]:
+def own_times_s(spec: WorkerSpec, demand: OfferedLoad) -> tuple[float, ...]:
     """How long prompts of this load take on a worker of their own, at equally likely lengths."""
     sigma = math.sqrt(math.log1p(demand.prompt_scv))
     normal = NormalDist()
@@ -118,7 +118,7 @@ def own_times_s(spec: WorkerSpec, demand: Demand) -> tuple[float, ...]:
     return tuple(prompt_s(curve, length, chunk_pairs(length, cached), max(1, spec.step_tokens))[0] for length in lengths)
 
 
-def late_share(config: PolicyConfig, demand: Demand, work_s: float, own_s: tuple[float, ...], num_workers: int) -> float:
+def late_share(config: PolicyConfig, demand: OfferedLoad, work_s: float, own_s: tuple[float, ...], num_workers: int) -> float:
     """Share of first tokens later than the target on so many prefill workers, predicted. 1: they cannot keep up."""
     offered = demand.requests_per_s * work_s
     if offered >= num_workers:
@@ -129,7 +129,7 @@ def late_share(config: PolicyConfig, demand: Demand, work_s: float, own_s: tuple
     return sum(1.0 if own > left else waits * math.exp(-decay * (left - own)) for own in own_s) / len(own_s)
 
 
-def prefill_need(config: PolicyConfig, spec: WorkerSpec, demand: Demand) -> int:
+def prefill_need(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad) -> int:
     """The least prefill workers with which the TTFT target is kept by the share of requests that is asked for. What is too late even on an
     idle worker is not counted against them: more workers would not mend it. 0 without load."""
     if demand.requests_per_s <= 0.0:
@@ -178,7 +178,7 @@ def sequences(curve: StepCurve, token_rate: float, context: float) -> float:
     return max(curve.knee, token_rate * (curve.fixed_s - curve.per_row_s * curve.knee) / above) if above > 0.0 else math.inf
 
 
-def decode_need(config: PolicyConfig, spec: WorkerSpec, demand: Demand) -> int:
+def decode_need(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad) -> int:
     """The least decode workers whose steps keep the TPOT target and that have seats and blocks for the sequences that are there at a time.
     A target that a sequence alone would miss is left out: more workers would not mend it. 0 without load."""
     if demand.decode_per_s <= 0.0 and demand.running <= 0.0:
@@ -192,7 +192,7 @@ def decode_need(config: PolicyConfig, spec: WorkerSpec, demand: Demand) -> int:
     return MOST_WORKERS
 
 
-def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: Demand, num_workers: int) -> bool:
+def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, num_workers: int) -> bool:
     """Whether so many decode workers keep the target, with room for all sequences."""
     curve, context = _curve(spec), demand.context
     later = max(0.0, demand.output_tokens - 1.0)
@@ -210,7 +210,7 @@ def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: Demand, num_wor
     return decode_step_s(curve, max(1.0, busy), context) <= limit
 
 
-def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: Demand) -> bool:
+def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: OfferedLoad) -> bool:
     """Whether more workers would mend a missed target: not where a request alone misses it."""
     if spec.curve is None or demand.requests_per_s <= 0.0:
         return True

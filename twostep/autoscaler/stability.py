@@ -1,4 +1,4 @@
-"""What keeps numbers from swinging: a memory of what was needed, and a limit on how often anything turns round.
+"""Keeps numbers from swinging: remembers what was needed, and limits how often anything turns round.
 
 Less is believed once it has been enough for a whole cool-down: what is kept is the largest need of that time. A number that has turned from
 growing to shrinking, or back, does not turn again within a cool-down of that.

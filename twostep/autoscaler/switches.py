@@ -33,8 +33,9 @@ def last_of_role(record: WorkerRecord, records: Sequence[WorkerRecord]) -> bool:
 
 
 class Switcher:
-    """What was asked for waits its turn: drains take their time. `may`: whether this replica still leads; without it what waits is dropped.
-    `on_result` gets the record as it was when it was asked, and what became of it."""
+    """Asks workers to change their roles. Switches wait their turn, since drains take their time. `may` says whether this replica still
+    leads; once it does not, the switches that wait are dropped. `on_result` gets the record as it was when the switch was asked for, and
+    the outcome."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What router and workers compare to know that they speak of the same model. Torch-free, milliseconds whatever the size."""
+"""Computes the fingerprint by which router and workers know that they serve the same model. Torch-free, milliseconds whatever the size."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def model_fingerprint(model_dir: Path) -> str:
 
 
 def dummy_fingerprint(model_dir: Path, kind: str = _ANY) -> str:
-    """Of weights that are made up: they follow from the shape and from `kind`, the device and the parts they are made in. Without a kind:
-    of all of them, for who only wants to know whether it is the same model."""
+    """Returns the fingerprint of made-up weights, which follow from the shape and from `kind`, the device and the parts they are made in.
+    Without a kind it stands for all of them, to ask only whether it is the same model."""
     shape = json.dumps(read_json(model_dir / "config.json"), sort_keys=True)
     return f"{_DUMMY}{kind}-{hashlib.sha256(shape.encode()).hexdigest()}"
 

@@ -14,7 +14,7 @@ from twostep.lab.bench.serve.grpc_target import GrpcOptions, GrpcTarget
 from twostep.lab.bench.serve.load import ServeLoad, TraceTimes, Users
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.serve.runner import Extent
-from twostep.lab.bench.serve.target import LoadTarget, ServedModel
+from twostep.lab.bench.serve.target import LoadTarget, TargetModel
 from twostep.lab.bench.serve.traces import RequestTrace, read_sharegpt, read_trace
 from twostep.lab.bench.serve.workloads import MAX_TURNS, MixedPrompts, MultiTurn, Quoting, RandomPrompts, SharedPrefixPrompts, Workload
 from twostep.settings.tls import TlsFiles
@@ -107,7 +107,7 @@ def _openai_target(args: argparse.Namespace) -> LoadTarget:
     return OpenAITarget(options)
 
 
-async def load_of(args: argparse.Namespace, target: LoadTarget, served: ServedModel) -> ServeLoad:
+async def load_of(args: argparse.Namespace, target: LoadTarget, served: TargetModel) -> ServeLoad:
     """Reads the data set, if there is one. Raises InvalidRequest for flags that contradict each other."""
     workload, arrivals = await _workload(args, target, served), _arrivals(args)
     return ServeLoad(
@@ -155,7 +155,7 @@ def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, w
     )
 
 
-async def _workload(args: argparse.Namespace, target: LoadTarget, served: ServedModel) -> Workload:
+async def _workload(args: argparse.Namespace, target: LoadTarget, served: TargetModel) -> Workload:
     name, spread, prefix = args.workload, args.spread / 100, _prefix(args.prefix_tokens)
     if args.dataset_path is not None and name not in ("sharegpt", *_TRACES):
         raise InvalidRequest(f"--dataset-path is for sharegpt, {' and '.join(_TRACES)}: give one of these as --workload")

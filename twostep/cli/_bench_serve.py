@@ -21,7 +21,7 @@ from twostep.lab.bench.serve.metrics import LatencyTargets, Prices
 from twostep.lab.bench.serve.runner import RunProgress
 from twostep.lab.bench.serve.summary import summarize
 from twostep.lab.bench.serve.sweep import Doom, Search, Tried, knee
-from twostep.lab.bench.serve.target import LoadTarget, ServedModel
+from twostep.lab.bench.serve.target import LoadTarget, TargetModel
 from twostep.rpc import event_loop
 
 # A sweep stops when it is this near to the highest rate that keeps the targets, or after so many runs.
@@ -95,7 +95,7 @@ async def _main(args: argparse.Namespace, judgement: Judgement) -> int:
 
 
 async def _point(
-    args: argparse.Namespace, target: LoadTarget, served: ServedModel, load: ServeLoad, number: int, judgement: Judgement
+    args: argparse.Namespace, target: LoadTarget, served: TargetModel, load: ServeLoad, number: int, judgement: Judgement
 ) -> report.Point:
     """One run, shown and saved."""
     progress = RunProgress()
@@ -118,18 +118,18 @@ async def _point(
     return point
 
 
-def _document(args: argparse.Namespace, served: ServedModel, points: list[report.Point], judgement: Judgement) -> str:
+def _document(args: argparse.Namespace, served: TargetModel, points: list[report.Point], judgement: Judgement) -> str:
     return json.dumps(report.as_json(points, _knee(points, judgement), _settings(args, served)), indent=2, allow_nan=False)
 
 
-def _write(args: argparse.Namespace, served: ServedModel, points: list[report.Point], judgement: Judgement) -> None:
+def _write(args: argparse.Namespace, served: TargetModel, points: list[report.Point], judgement: Judgement) -> None:
     """After every run: an interrupted sweep has what it found."""
     if args.output:
         args.output.write_text(_document(args, served, points, judgement) + "\n")
 
 
 async def _sweep(
-    args: argparse.Namespace, target: LoadTarget, served: ServedModel, load: ServeLoad, judgement: Judgement
+    args: argparse.Namespace, target: LoadTarget, served: TargetModel, load: ServeLoad, judgement: Judgement
 ) -> list[report.Point]:
     search = Search(first=load.rate or 1.0, resolution=_SWEEP_RESOLUTION, max_points=_SWEEP_POINTS)
     points: list[report.Point] = []
@@ -208,7 +208,7 @@ def _judgement(args: argparse.Namespace) -> Judgement:
     )
 
 
-def _settings(args: argparse.Namespace, served: ServedModel) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, served: TargetModel) -> dict[str, Any]:
     """Everything that the figures depend on; no secrets."""
     hidden = {"command", "kind", "json", "output", "save_requests", "plots", "api_key", "tls_ca", "tls_cert", "tls_key"}
     given = {name: str(value) if hasattr(value, "parts") else value for name, value in vars(args).items() if name not in hidden}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from twostep.cli import _input_history
-from twostep.cli._chat_session import Conversation, commands
+from twostep.cli._chat_session import ChatSession, commands
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
 from twostep.cli._terminal import Terminal, clipped, harmless, unechoed
@@ -30,7 +30,7 @@ _SPINNER = "|/-\\"
 
 def run(args: argparse.Namespace) -> int:
     terminal = Terminal.of(sys.stdout, os.environ)
-    session = Conversation(model=args.model, system=args.system, settings=sampling_of(args))
+    session = ChatSession(model=args.model, system=args.system, settings=sampling_of(args))
     with client_of(args) as client:
         # Said now, not after the first question.
         names = [model.name for model in client.models(timeout=min(10.0, args.timeout))]
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 class ChatLoop:
     """Turns until the input ends. At a terminal an error ends the turn, in a pipe the conversation."""
 
-    def __init__(self, client: Client, session: Conversation, terminal: Terminal, *, urgency: dict[str, Any], migrate: bool) -> None:
+    def __init__(self, client: Client, session: ChatSession, terminal: Terminal, *, urgency: dict[str, Any], migrate: bool) -> None:
         self._client, self._session, self._terminal = client, session, terminal
         self._options = {"migrate": migrate, **urgency}
 

@@ -55,7 +55,7 @@ class LineResult:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """`messages` are the turns so far, without the system message."""
 
     model: str = ""
@@ -173,16 +173,16 @@ class Conversation:
         return "\n".join(lines)
 
 
-_COMMANDS: dict[str, Callable[[Conversation, str], LineResult]] = {
-    "/exit": Conversation._do_quit,
-    "/help": Conversation._do_help,
-    "/load": Conversation._do_load,
-    "/new": Conversation._do_new,
-    "/quit": Conversation._do_quit,
-    "/retry": Conversation._do_retry,
-    "/save": Conversation._do_save,
-    "/set": Conversation._do_set,
-    "/system": Conversation._do_system,
+_COMMANDS: dict[str, Callable[[ChatSession, str], LineResult]] = {
+    "/exit": ChatSession._do_quit,
+    "/help": ChatSession._do_help,
+    "/load": ChatSession._do_load,
+    "/new": ChatSession._do_new,
+    "/quit": ChatSession._do_quit,
+    "/retry": ChatSession._do_retry,
+    "/save": ChatSession._do_save,
+    "/set": ChatSession._do_set,
+    "/system": ChatSession._do_system,
 }
 
 

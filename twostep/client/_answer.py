@@ -1,4 +1,4 @@
-"""What both kinds of generation know of their answer: pieces in, a completion out, and what to send when the stream breaks."""
+"""Holds what both kinds of generation know of their answer: pieces in, a completion out, and what to send when the stream breaks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought so far, if it marks that; no part of `text`."""
+        """Returns what the model thought so far, if it marks that; no part of `text`."""
         return "".join(self._reasonings)
 
     @property
@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def seed(self) -> int | None:
-        """What the answer is drawn with, and what repeats it; None until the first piece if the router chose it."""
+        """Returns the seed that the answer is drawn with, and that repeats it; None until the first piece if the router chose it."""
         return self._seed
 
     @property
@@ -85,15 +85,15 @@ class Answer:
         return bool(self._token_ids or self._texts or self._reasonings)
 
     def _heard(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """What the first call's first word tells."""
+        """Takes the request's id and its seed from a call's initial metadata, unless they are known."""
         pairs = tuple(metadata or ())
         self._request_id = self._request_id or _channel.request_id_of(pairs)
         if self._seed is None:
             self._seed = _channel.seed_of(pairs)
 
     def _next_request(self, error: TwostepError) -> pb.GenerateRequest | None:
-        """What to send after `error`: the request again if nothing of the answer was handed out, else one that goes on after it.
-        None: neither can be."""
+        """Returns the request to send after `error`: the same one if nothing of the answer was handed out, else one that goes on after it.
+        None: neither is possible."""
         if not self._begun():
             return self._request
         if not self._resume or self._seed is None or (self._heard_of_call and not isinstance(error, Unavailable)):

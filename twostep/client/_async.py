@@ -16,7 +16,7 @@ from twostep.client import _channel, _status, _wire
 from twostep.client._answer import Answer
 from twostep.client._base import ClientBase
 from twostep.client._messages import Messages
-from twostep.client._pool import Lease, Pool, Probe
+from twostep.client._pool import ConnectionLease, HealthProbe, Pool
 from twostep.client._types import ChatOptions, Completion, Compression, Model, Piece, RequestOptions, Tokens
 from twostep.errors import Cancelled, DeadlineExceeded, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class _AsyncWire:
     """One connection."""
 
     channel: grpc.aio.Channel
@@ -37,7 +37,7 @@ class Wire:
 
 
 class _Call(Protocol):
-    """What an AsyncGeneration needs of grpc's streaming call."""
+    """Describes the part of grpc's streaming call that an AsyncGeneration uses."""
 
     async def read(self) -> object: ...
 
@@ -49,7 +49,7 @@ class _Call(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Started:
     call: _Call
-    lease: Lease[Wire]
+    lease: ConnectionLease[_AsyncWire]
 
 
 # Sends a request to a router, one not among the targets if there is another, to be answered within so many seconds.
@@ -63,7 +63,9 @@ class AsyncGeneration(Answer):
     dropping the object. Raises while iterating: any twostep.errors.TwostepError; StreamBroken if the answer broke off half-way.
     """
 
-    def __init__(self, request: pb.GenerateRequest, start: _Start, pool: Pool[Wire], attempts: _channel.Attempts, *, resume: bool) -> None:
+    def __init__(
+        self, request: pb.GenerateRequest, start: _Start, pool: Pool[_AsyncWire], attempts: _channel.Attempts, *, resume: bool
+    ) -> None:
         super().__init__(request, resume=resume)
         self._start, self._pool, self._attempts = start, pool, attempts
         self._cancelled = False
@@ -163,7 +165,7 @@ class AsyncGeneration(Answer):
             self._begin(request)
 
 
-class AsyncClient(ClientBase[Wire]):
+class AsyncClient(ClientBase[_AsyncWire]):
     """The routers of a deployment, for one event loop and any number of concurrent requests. Close it, or use it with `async with`.
 
         async with AsyncClient("localhost:50051") as client:
@@ -249,7 +251,7 @@ class AsyncClient(ClientBase[Wire]):
         )
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
-        """What is served here."""
+        """Returns the models that are served here."""
         about = self._metadata()
         return _wire.models(
             await self._unary(
@@ -283,7 +285,7 @@ class AsyncClient(ClientBase[Wire]):
         resume = options.get("resume")
         return AsyncGeneration(request, start, self._pool, self._attempts(options.get("timeout")), resume=resume is None or resume)
 
-    async def _unary(self, call: Callable[[Wire, float], Awaitable[T]], timeout: float | None) -> T:
+    async def _unary(self, call: Callable[[_AsyncWire, float], Awaitable[T]], timeout: float | None) -> T:
         attempts, tried = self._attempts(timeout, _channel.UNARY_TIMEOUT_S), set[str]()
         while True:
             lease = self._lease(tried)
@@ -302,7 +304,7 @@ class AsyncClient(ClientBase[Wire]):
                 lease.release()
             await asyncio.sleep(delay)
 
-    def _lease(self, tried: Collection[str]) -> Lease[Wire]:
+    def _lease(self, tried: Collection[str]) -> ConnectionLease[_AsyncWire]:
         """Where the next call goes. Whatever the pool has to have done is begun now."""
         self._check_open()
         for wire in self._pool.worn():
@@ -311,7 +313,7 @@ class AsyncClient(ClientBase[Wire]):
             self._spawn(self._ask(probe))
         return self._pool.take(tried)
 
-    async def _ask(self, probe: Probe[Wire]) -> None:
+    async def _ask(self, probe: HealthProbe[_AsyncWire]) -> None:
         well = False
         try:
             response = await probe.wire.check(_channel.HEALTH_REQUEST, timeout=_channel.HEALTH_TIMEOUT_S, metadata=self._key)
@@ -327,12 +329,12 @@ class AsyncClient(ClientBase[Wire]):
         task.add_done_callback(self._tasks.discard)
 
 
-def _open(address: str, credentials: grpc.ChannelCredentials | None) -> Wire:
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> _AsyncWire:
     options = _channel.options_for(address)
     channel = grpc.aio.insecure_channel(address, options) if credentials is None else grpc.aio.secure_channel(address, credentials, options)
     stub: pb_grpc.InferenceAsyncStub = pb_grpc.InferenceStub(channel)
     status: status_pb2_grpc.StatusAsyncStub = status_pb2_grpc.StatusStub(channel)
-    return Wire(
+    return _AsyncWire(
         channel=channel,
         inference=stub,
         status=status,

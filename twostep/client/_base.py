@@ -1,4 +1,4 @@
-"""What both clients are made of: where the routers are, how long a request may take, and what every call carries."""
+"""Holds what both clients are made of: where the routers are, how long a request may take, and what every call carries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from twostep.client import _channel
-from twostep.client._pool import Pool, Router
+from twostep.client._pool import Pool, RouterEndpoint
 from twostep.client._types import Compression, RouterState
 from twostep.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ class ClientBase(Generic[W]):
         compression: Compression,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        routers: list[Router[W]] = _channel.routers_of(target)
+        routers: list[RouterEndpoint[W]] = _channel.routers_of(target)
         targets = [router.target for router in routers]
         self._compression = _channel.checked_compression(compression)
         self._timeout = _channel.checked_timeout(timeout, _channel.DEFAULT_TIMEOUT_S)
@@ -47,7 +47,7 @@ class ClientBase(Generic[W]):
 
     @property
     def routers(self) -> tuple[RouterState, ...]:
-        """What this client thinks of each router it was given, now."""
+        """Returns the state of each router that this client was given, as it sees it now."""
         return self._pool.states()
 
     def _attempts(self, timeout: float | None, longest_s: float | None = None) -> _channel.Attempts:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from twostep.client._pool import Lease, Router
+from twostep.client._pool import ConnectionLease, RouterEndpoint
 from twostep.client._trace import trace_metadata
 from twostep.client._types import Compression
 from twostep.errors import (
@@ -74,16 +74,16 @@ def checked_target(target: str) -> str:
     return target
 
 
-def routers_of(target: str | Sequence[str]) -> list[Router[Any]]:
+def routers_of(target: str | Sequence[str]) -> list[RouterEndpoint[Any]]:
     """One for each address that was given, any of which answers any request. Raises InvalidRequest."""
     targets = (target,) if isinstance(target, str) else tuple(target)
     if not targets:
         raise InvalidRequest("there is no target; give at least one host:port")
-    return [Router(checked, is_name=_is_name(checked)) for checked in dict.fromkeys(checked_target(t) for t in targets)]
+    return [RouterEndpoint(checked, is_name=_is_name(checked)) for checked in dict.fromkeys(checked_target(t) for t in targets)]
 
 
 def _is_name(target: str) -> bool:
-    """What it stands for may change, and be several addresses."""
+    """Returns whether `target` is a name: its addresses may change, and be several."""
     if target.startswith("dns:"):
         return True
     if target.startswith((*SCHEMES, "localhost:")):
@@ -161,7 +161,8 @@ def same_bytes(message: bytes) -> bytes:
 
 
 def is_well(response: bytes | None, error: grpc.RpcError | None) -> bool:
-    """What a router's health check says. One that has none, or tells only whom it knows, is there all the same."""
+    """Returns whether a router's health check finds it well. A router that has no such check, or that asks for a key first, counts as
+    well."""
     if error is None:
         return response == _SERVING
     return error.code() in (
@@ -172,9 +173,10 @@ def is_well(response: bytes | None, error: grpc.RpcError | None) -> bool:
     )
 
 
-def judge(lease: Lease[W], error: TwostepError, *, heard: bool) -> None:
-    """What a call's failure says of the router it went to: UNAVAILABLE, or a deadline that passed without a word, casts doubt on it; any
-    other status is its own word. `heard`: it had said something before."""
+def judge(lease: ConnectionLease[W], error: TwostepError, *, heard: bool) -> None:
+    """Records what a call's failure says of the router it went to. UNAVAILABLE, or a deadline that passed before the router sent anything,
+    counts as its failure. Any other error counts as its answer, but CANCELLED and INTERNAL only if it had sent something before
+    (`heard`)."""
     if isinstance(error, Unavailable) or (isinstance(error, DeadlineExceeded) and not heard):
         lease.failed()
     elif heard or not isinstance(error, DeadlineExceeded | Cancelled | InternalError):

@@ -35,7 +35,7 @@ class Connection(Generic[W]):
 
 
 @dataclass(eq=False, slots=True)
-class Router(Generic[W]):
+class RouterEndpoint(Generic[W]):
     """One target. `num_failures` tells a call begun before the last failure, whose success says nothing, from one begun after."""
 
     target: str
@@ -51,22 +51,22 @@ class Router(Generic[W]):
 
 
 @dataclass(eq=False, slots=True)
-class Probe(Generic[W]):
+class HealthProbe(Generic[W]):
     """A question for a router's health, to be asked on `wire` and answered with Pool.probed."""
 
-    router: Router[W]
+    router: RouterEndpoint[W]
     wire: W
     num_failures: int
     # The call that asks, for as long as it is under way.
     held: object = None
 
 
-class Lease(Generic[W]):
+class ConnectionLease(Generic[W]):
     """A place for one call on one connection, until released."""
 
     __slots__ = ("_connection", "_held", "_num_failures", "_pool", "_router")
 
-    def __init__(self, pool: Pool[W], router: Router[W], connection: Connection[W]) -> None:
+    def __init__(self, pool: Pool[W], router: RouterEndpoint[W], connection: Connection[W]) -> None:
         """With the pool's lock held."""
         self._pool, self._router, self._connection = pool, router, connection
         self._num_failures = router.num_failures
@@ -121,7 +121,7 @@ class Pool(Generic[W]):
 
     def __init__(
         self,
-        routers: Sequence[Router[W]],
+        routers: Sequence[RouterEndpoint[W]],
         open_wire: Callable[[str], W],
         *,
         max_connections: int,
@@ -141,11 +141,11 @@ class Pool(Generic[W]):
     def targets(self) -> tuple[str, ...]:
         return tuple(router.target for router in self._routers)
 
-    def take(self, avoid: Collection[str] = ()) -> Lease[W]:
+    def take(self, avoid: Collection[str] = ()) -> ConnectionLease[W]:
         """A place at the router that has least to do, at one not in `avoid` if any other is well."""
         with self.lock:
             router = choose(self._routers, avoid, self._draw)
-            return Lease(self, router, self._connection(router))
+            return ConnectionLease(self, router, self._connection(router))
 
     def elsewhere(self, tried: Collection[str]) -> bool:
         """A well router is left that has not been tried."""
@@ -159,7 +159,7 @@ class Pool(Generic[W]):
 
     # ---- health -------------------------------------------------------------------------------------------------------
 
-    def due(self) -> list[Probe[W]]:
+    def due(self) -> list[HealthProbe[W]]:
         """The questions to be asked now. With one router alone there is nothing to choose, and nothing is asked."""
         if len(self._routers) == 1 or all(router.well for router in self._routers):
             return []
@@ -168,9 +168,9 @@ class Pool(Generic[W]):
             due = [router for router in self._routers if not router.well and not router.probing and now >= router.probe_at]
             for router in due:
                 router.probing = True
-            return [Probe(router, self._connection(router).wire, router.num_failures) for router in due]
+            return [HealthProbe(router, self._connection(router).wire, router.num_failures) for router in due]
 
-    def probed(self, probe: Probe[W], *, well: bool) -> None:
+    def probed(self, probe: HealthProbe[W], *, well: bool) -> None:
         """A router's word on itself; it does not count if the router has failed since it was asked."""
         with self.lock:
             router = probe.router
@@ -182,7 +182,7 @@ class Pool(Generic[W]):
 
     # ---- connections --------------------------------------------------------------------------------------------------
 
-    def _connection(self, router: Router[W]) -> Connection[W]:
+    def _connection(self, router: RouterEndpoint[W]) -> Connection[W]:
         """The router's connection with the fewest streams; a new one if all have enough, and there may be more."""
         now = self.clock()
         if router.is_name:
@@ -212,7 +212,7 @@ class Pool(Generic[W]):
             return [connection.wire for router in self._routers for connection in (*router.connections, *router.retired)]
 
 
-def choose(routers: Sequence[Router[W]], avoid: Collection[str], draw: random.Random) -> Router[W]:
+def choose(routers: Sequence[RouterEndpoint[W]], avoid: Collection[str], draw: random.Random) -> RouterEndpoint[W]:
     """The well router with the fewest calls of this client under way, among equals any; one in `avoid` only if no other is well. If none
     is well, the one that failed longest ago.
 

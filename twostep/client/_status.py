@@ -1,4 +1,4 @@
-"""What `status()` returns: the whole deployment as one router sees it."""
+"""Defines what `status()` returns: the whole deployment as one router sees it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
-    """What the router did over the last `window_s` seconds."""
+    """Describes what the router did over the last `window_s` seconds."""
 
     window_s: float
     num_running: int
@@ -80,14 +80,14 @@ class RouterLoad:
     failures_per_s: float
     prompt_tokens_per_s: float
     cached_tokens_per_s: float
-    """Of prompt_tokens_per_s, those that were cached."""
+    """Counts the tokens among prompt_tokens_per_s that were cached."""
     generation_tokens_per_s: float
     ttft_s: Percentiles
     tpot_s: Percentiles
     itl_s: Percentiles
     queue_s: Percentiles
     slo_attainment: float | None
-    """Of requests with targets, the share that kept them; None: there were none."""
+    """Gives the share of the requests with targets that kept them; None: there were none."""
     handed_over_per_s: float
     """Requests whose KV a prefill worker handed over."""
     local_per_s: float
@@ -104,7 +104,7 @@ class RoleScaling:
     pods: int
     wanted_pods: int
     wanted_workers: int
-    """Of the role: one that has switched is a worker of its role and a pod of the other one's Deployment."""
+    """Counts workers by their role: one that has switched is a worker of its role and a pod of the other one's Deployment."""
     serving_workers: int
     """Now, as the router knows them."""
 

@@ -16,7 +16,7 @@ from twostep.client import _channel, _status, _wire
 from twostep.client._answer import Answer
 from twostep.client._base import ClientBase
 from twostep.client._messages import Messages
-from twostep.client._pool import Lease, Pool, Probe
+from twostep.client._pool import ConnectionLease, HealthProbe, Pool
 from twostep.client._types import ChatOptions, Completion, Compression, Model, Piece, RequestOptions, Tokens
 from twostep.errors import Cancelled, DeadlineExceeded, InvalidRequest, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class _SyncWire:
     """One connection."""
 
     channel: grpc.Channel
@@ -37,7 +37,7 @@ class Wire:
 
 
 class _Call(Protocol):
-    """What a Generation needs of grpc's streaming call."""
+    """Describes the part of grpc's streaming call that a Generation uses."""
 
     def __next__(self) -> pb.GenerateResponse: ...
 
@@ -49,7 +49,7 @@ class _Call(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Started:
     call: _Call
-    lease: Lease[Wire]
+    lease: ConnectionLease[_SyncWire]
 
 
 # Sends a request to a router, one not among the targets if there is another, to be answered within so many seconds.
@@ -63,7 +63,9 @@ class Generation(Answer):
     Raises while iterating: any twostep.errors.TwostepError; StreamBroken if the answer broke off half-way.
     """
 
-    def __init__(self, request: pb.GenerateRequest, start: _Start, pool: Pool[Wire], attempts: _channel.Attempts, *, resume: bool) -> None:
+    def __init__(
+        self, request: pb.GenerateRequest, start: _Start, pool: Pool[_SyncWire], attempts: _channel.Attempts, *, resume: bool
+    ) -> None:
         super().__init__(request, resume=resume)
         self._start, self._pool, self._attempts = start, pool, attempts
         self._cancelled = threading.Event()
@@ -147,7 +149,7 @@ class Generation(Answer):
                 self._call.cancel()
 
 
-class Client(ClientBase[Wire]):
+class Client(ClientBase[_SyncWire]):
     """The routers of a deployment, for any number of threads and concurrent requests. Close it, or use it as a context manager.
 
         with Client("localhost:50051") as client:
@@ -236,7 +238,7 @@ class Client(ClientBase[Wire]):
         )
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
-        """What is served here."""
+        """Returns the models that are served here."""
         about = self._metadata()
         return _wire.models(
             self._unary(lambda wire, seconds: wire.inference.ListModels(pb.ListModelsRequest(), timeout=seconds, metadata=about), timeout)
@@ -268,7 +270,7 @@ class Client(ClientBase[Wire]):
         resume = options.get("resume")
         return Generation(request, start, self._pool, self._attempts(options.get("timeout")), resume=resume is None or resume)
 
-    def _unary(self, call: Callable[[Wire, float], T], timeout: float | None) -> T:
+    def _unary(self, call: Callable[[_SyncWire, float], T], timeout: float | None) -> T:
         attempts, tried = self._attempts(timeout, _channel.UNARY_TIMEOUT_S), set[str]()
         while True:
             lease = self._lease(tried)
@@ -290,7 +292,7 @@ class Client(ClientBase[Wire]):
                 lease.release()
             time.sleep(delay)
 
-    def _lease(self, tried: Collection[str]) -> Lease[Wire]:
+    def _lease(self, tried: Collection[str]) -> ConnectionLease[_SyncWire]:
         """Where the next call goes. Whatever the pool has to have done is done now."""
         self._check_open()
         for wire in self._pool.worn():
@@ -299,7 +301,7 @@ class Client(ClientBase[Wire]):
             self._ask(probe)
         return self._pool.take(tried)
 
-    def _ask(self, probe: Probe[Wire]) -> None:
+    def _ask(self, probe: HealthProbe[_SyncWire]) -> None:
         """Nobody waits for the answer: grpc's own thread brings it."""
         future = probe.wire.check.future(_channel.HEALTH_REQUEST, timeout=_channel.HEALTH_TIMEOUT_S, metadata=self._key)
         # Dropped, it would be cancelled.
@@ -315,8 +317,9 @@ class Client(ClientBase[Wire]):
 
         future.add_done_callback(told)
 
-    def _let_go(self, lease: Lease[Wire], error: BaseException) -> None:
-        """Of a call that came to nothing: grpc refused to make it, as it does with a ValueError on a closed channel, or was interrupted."""
+    def _let_go(self, lease: ConnectionLease[_SyncWire], error: BaseException) -> None:
+        """Releases the lease of a call that came to nothing: grpc refused to make it, as it does with a ValueError on a closed channel, or
+        it was interrupted. Raises InvalidRequest if the client was closed meanwhile."""
         lease.release()
         if isinstance(error, ValueError) and self._pool.closed:
             raise InvalidRequest("this client was closed meanwhile; make a new one") from error
@@ -324,10 +327,10 @@ class Client(ClientBase[Wire]):
             lease.abandon()
 
 
-def _open(address: str, credentials: grpc.ChannelCredentials | None) -> Wire:
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> _SyncWire:
     options = _channel.options_for(address)
     channel = grpc.insecure_channel(address, options) if credentials is None else grpc.secure_channel(address, credentials, options)
-    return Wire(
+    return _SyncWire(
         channel=channel,
         inference=pb_grpc.InferenceStub(channel),
         status=status_pb2_grpc.StatusStub(channel),

@@ -12,7 +12,7 @@ RequestClass = Literal["interactive", "standard", "batch"]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """What may be asked of the sampler. An option left out takes the model's own default, else the neutral value."""
+    """Lists the sampler's options. One that is left out takes the model's own default, else the neutral value."""
 
     max_tokens: int
     """Tokens to generate at most."""
@@ -47,7 +47,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """What may be asked of a request beside its prompt. All of it may be left out, and None is as good as left out."""
+    """Lists the options of a request beside its prompt. All of them may be left out, and None is as good as left out."""
 
     model: str
     """Name of a served model; not needed if there is one only."""
@@ -66,8 +66,8 @@ class RequestOptions(SamplingOptions, total=False):
     request_class: RequestClass
     """How urgent it is: interactive requests go first, batch ones fill the gaps. "standard" if left out."""
     ttft_ms: float | None
-    """What the first token is needed within. If that cannot be kept, the request is refused at once with ResourceExhausted, whose
-    `retry_after_s` says when to come again; retries do (batch requests wait instead)."""
+    """Sets the time within which the first token is needed. If that cannot be kept, the request is refused at once with ResourceExhausted,
+    whose `retry_after_s` says when to come again; retries do (batch requests wait instead)."""
     tpot_ms: float | None
     """And each token after it."""
     tenant: str
@@ -79,7 +79,7 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 class ChatOptions(RequestOptions, total=False):
-    """What may be asked of a chat beside its messages."""
+    """Lists the options of a chat beside its messages."""
 
     tools: Sequence[Mapping[str, Any]]
     """Functions that the model may call, each as an entry of OpenAI's `tools`. Calls come back in the answer's text, in the model's own
@@ -107,11 +107,11 @@ class Message:
     content: str = ""
     name: str = ""
     tool_calls: Sequence[ToolCall] = ()
-    """Of an assistant: the calls that it made."""
+    """Lists the calls that the assistant made; only for an assistant's message."""
     tool_call_id: str = ""
-    """Of a tool: the call that this answers."""
+    """Names the call that this message answers; only for a tool's message."""
     reasoning: str = ""
-    """Of an assistant: what it thought before it answered."""
+    """Holds what the assistant thought before it answered; only for an assistant's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Piece:
     position: int = 0
     """Index of the first of token_ids in the answer, from 0."""
     reasoning: str = ""
-    """Of a chat with a model that marks what it thinks before it answers: that, which is no part of `text`."""
+    """Holds what the model thinks before it answers a chat, if it marks that; no part of `text`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Completion:
     resumes: int = 0
     """How often the stream broke and went on; phases, transfer and attempts are those of its last part."""
     reasoning: str = ""
-    """What the model thought before it answered, if it marks that."""
+    """Holds what the model thought before it answered, if it marks that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +229,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """What a client thinks of a router. One that is not well gets no new request while another is."""
+    """Describes a router as a client sees it. One that is not well gets no new request while another is."""
 
     target: str
     well: bool

@@ -1,10 +1,10 @@
-"""What is asked of a deployment, as its routers meter it: totals by window and router in Redis. Torch-free and protobuf-free.
+"""Holds the demand on a deployment, as its routers meter it: totals by window and router in Redis. Torch-free and protobuf-free.
 
 twostep:v1:demand:{window}    hash: router id -> DemandTotals as JSON, signed, of that router in that window of WINDOW_S seconds of
                               Redis' clock
 
 Totals, never increments: an exchange that broke may be repeated as it is, and a router that dies takes nothing away. One that leaves
-says so in its last word: of one that falls silent without it, nobody knows whether it is gone or serves on, cut off from Redis.
+says so in its last word: of one that falls silent without it, it is unknown whether it is gone or serves on, cut off from Redis.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def window_of(unix_s: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandTotals:
-    """Of one router in one window. Each of these is counted when it happens, so that a request may be offered in one window and ended in
-    another: means divide what belongs together."""
+    """Counts the demand on one router in one window. Each event is counted when it happens, so that a request may be offered in one window
+    and end in another: means divide what belongs together."""
 
     # Requests that came, with their prompts: those among them too that were then refused.
     requests: int = 0
@@ -94,7 +94,7 @@ def signed_totals(signer: Signer, window: int, router_id: str, totals: DemandTot
 
 
 def said_in(signer: Signer, window: int, fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """What routers of this deployment say, without their signatures."""
+    """Returns what routers of this deployment wrote in `window`, without the signatures. Leaves out what is not signed by them."""
     found = {}
     for router, text in fields.items():
         try:
@@ -106,9 +106,9 @@ def said_in(signer: Signer, window: int, fields: Mapping[bytes, bytes]) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Of all routers together: the last windows that are over, and all windows that are kept. `seconds` is how much time `recent` is of:
-    windows in which any router wrote. 0: no router has said anything, which is not the same as nothing to do. `silent`: routers that have
-    written of late, do not any more, and did not say that they leave."""
+    """Holds the demand on all routers together: `recent` of the last windows that are over, `kept` of all windows that are kept. `seconds`
+    is the time that `recent` covers: windows in which any router wrote. 0: no router has written anything, which is not the same as no
+    demand. `silent`: routers that have written of late, do not any more, and did not say that they leave."""
 
     recent: DemandTotals = NOTHING
     seconds: float = 0.0

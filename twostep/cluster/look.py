@@ -1,5 +1,5 @@
-"""What Redis says of the workers, in one round trip, bounded: whoever fills it with names, or makes one record as large as Redis allows,
-costs a reader a few megabytes. Nothing is written on the way: this works on a server that takes no writes.
+"""Reads the workers' records from Redis in one bounded round trip: filling it with names, or making one record as large as Redis allows,
+costs a reader a few megabytes at most. Nothing is written on the way: this works on a server that takes no writes.
 
 Names without a record are taken out of the set apart (tidy), on the server.
 """
@@ -62,7 +62,7 @@ return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class WorkerListing:
     """`records` as they stand in Redis, by names: of those known before and of others. A record that is too large, or no text, is empty.
     `num_empty`: names seen without a record."""
 
@@ -70,7 +70,7 @@ class Look:
     num_empty: int
 
 
-async def look(redis: Redis, known: Sequence[str]) -> Look:
+async def look(redis: Redis, known: Sequence[str]) -> WorkerListing:
     """Reads all of `known`, and of the others as many as there is room for: a random part, where there are more. Raises RedisError,
     OSError."""
     names = known[:MAX_WORKERS]
@@ -85,11 +85,11 @@ async def tidy(redis: Redis) -> None:
     await cast(Awaitable[int], redis.eval(_TIDY, 1, WORKERS_KEY, WORKER_PREFIX, str(MAX_WORKERS)))
 
 
-def _read(known: Sequence[str], reply: list[list[bytes | None]]) -> Look:
+def _read(known: Sequence[str], reply: list[list[bytes | None]]) -> WorkerListing:
     old, names, new, num_empty = reply
     found = {name: record for name, record in zip(known, old, strict=False) if record is not None}
     for name, record in zip(names, new, strict=True):
         assert name is not None
         assert record is not None
         found[name.decode(errors="replace")] = record
-    return Look(records=found, num_empty=cast(int, num_empty))
+    return WorkerListing(records=found, num_empty=cast(int, num_empty))

@@ -1,4 +1,4 @@
-"""What workers say of themselves in Redis, and under which keys. Torch-free and protobuf-free.
+"""Defines the records that workers write about themselves in Redis, and their keys. Torch-free and protobuf-free.
 
 twostep:v1:worker:{worker_id}          string: WorkerRecord as a signed JSON object (twostep/cluster/signed.py), expires HEARTBEAT_TTL_S
                                        after the last heartbeat; later where Redis is slow
@@ -126,8 +126,9 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerRecord:
-        """What a newer worker says beyond what is known here is left out, so that workers can be upgraded before routers; but of a layout,
-        where it may change what the bytes mean. Raises InvalidRequest for anything that is not a worker record."""
+        """Reads a worker's record. Leaves out fields that this version does not know, so that workers can be upgraded before routers; but
+        refuses those of a layout, where they may change what the bytes mean. Raises InvalidRequest for anything that is not a worker
+        record."""
         try:
             raw: dict[str, Any] = json.loads(text)
             raw["layout"] = LayoutRecord(**raw["layout"])

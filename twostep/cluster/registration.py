@@ -71,7 +71,7 @@ return 1
 """
 
 
-class PrefixDelta(Protocol):
+class PrefixChanges(Protocol):
     @property
     def added(self) -> Sequence[bytes]: ...
 
@@ -108,7 +108,7 @@ class Registration:
         *,
         secret: bytes,
         describe: Callable[[], WorkerRecord],
-        take_delta: Callable[[], PrefixDelta],
+        take_delta: Callable[[], PrefixChanges],
         connect_timeout_s: float = 10.0,
     ) -> None:
         self._url = url
@@ -263,12 +263,12 @@ class Registration:
 
     @property
     def _ttl_s(self) -> float:
-        """Of a record: two heartbeats may be lost, however long they take."""
+        """Returns how long a record lives without a heartbeat: two may be lost, however long they take."""
         return HEARTBEAT_TTL_S + min(3 * self._beat_s, _MOST_LONGER_S)
 
     @staticmethod
     def _keys(record: WorkerRecord) -> tuple[str, str]:
-        """Of its pool's prefixes, and of those in host memory."""
+        """Returns the key of the prefixes in the worker's pool, and the key of those in its host memory."""
         return prefix_key(record.worker_id, record.epoch), host_prefix_key(record.worker_id, record.epoch)
 
 
@@ -306,7 +306,7 @@ class _Announced:
             self._to_remove[prefix] = None
 
     def forget_sent(self) -> None:
-        """What Redis holds is unknown: the next write starts over."""
+        """Makes the next write start over, since what Redis holds is unknown."""
         self._resend = True
 
     def write(self, pipe: Pipeline, key: str) -> None:

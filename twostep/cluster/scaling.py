@@ -1,4 +1,4 @@
-"""What the autoscaler has decided, as it lies in Redis. Torch-free and protobuf-free.
+"""Defines the autoscaler's decision as it lies in Redis. Torch-free and protobuf-free.
 
 twostep:v1:autoscaler:lease      string "{token}:{autoscaler id}", expires unless renewed: who leads
 twostep:v1:autoscaler:token      integer: of the last lease that was given out; grows with each
@@ -92,7 +92,7 @@ class ScalingRecord:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of two decisions the larger is the later one."""
+        """Returns a pair to compare decisions by: the later decision has the larger one."""
         return self.token, self.number
 
 

@@ -1,4 +1,4 @@
-"""What time it is for all routers: Redis's clock, which this process's own carries on from one look to the next.
+"""Gives the time that all routers share: Redis's clock, which this process's own carries on from one look to the next.
 
 Hosts' wall clocks differ, and are set. What several routers must agree on (windows of what was used, ends of batches and of files) goes by
 this one; what one router measures by itself, by its monotonic clock.
@@ -30,7 +30,7 @@ class SharedClock:
         return self.monotonic() + self._ahead_s
 
     def told(self, reply: tuple[int, int]) -> None:
-        """What Redis answers to TIME: seconds, and microseconds of one."""
+        """Sets the clock by Redis's answer to TIME: seconds, and microseconds of one."""
         seconds, micros = reply
         self._ahead_s = seconds + micros / 1e6 - self.monotonic()
         self._known = True

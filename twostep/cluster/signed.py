@@ -1,5 +1,5 @@
-"""What processes of a deployment write in Redis for each other, signed: whoever can write to Redis, and has not the deployment's secret,
-can take away what is there or put back what was there before, and cannot make anything up.
+"""Signs what processes of a deployment write in Redis for each other: someone who can write to Redis, and does not have the deployment's
+secret, can take away what is there or put back what was there before, and cannot make anything up.
 
     object   a JSON object whose last field is "mac": {...,"mac":"<64 hexadecimal digits>"}. Readers of older versions pass the field over
     value    any other text, a space, and the same 64 digits

@@ -106,7 +106,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class TopLogprob:
+class TopToken:
     token_id: int
     logprob: float
 
@@ -118,7 +118,7 @@ class Sampled:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]
-    top_logprobs: Sequence[tuple[TopLogprob, ...]]
+    top_logprobs: Sequence[tuple[TopToken, ...]]
     # When the host saw that the device was done, before it made anything of what it found, in monotonic seconds; None: just now.
     ready_at: float | None = field(default=None, compare=False)
 

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow, TopLogprob
+from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow, TopToken
 from twostep.errors import InvalidRequest
 
 
@@ -229,8 +229,8 @@ class FakeRunner:
         of_row = np.split(self._tokens[blocks], np.cumsum(num_blocks)[:-1])
         return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[: lens[i]] == self._broken_token).any()]
 
-    def _top(self, token: int, row: SamplingRow) -> tuple[TopLogprob, ...]:
-        return tuple(TopLogprob((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))
+    def _top(self, token: int, row: SamplingRow) -> tuple[TopToken, ...]:
+        return tuple(TopToken((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))
 
 
 class FakeMark:

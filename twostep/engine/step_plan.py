@@ -1,5 +1,5 @@
-"""What one step computes: Dynamic SplitFuse (DeepSpeed-FastGen, section 3.2) as a pure function, with classes of requests and a bound on a
-step's time. scheduler.py feeds it from its queues.
+"""Plans what one step computes: Dynamic SplitFuse (DeepSpeed-FastGen, section 3.2) as a pure function, with classes of requests and a bound
+on a step's time. scheduler.py feeds it from its queues.
 
     budget   |d d d d d|-- prompt A, its last 40 --|-- prompt B, all 12 --| b b b |-- batch prompt C, its first 68 ... (the rest later) --|
               decodes    prompts, begun and waiting: the urgent                gaps: what is left is for the batch class

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain values, no tensors, no protobuf."""
+"""Defines what goes into the engine and what comes out: plain values, no tensors, no protobuf."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from twostep.engine.batch import TopLogprob
+from twostep.engine.batch import TopToken
 from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ class TokenOutput:
     token_id: int
     position: int
     logprob: float | None = None
-    top_logprobs: tuple[TopLogprob, ...] = ()
+    top_logprobs: tuple[TopToken, ...] = ()
     finish_reason: FinishReason | None = None
 
 

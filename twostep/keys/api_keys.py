@@ -38,7 +38,7 @@ class BadKey(InvalidRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a key may have. 0: no limit. Tokens are those of prompts and answers; `max_concurrent` are requests served at once by one
+    """Limits what a key may use. 0: no limit. Tokens are those of prompts and answers; `max_concurrent` are requests served at once by one
     router."""
 
     requests_per_minute: int = 0
@@ -197,12 +197,13 @@ def hash_of(told: str) -> str:
 
 
 def system_key(secret: bytes) -> str:
-    """What processes of the deployment show each other, and whoever holds its secret may: everything a key allows, without limits."""
+    """Returns the key that processes of the deployment show each other. It allows everything a key can, without limits, and the holder of
+    the deployment's secret may use it too."""
     return "ts-system-" + purpose_key(secret, "twostep.system-key.v1").hex()
 
 
 def admin_key(secret: bytes) -> str:
-    """What opens a router's --admin-port, unless it was given a key of its own for that."""
+    """Returns the key that opens a router's --admin-port, unless the port was given a key of its own."""
     return "ts-admin-" + purpose_key(secret, "twostep.admin-key.v1").hex()
 
 

@@ -18,7 +18,8 @@ def is_loopback(host: str) -> bool:
 
 
 def open_door(host: str, ports: dict[str, int], *, asks_for_keys: bool, asks_for_certificates: bool) -> str:
-    """What to tell whoever starts a router; empty if nobody else gets in. `ports`: by what speaks there, 0 or less: nothing does."""
+    """Returns the warning for the operator who starts a router that others can use without a key or certificate; empty if they cannot.
+    `ports`: by the name of what listens there; 0 or less: nothing does."""
     if asks_for_keys or asks_for_certificates or is_loopback(host):
         return ""
     where = ", ".join(f"{name} {_shown(host)}:{port}" for name, port in ports.items() if port > 0)

@@ -48,7 +48,7 @@ class Component:
     """Lower numbers stop first."""
     stop_grace_s: float = 10.0
     hint: str = ""
-    """What to do if it does not start."""
+    """Says what to do if the component does not start."""
 
 
 class ComponentFailed(SetupError):

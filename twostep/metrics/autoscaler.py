@@ -1,4 +1,4 @@
-"""What the autoscaler sees, decides and does."""
+"""Declares the metrics of what the autoscaler sees, decides and does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from twostep.metrics.family import counter, gauge
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 
 LEADER = gauge("twostep_autoscaler_leader", "1: this replica decides. 0: it answers from what another one has decided.")
 ANSWERING = gauge(
@@ -109,13 +109,13 @@ class AutoscalerMetrics:
             self.patches.labels(status)
         registry.on_scrape(_READ, self._read)
 
-    def _read(self) -> Iterable[Reading]:
+    def _read(self) -> Iterable[MetricSample]:
         state = self._state()
-        yield Reading(LEADER, state.leader)
-        yield Reading(ANSWERING, state.answering)
+        yield MetricSample(LEADER, state.leader)
+        yield MetricSample(ANSWERING, state.answering)
         for family, value in ((AGE, state.age_s), (COST, state.cost), (REQUESTS, state.requests_per_s)):
             if value is not None:
-                yield Reading(family, value)
+                yield MetricSample(family, value)
         for family, by_label in (
             (DESIRED_WORKERS, state.desired_workers),
             (DESIRED_REPLICAS, state.desired_replicas),
@@ -124,4 +124,4 @@ class AutoscalerMetrics:
             (PODS, state.pods),
             (ATTAINMENT, state.attainment),
         ):
-            yield from (Reading(family, each, (label,)) for label, each in by_label.items())
+            yield from (MetricSample(family, each, (label,)) for label, each in by_label.items())

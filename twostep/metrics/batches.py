@@ -1,4 +1,4 @@
-"""What a router with --batch-dir does about batches."""
+"""Declares the metrics of what a router with --batch-dir does about batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from twostep.metrics.family import counter, gauge
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 
 OPEN = gauge(
     "twostep_batch_jobs_open",
@@ -56,7 +56,7 @@ class BatchMetrics:
         self.retries = registry.counter(RETRIES)
         registry.on_scrape((OPEN, JOBS), self._read)
 
-    def _read(self) -> Iterable[Reading]:
+    def _read(self) -> Iterable[MetricSample]:
         state = self._state()
-        yield Reading(OPEN, state.num_open)
-        yield from (Reading(JOBS, state.running.get(name, 0), (name,)) for name in RUNNING_STATES)
+        yield MetricSample(OPEN, state.num_open)
+        yield from (MetricSample(JOBS, state.running.get(name, 0), (name,)) for name in RUNNING_STATES)

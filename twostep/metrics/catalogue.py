@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from twostep.metrics import autoscaler, batches, engine, http, process, requests, router, transfer, worker
-from twostep.metrics.family import Family, Kind
+from twostep.metrics.family import Family, MetricKind
 
 # In the page's order: title, who exports it, the families.
 SECTIONS: Sequence[tuple[str, str, Sequence[Family]]] = (
@@ -93,7 +93,7 @@ def page() -> str:
     lines += ["## Buckets", "", "Upper bounds of the histograms, in the metric's unit.", "", "| buckets | of |", "|---|---|"]
     by_buckets: dict[tuple[float, ...], list[str]] = {}
     for family in FAMILIES:
-        if family.kind is Kind.HISTOGRAM:
+        if family.kind is MetricKind.HISTOGRAM:
             by_buckets.setdefault(family.buckets, []).append(f"`{family.name}`")
     lines += [f"| {', '.join(f'{bound:g}' for bound in buckets)} | {', '.join(names)} |" for buckets, names in by_buckets.items()]
     return "\n".join(lines) + "\n"

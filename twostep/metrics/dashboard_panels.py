@@ -1,4 +1,4 @@
-"""What Grafana's dashboard shows: rows of panels, with their queries. twostep/metrics/dashboard.py makes Grafana's JSON of it.
+"""Lists what Grafana's dashboard shows: rows of panels, with their queries. twostep/metrics/dashboard.py makes Grafana's JSON of it.
 
 Queries name metrics by hand, as people read them; a test checks names and labels against what the code exports.
 """

@@ -1,4 +1,4 @@
-"""What a worker's engine does: counted once a step, the rest read when somebody scrapes."""
+"""Declares the metrics of a worker's engine: counted once a step, the rest read when they are scraped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from twostep.engine.types import EngineStats, FailureKind, StepOutput
 from twostep.metrics.family import STEP_SECONDS, Family, counter, gauge, histogram
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 from twostep.metrics.requests import RUNNING, WAITING
 
 _ROLE = ["role"]
@@ -77,7 +77,7 @@ class EngineMetrics:
             self._without_token.inc(without_token)
             self._failed.inc(len(output.failures) - without_token)
 
-    def _read(self) -> Iterable[Reading]:
+    def _read(self) -> Iterable[MetricSample]:
         stats, role = self._stats(), (self._role,)
         others = {old: values for old, values in self._counted.items() if old != self._role}
         used = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
@@ -90,15 +90,15 @@ class EngineMetrics:
             STALLED: stats.stalled_s,
             HOST_BLOCKS: stats.num_host_blocks,
         }
-        yield from (Reading(family, value, role) for family, value in values.items())
+        yield from (MetricSample(family, value, role) for family, value in values.items())
         for of_role, counts in (others | {self._role: _less(_counters(stats), others)}).items():
-            yield from (Reading(family, value, (of_role,)) for family, value in counts.items())
+            yield from (MetricSample(family, value, (of_role,)) for family, value in counts.items())
         for state, count in (("used", used), ("cached", stats.num_cached_blocks), ("free", stats.num_free_blocks)):
-            yield Reading(KV_BLOCKS, count, (self._role, state))
+            yield MetricSample(KV_BLOCKS, count, (self._role, state))
 
 
 def _counters(stats: EngineStats) -> dict[Family, int]:
-    """What the engine has counted since its start."""
+    """Returns what the engine has counted since its start."""
     return {
         PREEMPTIONS: stats.num_preemptions,
         SWAPPED: stats.swapped_bytes,
@@ -110,5 +110,5 @@ def _counters(stats: EngineStats) -> dict[Family, int]:
 
 
 def _less(counts: dict[Family, int], others: dict[str, dict[Family, int]]) -> dict[Family, int]:
-    """What of it none of the others has."""
+    """Returns `counts` less what the other roles have counted."""
     return {family: count - sum(values[family] for values in others.values()) for family, count in counts.items()}

@@ -1,5 +1,5 @@
-"""What a metric is, as data: name, help, labels, buckets. Each concern declares its own in a module beside this one; nothing is
-registered by importing them.
+"""Describes a metric as data: name, help, labels, buckets. Each concern declares its own in a module beside this one; nothing is registered
+by importing them.
 
 Names are `twostep_*` in base units (seconds, bytes), counters end in `_total`. Labels have few values: roles, transports, reasons,
 statuses, and workers of one deployment at most; never a request.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -36,7 +36,7 @@ TOKENS = (1.0, 8.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 819
 class Family:
     """One metric with all its label values. `name` is the one that is scraped (`buckets` in ascending order, of histograms only)."""
 
-    kind: Kind
+    kind: MetricKind
     name: str
     help: str
     labels: tuple[str, ...] = ()
@@ -44,18 +44,18 @@ class Family:
 
     def __post_init__(self) -> None:
         assert self.name.startswith("twostep_"), self.name
-        assert self.name.endswith("_total") == (self.kind is Kind.COUNTER), f"counters, and only they, end in _total: {self.name}"
-        assert bool(self.buckets) == (self.kind is Kind.HISTOGRAM), f"histograms, and only they, have buckets: {self.name}"
+        assert self.name.endswith("_total") == (self.kind is MetricKind.COUNTER), f"counters, and only they, end in _total: {self.name}"
+        assert bool(self.buckets) == (self.kind is MetricKind.HISTOGRAM), f"histograms, and only they, have buckets: {self.name}"
         assert list(self.buckets) == sorted(set(self.buckets)), f"buckets of {self.name} are out of order"
 
 
 def counter(name: str, help: str, labels: Sequence[str] = ()) -> Family:
-    return Family(kind=Kind.COUNTER, name=name, help=help, labels=tuple(labels))
+    return Family(kind=MetricKind.COUNTER, name=name, help=help, labels=tuple(labels))
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Family:
-    return Family(kind=Kind.GAUGE, name=name, help=help, labels=tuple(labels))
+    return Family(kind=MetricKind.GAUGE, name=name, help=help, labels=tuple(labels))
 
 
 def histogram(name: str, help: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Family:
-    return Family(kind=Kind.HISTOGRAM, name=name, help=help, labels=tuple(labels), buckets=tuple(buckets))
+    return Family(kind=MetricKind.HISTOGRAM, name=name, help=help, labels=tuple(labels), buckets=tuple(buckets))

@@ -1,4 +1,4 @@
-"""What the HTTP front answers, by route: paths are those of its table, never a client's."""
+"""Declares the metrics of what the HTTP front answers, by route: paths are those of its table, never a client's."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from twostep import __version__
 from twostep.metrics.family import counter, gauge
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 from twostep.process.tracing import Tracer
 
 INFO = gauge("twostep_process_info", "1, with the process's role and the version it runs.", ["role", "version"])
@@ -31,11 +31,11 @@ class ProcessMetrics:
         registry.on_scrape([SPANS], self._read)
         self.serve(role)
 
-    def _read(self) -> Iterable[Reading]:
+    def _read(self) -> Iterable[MetricSample]:
         if self._tracer is not None:
             counts = self._tracer.counts()
-            yield Reading(SPANS, counts.exported, ("exported",))
-            yield Reading(SPANS, counts.lost, ("lost",))
+            yield MetricSample(SPANS, counts.exported, ("exported",))
+            yield MetricSample(SPANS, counts.lost, ("lost",))
 
     def serve(self, role: str) -> None:
         """The process has this role from now on."""

@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from twostep.metrics.family import Family, Kind
+from twostep.metrics.family import Family, MetricKind
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricSample:
     """A value that a scrape asked for. `labels` in the family's order."""
 
     family: Family
@@ -44,36 +44,36 @@ class MetricsRegistry:
         ProcessCollector(registry=self.collectors)
 
     def once(self, make: Callable[[MetricsRegistry], T]) -> T:
-        """What `make` makes of this registry at the first call, and the same at every other: for what is counted on through changes of a
-        worker's role."""
+        """Calls `make` with this registry the first time and returns the same result at every later call: for what is counted on through
+        changes of a worker's role."""
         if make not in self._made:
             self._made[make] = make(self)
         made: T = self._made[make]
         return made
 
     def counter(self, family: Family) -> Counter:
-        assert family.kind is Kind.COUNTER, family
+        assert family.kind is MetricKind.COUNTER, family
         return Counter(family.name, family.help, family.labels, registry=self.collectors)
 
     def gauge(self, family: Family) -> Gauge:
-        assert family.kind is Kind.GAUGE, family
+        assert family.kind is MetricKind.GAUGE, family
         return Gauge(family.name, family.help, family.labels, registry=self.collectors)
 
     def histogram(self, family: Family) -> Histogram:
-        assert family.kind is Kind.HISTOGRAM, family
+        assert family.kind is MetricKind.HISTOGRAM, family
         return Histogram(family.name, family.help, family.labels, registry=self.collectors, buckets=family.buckets)
 
     def tally(self, family: Family) -> Tally:
-        assert family.kind is Kind.HISTOGRAM, family
+        assert family.kind is MetricKind.HISTOGRAM, family
         assert not family.labels, f"{family.name}: a tally has no labels"
         tally = Tally(family)
         self.collectors.register(tally)
         return tally
 
-    def on_scrape(self, families: Sequence[Family], read: Callable[[], Iterable[Reading]]) -> None:
+    def on_scrape(self, families: Sequence[Family], read: Callable[[], Iterable[MetricSample]]) -> None:
         """`read` is called in a scrape's thread and must return at once; copy what other threads change. If it raises, its families
         are missing from that scrape and the log says why. Histograms cannot be read."""
-        assert all(family.kind is not Kind.HISTOGRAM for family in families), families
+        assert all(family.kind is not MetricKind.HISTOGRAM for family in families), families
         self.collectors.register(_Read(families, read))
 
 
@@ -106,7 +106,7 @@ class Tally(Collector):
 
 
 class _Read(Collector):
-    def __init__(self, families: Sequence[Family], read: Callable[[], Iterable[Reading]]) -> None:
+    def __init__(self, families: Sequence[Family], read: Callable[[], Iterable[MetricSample]]) -> None:
         self._families = families
         self._read = read
         self._lock = threading.Lock()
@@ -128,5 +128,5 @@ class _Read(Collector):
 
 
 def _empty(family: Family) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
     return kind(family.name, family.help, labels=family.labels)

@@ -1,4 +1,4 @@
-"""What every process has: requests that run and that wait."""
+"""Declares the metrics that every process has: requests that run and that wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients get: requests by outcome, latencies by phase, tokens. Counted by the router's event loop."""
+"""Declares the metrics of what clients get: requests by outcome, latencies by phase, tokens. The router's event loop counts them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from twostep.metrics.family import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
-from twostep.metrics.registry import MetricsRegistry, Reading
+from twostep.metrics.registry import MetricSample, MetricsRegistry
 from twostep.metrics.requests import RUNNING, WAITING
 
 REQUESTS = counter(
@@ -127,7 +127,7 @@ FAMILIES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterState:
+class RouterGauges:
     """A moment of a router. `workers` by role; `load_ratio` as router/placing/load_ratio.py says."""
 
     num_running: int
@@ -144,7 +144,7 @@ class RouterMetrics:
     """One thread counts. What is counted for every token costs well below a microsecond: `itl` is a tally, `num_generation_tokens` a
     plain number; both are read when somebody scrapes."""
 
-    def __init__(self, registry: MetricsRegistry, state: Callable[[], RouterState]) -> None:
+    def __init__(self, registry: MetricsRegistry, state: Callable[[], RouterGauges]) -> None:
         """`state` is called from scrapes' threads."""
         self._state = state
         self.requests = registry.counter(REQUESTS)
@@ -172,15 +172,15 @@ class RouterMetrics:
         self.num_generation_tokens = 0
         registry.on_scrape(_READ, self._read)
 
-    def _read(self) -> Iterable[Reading]:
+    def _read(self) -> Iterable[MetricSample]:
         state = self._state()
-        yield Reading(RUNNING, state.num_running, ("router",))
-        yield Reading(WAITING, state.num_waiting, ("router",))
-        yield Reading(GENERATION_TOKENS, self.num_generation_tokens)
-        yield Reading(STREAMS, state.num_streams)
-        yield Reading(REFUSED_WORKERS, state.num_refused)
+        yield MetricSample(RUNNING, state.num_running, ("router",))
+        yield MetricSample(WAITING, state.num_waiting, ("router",))
+        yield MetricSample(GENERATION_TOKENS, self.num_generation_tokens)
+        yield MetricSample(STREAMS, state.num_streams)
+        yield MetricSample(REFUSED_WORKERS, state.num_refused)
         if state.load_ratio is not None:
-            yield Reading(LOAD_RATIO, state.load_ratio)
-        yield Reading(REGISTRY_CONNECTED, state.registry_connected)
-        yield Reading(STALLED, state.stalled_s)
-        yield from (Reading(WORKERS, count, (role,)) for role, count in state.workers.items())
+            yield MetricSample(LOAD_RATIO, state.load_ratio)
+        yield MetricSample(REGISTRY_CONNECTED, state.registry_connected)
+        yield MetricSample(STALLED, state.stalled_s)
+        yield from (MetricSample(WORKERS, count, (role,)) for role, count in state.workers.items())

@@ -1,4 +1,5 @@
-"""What moving KV between workers costs. kv_transfer counts it (kv_transfer/telemetry.py); each worker tells its own side."""
+"""Declares the metrics of what moving KV between workers costs. kv_transfer counts it (kv_transfer/telemetry.py); each worker reports its
+own side."""
 
 from __future__ import annotations
 

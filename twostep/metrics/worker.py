@@ -1,4 +1,4 @@
-"""What a worker's edge holds: the same figures as its Stats call gives, asked for once a second."""
+"""Declares the metrics of what a worker's edge holds: the same figures as its Stats call gives, asked for once a second."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class BoundedThreads:
         return call.result()
 
     def close(self) -> None:
-        """What has begun ends by itself."""
+        """Takes no more calls and cancels those that wait; those that have begun end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _over(self, call: asyncio.Future[Any]) -> None:

@@ -51,7 +51,8 @@ def _free_of_machine(proc: Path) -> int:
 
 
 def _free_in_cgroups(proc: Path, cgroup: Path) -> Iterator[Free]:
-    """Of this process's own group and of each above it, as far as they can be seen: a container often sees its own as the root."""
+    """Yields the free memory of this process's own group and of each above it, as far as they can be seen: a container often sees its own
+    as the root."""
     for directory in _own_directories(proc, cgroup):
         # Version 2, then 1. There is no bound ("max", or a number beyond any memory), or no such file: nothing is said.
         for bound, used, inactive in (

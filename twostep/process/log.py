@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """Of the lines that concern one request. An empty `trace_id`: it is not traced."""
+    """Holds the fields of the log lines that concern one request. An empty `trace_id`: it is not traced."""
 
     request_id: str
     trace_id: str = ""
@@ -35,7 +35,8 @@ def concerning(request_id: str, trace_id: str = "") -> Token[RequestFields | Non
 
 
 def forget(token: Token[RequestFields | None]) -> None:
-    """What was said before is so again. In the task that got the token."""
+    """Restores the request that lines were about before the call of `concerning` that returned the token. Call it in the task that got the
+    token."""
     _REQUEST.reset(token)
 
 

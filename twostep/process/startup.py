@@ -1,4 +1,4 @@
-"""What a process does until it serves: a progress bar while it happens, and at the end where the time went.
+"""Reports what a process does until it serves: a progress bar while it happens, and at the end where the time went.
 
     ready in 27.7 s: import 2.7, device 0.3, weights 6.9 (16.1 GB, 2.3 GB/s), kernels 5.8, profile 3.8, graphs 8.2
 
@@ -27,7 +27,7 @@ _MAX_AGE_S = 3600.0
 
 
 class Progress(Protocol):
-    """What long work reports to."""
+    """Takes the reports of long work."""
 
     def phase(self, name: str) -> None:
         """`name` begins and the phase before ends. A name that was there before goes on."""

@@ -34,7 +34,7 @@ TRACES_FLUSH_S = 3.0
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
-class Kind(Enum):
+class SpanKind(Enum):
     """SERVER: somebody else's call is what it answers."""
 
     SERVER = "server"
@@ -51,7 +51,7 @@ class Span(Protocol):
 
     @property
     def metadata(self) -> Metadata:
-        """What calls made on its behalf carry, so that their spans are its children. Also of a span that is not sampled."""
+        """Returns what calls made on its behalf carry, so that their spans are its children. A span that is not sampled has it too."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class SpanCounts:
 class Tracer(Protocol):
     """One process's. Spans are exported by a thread of its own, out of a bounded queue; what does not fit is lost and counted."""
 
-    def start(self, name: str, metadata: Metadata, *, kind: Kind = Kind.SERVER, at: float | None = None) -> Span:
+    def start(self, name: str, metadata: Metadata, *, kind: SpanKind = SpanKind.SERVER, at: float | None = None) -> Span:
         """The span of what was asked for with this metadata: a child of its traceparent, or the root of a new trace."""
         ...
 

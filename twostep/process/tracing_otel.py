@@ -24,11 +24,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from twostep.errors import SetupError
-from twostep.process.tracing import Attributes, Kind, Metadata, SpanCounts
+from twostep.process.tracing import Attributes, Metadata, SpanCounts, SpanKind
 
 log = logging.getLogger(__name__)
 
-_KINDS = {Kind.SERVER: trace.SpanKind.SERVER, Kind.INTERNAL: trace.SpanKind.INTERNAL}
+_KINDS = {SpanKind.SERVER: trace.SpanKind.SERVER, SpanKind.INTERNAL: trace.SpanKind.INTERNAL}
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NONE: Attributes = {}
 _NS = 1_000_000_000
@@ -68,7 +68,7 @@ class OtelTracer:
         # What the operator says goes before.
         return Resource.create(ours | dict(OTELResourceDetector().detect().attributes))
 
-    def start(self, name: str, metadata: Metadata, *, kind: Kind = Kind.SERVER, at: float | None = None) -> OtelSpan:
+    def start(self, name: str, metadata: Metadata, *, kind: SpanKind = SpanKind.SERVER, at: float | None = None) -> OtelSpan:
         parent = _PROPAGATOR.extract(dict(metadata), context=Context())
         # Of one request all instants are shifted alike, so that its spans fit together.
         now = time.monotonic()

@@ -28,7 +28,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError, Unavailable, status_of, trailing_metadata
-from twostep.rpc.slots import Place, Reading, Slots
+from twostep.rpc.slots import ReadBounds, Slot, Slots
 from twostep.rpc.unread import Unread
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _OPEN = ("/grpc.health.v1.Health/",)
 # anybody, and is a few bytes.
 _REFLECTION = "/grpc.reflection."
 _MAX_ASIDE = 64
-_READING_ASIDE = Reading(of_caller=1, of_all=4, patience_s=0.03, own_patience_s=0.25)
+_READING_ASIDE = ReadBounds(of_caller=1, of_all=4, patience_s=0.03, own_patience_s=0.25)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -60,9 +60,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def __init__(self, max_calls: int, admit: Sequence[Admit] = ()) -> None:
         """All of `admit` are asked; the last that knows whose call it is says so."""
-        self.slots = Slots(max_calls, Reading())
+        self.slots = Slots(max_calls, ReadBounds())
         self._open = Slots(_MAX_ASIDE, _READING_ASIDE, all_give_way=True)
-        self._reflection = Slots(_MAX_ASIDE, Reading())
+        self._reflection = Slots(_MAX_ASIDE, ReadBounds())
         self._unread = Unread()
         self._admit = admit
         self._calls: set[_Call] = set()
@@ -140,7 +140,7 @@ class _Call:
     async def stream(self, messages: Any, context: _Context) -> None:
         await self._serve(context, functools.partial(self._stream, messages) if self._handler.request_streaming else self._stream_one)
 
-    async def _serve(self, context: _Context, work: Callable[[Place], Awaitable[Any]]) -> Any:
+    async def _serve(self, context: _Context, work: Callable[[Slot], Awaitable[Any]]) -> Any:
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
         self._task, self._context = task, context
@@ -161,7 +161,7 @@ class _Call:
         # Nothing is held here: whoever does not read is not told, and keeps nobody out.
         await _abort(error, context)
 
-    async def _answer(self, place: Place) -> Any:
+    async def _answer(self, place: Slot) -> Any:
         request = await self._request(place)
         answer = await self._handler.unary_unary(request, self._context)
         # gRPC sends it once this call has returned.
@@ -172,11 +172,11 @@ class _Call:
         self._context.add_done_callback(sent)
         return answer
 
-    async def _stream_one(self, place: Place) -> None:
+    async def _stream_one(self, place: Slot) -> None:
         request = await self._request(place)
         await self._write(self._handler.unary_stream(request, self._context))
 
-    async def _stream(self, messages: Any, place: Place) -> None:
+    async def _stream(self, messages: Any, place: Slot) -> None:
         # It may be reading at any time, and is never ended from here: see end().
         place.running()
         self._calls.discard(self)
@@ -191,7 +191,7 @@ class _Call:
 
     # ---- the message --------------------------------------------------------------------------------------------------------
 
-    async def _request(self, place: Place) -> Any:
+    async def _request(self, place: Slot) -> Any:
         late = DeadlineExceeded(f"the call's message had not come after {MESSAGE_S:g} s; send it at once")
         timer = asyncio.get_running_loop().call_later(MESSAGE_S, self.end, late)
         try:

@@ -20,7 +20,7 @@ _WATCH_EVERY_S = 0.5
 
 
 class HealthBoard:
-    """What the checks read. `alive` is asked at every check and must return at once."""
+    """Holds the states that the health checks read. `alive` is called at every check and must return at once."""
 
     def __init__(self, alive: Callable[[], bool] = lambda: True) -> None:
         self._alive = alive

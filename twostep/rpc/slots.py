@@ -30,7 +30,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReadBounds:
     """How many messages are read at a time. Those that are here take a millisecond; the bounds are for those that come slowly, of 16 MiB
     perhaps. Whoever has waited `patience_s` for a place among all that are read takes one that has been read for as long, of the caller
     with the most; and among its own caller's, after `own_patience_s`."""
@@ -43,8 +43,8 @@ class Reading:
 
 @dataclass(slots=True)
 class _Caller:
-    half_open: dict[Place, None] = field(default_factory=dict)
-    reading: dict[Place, float] = field(default_factory=dict)
+    half_open: dict[Slot, None] = field(default_factory=dict)
+    reading: dict[Slot, float] = field(default_factory=dict)
     num_running: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
@@ -52,7 +52,7 @@ class _Caller:
 class Slots:
     """The places of one server, or of some of its services. Not for more than one event loop."""
 
-    def __init__(self, limit: int, bounds: Reading, *, all_give_way: bool = False) -> None:
+    def __init__(self, limit: int, bounds: ReadBounds, *, all_give_way: bool = False) -> None:
         """`all_give_way`: so do calls that run, where nobody knows who calls."""
         self._bounds = bounds
         self._limit = limit
@@ -60,7 +60,7 @@ class Slots:
         self._of_caller = limit - limit // 8
         self._all_give_way = all_give_way
         self._callers: dict[str, _Caller] = {}
-        self._reading: dict[Place, float] = {}
+        self._reading: dict[Slot, float] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._num = 0
 
@@ -72,7 +72,7 @@ class Slots:
     def num_reading(self) -> int:
         return len(self._reading)
 
-    def take(self, call: Call, caller: str) -> Place:
+    def take(self, call: Call, caller: str) -> Slot:
         """Raises ResourceExhausted: all places have calls that run."""
         found = self._callers.get(caller)
         if found is not None and found.num_running >= self._of_caller:
@@ -83,20 +83,20 @@ class Slots:
                 raise ResourceExhausted(_FULL)
             next(iter(most.half_open)).give_way()
         found = self._callers.setdefault(caller, _Caller())
-        place = Place(self, call, caller, found)
+        place = Slot(self, call, caller, found)
         found.half_open[place] = None
         self._num += 1
         return place
 
-    # ---- for Place ----------------------------------------------------------------------------------------------------------
+    # ---- for Slot ----------------------------------------------------------------------------------------------------------
 
-    async def _turn(self, place: Place) -> None:
+    async def _turn(self, place: Slot) -> None:
         bounds, caller = self._bounds, place.of
         # First among its caller's: of these so many at most wait with everybody else's.
         await _enter(place, caller.reading, bounds.of_caller, caller.waiting, bounds.own_patience_s)
         await _enter(place, self._reading, bounds.of_all, self._waiting, bounds.patience_s)
 
-    def _read(self, place: Place) -> None:
+    def _read(self, place: Slot) -> None:
         """Not read any more."""
         if place in place.of.reading:
             del place.of.reading[place]
@@ -105,13 +105,13 @@ class Slots:
             del self._reading[place]
             _wake(self._waiting)
 
-    def _run(self, place: Place) -> None:
+    def _run(self, place: Slot) -> None:
         self._read(place)
         if not self._all_give_way:
             del place.of.half_open[place]
             place.of.num_running += 1
 
-    def _free(self, place: Place) -> None:
+    def _free(self, place: Slot) -> None:
         self._read(place)
         if place in place.of.half_open:
             del place.of.half_open[place]
@@ -122,8 +122,8 @@ class Slots:
             self._callers.pop(place.caller, None)
 
 
-class Place:
-    """Of one call. free() gives it back, once and at once."""
+class Slot:
+    """Holds the place of one call. free() gives it back, once and at once."""
 
     __slots__ = ("_call", "_freed", "_slots", "caller", "of")
 
@@ -154,7 +154,7 @@ class Place:
             self._slots._free(self)
 
 
-async def _enter(place: Place, reading: dict[Place, float], limit: int, waiting: deque[asyncio.Future[None]], patience_s: float) -> None:
+async def _enter(place: Slot, reading: dict[Slot, float], limit: int, waiting: deque[asyncio.Future[None]], patience_s: float) -> None:
     """Returns when `place` is one of `limit` in `reading`."""
     loop = asyncio.get_running_loop()
     while len(reading) >= limit:

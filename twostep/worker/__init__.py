@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: configuration, the engine's thread, start and stop."""
+"""Holds what prefill and decode workers share: configuration, the engine's thread, start and stop."""

@@ -47,7 +47,7 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class StepProbe:
     """A step to measure: `counts[i]` tokens behind `starts[i]` others, of as many sequences. One token each: a decode step."""
 
     starts: tuple[int, ...]
@@ -117,15 +117,16 @@ def calibrate(
     return curve
 
 
-def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Probe]:
-    """What fits the pool and the context, each block owned by one sequence: what is needed, and then the cheap ones first."""
+def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[StepProbe]:
+    """Yields the steps to measure that fit the pool and the context, each block owned by one sequence: first those that are needed, then
+    the others, the cheap ones first."""
     shape = runner.kv_shape
     longest = max(1, min(step_tokens, runner.max_model_len - 1, shape.num_blocks * shape.block_size))
     chunk = min(256, longest)
-    needed = [Probe((0,), (min(size, longest),)) for size in _NEEDED_PROMPTS]
+    needed = [StepProbe((0,), (min(size, longest),)) for size in _NEEDED_PROMPTS]
     needed += [_decodes(min(count, max_num_seqs), _SHORT_CONTEXT) for count in _NEEDED_SEQS]
-    wanted = [Probe((0,), (min(size, longest),)) for size in (64, 256, 1024, 4096, longest // 2, longest) if size]
-    wanted += [Probe((context,), (chunk,)) for context in _LONG_CONTEXTS]
+    wanted = [StepProbe((0,), (min(size, longest),)) for size in (64, 256, 1024, 4096, longest // 2, longest) if size]
+    wanted += [StepProbe((context,), (chunk,)) for context in _LONG_CONTEXTS]
     wanted += [
         _decodes(min(count, max_num_seqs), context)
         for count in (1, 4, 16, 64, max_num_seqs)
@@ -138,22 +139,22 @@ def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Prob
             yield probe
 
 
-def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Probe]:
+def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[StepProbe]:
     """A prompt's chunk beside decodes: few and many, and the numbers that Triton compiles for apart (1, multiples of 16). Their kernels are
     others than those of either alone, and building one takes seconds, which the first such step would hold everybody up for."""
     for count in sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS}):
         chunks = {min(chunk, max(2, step_tokens - count)) for chunk in (*_SHORT_CHUNKS, _SHORT_CONTEXT)} if count > 0 else ()
         for chunk in sorted(chunks):
-            probe = Probe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (chunk,))
+            probe = StepProbe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (chunk,))
             if runner.max_model_len > _SHORT_CONTEXT and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks:
                 yield probe
 
 
-def short_probes(runner: Runner, step_tokens: int) -> Iterator[Probe]:
+def short_probes(runner: Runner, step_tokens: int) -> Iterator[StepProbe]:
     """A short chunk alone, at the beginning of a prompt and behind others."""
     for count in sorted({min(count, step_tokens) for count in _SHORT_CHUNKS}):
         for start in (0, _SHORT_CONTEXT):
-            probe = Probe((start,), (count,))
+            probe = StepProbe((start,), (count,))
             if start + count < runner.max_model_len and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks:
                 yield probe
 
@@ -165,8 +166,8 @@ def _all_carried(batch: Batch) -> npt.NDArray[np.int32]:
     return carried
 
 
-def _decodes(num_seqs: int, context: int) -> Probe:
-    return Probe((context - 1,) * num_seqs, (1,) * num_seqs)
+def _decodes(num_seqs: int, context: int) -> StepProbe:
+    return StepProbe((context - 1,) * num_seqs, (1,) * num_seqs)
 
 
 def _with_a_price(curve: StepCurve, samples: Sequence[StepSample]) -> StepCurve:
@@ -177,7 +178,7 @@ def _with_a_price(curve: StepCurve, samples: Sequence[StepSample]) -> StepCurve:
     return replace(curve, per_row_s=largest.seconds / (largest.work.prompt_tokens + largest.work.decodes), knee=0.0)
 
 
-def _expected_s(samples: Sequence[StepSample], probe: Probe) -> float:
+def _expected_s(samples: Sequence[StepSample], probe: StepProbe) -> float:
     """In proportion to the largest step so far that is no larger: an estimate from above, since part of every step is fixed."""
     rows = sum(probe.counts)
     known = [(s.work.prompt_tokens + s.work.decodes, s.seconds) for s in samples]
@@ -214,7 +215,7 @@ def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
     return max(1e-9, clock() - begun)
 
 
-def _batch(runner: Runner, probe: Probe) -> Batch:
+def _batch(runner: Runner, probe: StepProbe) -> Batch:
     size = runner.kv_shape.block_size
     starts, counts = np.array(probe.starts, np.int64), np.array(probe.counts, np.int64)
     seq_lens = starts + counts

@@ -1,4 +1,5 @@
-"""What a role adds to a worker: its services, what they hold, and how it ends. twostep/worker/roles.py says where edges come from."""
+"""Defines what a role adds to a worker: its services, what they hold, and how it ends. twostep/worker/roles.py says where edges come
+from."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from twostep.worker.requests import RequestReader
 
 
 class Carried(Protocol):
-    """What one edge of a worker leaves to the next, of either role: the KV transports, running. Whoever has it closes it in the end."""
+    """Holds what one edge of a worker leaves to the next, of either role: the KV transports, running. Its last owner closes it."""
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeParts:
-    """What every edge is made of. `address` gives host:port as others reach the worker, once it listens. `carried` is what the edge
-    before has left; the new one has it from now on."""
+    """Holds what every edge is made of. `address` returns host:port as others reach the worker, once it listens. `carried` is what the edge
+    before has left; the new one owns it from now on."""
 
     config: WorkerConfig
     worker_id: str

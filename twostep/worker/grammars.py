@@ -21,7 +21,7 @@ _TIMEOUT_S = 60.0
 
 
 class Grammars:
-    """Of one worker. Belongs to its event loop."""
+    """Compiles the grammars of one worker's requests. Belongs to its event loop."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler

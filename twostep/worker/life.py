@@ -49,7 +49,7 @@ class Life:
         return f"no KV transport works (--kv-transfer {config.kv_transfer}): {self.edge.why_no_transport}"
 
     async def drain(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
-        """What runs may end within `timeout_s`, or until it is interrupted."""
+        """Waits until nothing runs any more, for `timeout_s` at most, or until it is interrupted."""
         await until(lambda: self.edge.idle or interrupted(), timeout_s)
 
     def fail_rest(self, error: TwostepError) -> None:

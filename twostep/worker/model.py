@@ -1,4 +1,4 @@
-"""What a worker serves: a runner, and what others need to know of it."""
+"""Describes what a worker serves: a runner, and what others need to know of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FAKE_MODEL_LEN = 8192
 
 
 class Ranks(Protocol):
-    """What a runner of several processes can do besides."""
+    """Describes what a runner of several processes can do besides."""
 
     def watch(self, on_failure: Callable[[Exception], None]) -> None:
         """`on_failure` is called once, from any thread, when a process has died or hangs: the runner serves nothing any more."""

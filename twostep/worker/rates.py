@@ -21,7 +21,7 @@ class Counts:
     tokens: float = 0
 
     def since(self, before: Counts) -> Counts:
-        """What came since. Less than before means that what counts began anew, from 0."""
+        """Returns what was counted since `before`. A number below the one before was reset, and counts from 0."""
         return Counts(
             queried_tokens=_more(before.queried_tokens, self.queried_tokens),
             hit_tokens=_more(before.hit_tokens, self.hit_tokens),
@@ -56,7 +56,7 @@ class RateMeter:
         self._last: Counts | None = None
 
     def observe(self, counts: Counts, now: float) -> Counts:
-        """What was counted a second, over the window or as much of it as has been. Zeros at first."""
+        """Returns the counts a second, over the window or as much of it as has passed. Zeros at first."""
         if self._last is None:
             self._last = counts
             self._seen.append((now, Counts()))

@@ -1,4 +1,4 @@
-"""What a worker's health service says of new work, and why it does not want any."""
+"""Tells a worker's health service whether the worker takes new work, and logs why it does not."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class RoleConflict(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleChange:
-    """What a switch came to: the role and its epoch, how long the drain took and how long all that came after it."""
+    """Describes a switch that is over: the role and its epoch, how long the drain took, and how long all that came after it."""
 
     role: str
     epoch: int
@@ -58,7 +58,7 @@ def edges_of_packages(run_dir: Path) -> Callable[[EdgeParts], Edge]:
 
 
 def config_in_role(config: WorkerConfig, role: str) -> WorkerConfig:
-    """What the worker of this configuration is told in the other role, or in its own. Raises SetupError where it cannot have it."""
+    """Returns this worker's configuration in the other role, or in its own. Raises SetupError where it cannot take the role."""
     if role == config.role:
         return config
     if role == "prefill" and config.kv_transfer == "none":
@@ -114,7 +114,8 @@ class _Slot:
         return functools.partial(self._call, method)
 
     def _call(self, method: str, request: Any, context: Any) -> Any:
-        """What the servicer's method gives: something to await, or a stream. Raises Unavailable, which the server's guard passes on."""
+        """Returns what the servicer's method returns: something to await, or a stream. Raises Unavailable, which the server's guard passes
+        on."""
         if self.servicer is None:
             raise Unavailable(self.reason)
         return getattr(self.servicer, method)(request, context)

@@ -1,4 +1,4 @@
-"""What a worker counts and who may read it: the registry, the engine's and the edge's figures, `/metrics`; the load in its heartbeats."""
+"""Holds what a worker counts and serves it: the registry, the engine's and the edge's figures, `/metrics`; the load in its heartbeats."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Worker:
         return self._life.edge
 
     def record(self) -> WorkerRecord:
-        """What the worker says of itself in Redis, now."""
+        """Returns the record that the worker writes in Redis now."""
         self._readiness.tell(self._life, self._ready)
         stats, shape, config = self.engine.stats(), self._model.runner.kv_shape, self.config
         curve = self._curve.curve
@@ -296,7 +296,7 @@ class Worker:
         self._life = life
 
     async def _look_for_transport(self, life: Life) -> None:
-        """What moves KV comes and goes while a worker runs, and may as well come later."""
+        """Waits for a KV transport, and goes on without one: transports come and go while a worker runs, so one may come later."""
         try:
             await life.wait_for_transport(self._interrupted)
         except SetupError as error:

@@ -91,13 +91,13 @@ def simulate(
     Raises InvalidRequest for a request that an empty worker could not hold."""
     served: list[ServedRequest] = []
 
-    class Collector(ClusterObserver):
+    class CompletionRecorder(ClusterObserver):
         def ended(self, request: SimulatedRequest, token_times: Sequence[float]) -> None:
             edge = deployment.edge_s
             served.append(ServedRequest(request, [time + edge for time in token_times] if edge else token_times))
             cluster.stopped = enough is not None and enough(served[-1])
 
-    cluster = SimulatedCluster(deployment, requests, Collector(), placement=placement)
+    cluster = SimulatedCluster(deployment, requests, CompletionRecorder(), placement=placement)
     workers = [cluster.add_worker("prefill") for _ in range(deployment.num_prefill)]
     workers += [cluster.add_worker("decode") for _ in range(deployment.num_decode)]
     for engine in (workers[0].engine, workers[-1].engine):

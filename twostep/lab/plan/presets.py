@@ -12,7 +12,7 @@ from typing import Any
 from twostep.errors import SetupError
 from twostep.lab.plan.memory import DEFAULT_RUNTIME_BYTES
 from twostep.lab.plan.model_shape import PlannedModel
-from twostep.lab.simulator.cluster import HandOver
+from twostep.lab.simulator.cluster import HandOverCost
 from twostep.step_curve import StepCurve
 
 _FOLDER = Path(__file__).parent / "presets"
@@ -39,7 +39,7 @@ class Preset:
     look_ahead: bool = True
     prefill_ahead_s: float = math.inf
     decode_ahead_s: float = math.inf
-    hand_over: HandOver = field(default_factory=HandOver)
+    hand_over: HandOverCost = field(default_factory=HandOverCost)
     edge_s: float = 0.0
     measured: tuple[Mapping[str, Any], ...] = ()
 
@@ -120,7 +120,7 @@ def _preset(raw: dict[str, Any], path: Path) -> Preset:
             look_ahead=bool(raw.get("look_ahead", True)),
             prefill_ahead_s=float(raw.get("ahead_s", {}).get("prefill", math.inf)),
             decode_ahead_s=float(raw.get("ahead_s", {}).get("decode", math.inf)),
-            hand_over=HandOver(**raw.get("hand_over", {})),
+            hand_over=HandOverCost(**raw.get("hand_over", {})),
             edge_s=float(raw.get("edge_s", 0.0)),
             measured=tuple(raw.get("measured", ())),
         )

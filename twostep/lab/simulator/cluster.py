@@ -4,7 +4,7 @@
     first out.
  2. Its prompt is queued on the prefill worker, which computes it in steps (`engine.py`).
  3. The step that ends the prompt gives the first token.
- 4. KV travels (`HandOver`), the prefill worker's blocks are free, and the sequence joins the decode worker's next planned step.
+ 4. KV travels (`HandOverCost`), the prefill worker's blocks are free, and the sequence joins the decode worker's next planned step.
  5. Each step gives every one of its sequences a token, until the request has all of its own.
  6. If one of its workers is closed meanwhile, prompt and tokens so far are computed again elsewhere.
 
@@ -41,7 +41,7 @@ class SimulatedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOver:
+class HandOverCost:
     """From a prompt's last step to its sequence's place in the decode worker's next one: `latency_s`, and what the step did not hide of
     the bytes at `bytes_per_s`, one hand-over after the other into each decode worker. `hidden` is the share of the bytes that travels
     while the prompt is still being computed."""
@@ -66,7 +66,7 @@ class SimulatedDeployment:
     num_decode: int
     decode: EngineSpec
     prefill: EngineSpec | None = None
-    hand_over: HandOver = field(default_factory=HandOver)
+    hand_over: HandOverCost = field(default_factory=HandOverCost)
     edge_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from twostep.engine.batch import Batch, Sampled, SamplingRow, TopLogprob
+from twostep.engine.batch import Batch, Sampled, SamplingRow, TopToken
 from twostep.errors import InternalError
 from twostep.model.families.decoder import Decoder
 from twostep.model.kernels.triton_ops import TritonOps
@@ -122,10 +122,10 @@ class DeviceStep:
         ready_at = time.monotonic()
         token_ids: list[int] = self._tokens.tolist()
         chosen: list[float | None] = [None] * len(token_ids)
-        top: list[tuple[TopLogprob, ...]] = [()] * len(token_ids)
+        top: list[tuple[TopToken, ...]] = [()] * len(token_ids)
         for r, values in zip(self._asking, [] if self._values is None else self._values.tolist(), strict=True):
             chosen[r] = values[0]
             most = len(values) // 2
             asked = min(most, self._rows[r].params.logprobs or 0)
-            top[r] = tuple(TopLogprob(int(values[1 + most + i]), values[1 + i]) for i in range(asked))
+            top[r] = tuple(TopToken(int(values[1 + most + i]), values[1 + i]) for i in range(asked))
         return Sampled(token_ids=token_ids, logprobs=chosen, top_logprobs=top, ready_at=ready_at)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import NO_TOKEN, Sampled, SamplingRow, TokenMasks, TopLogprob
+from twostep.engine.batch import NO_TOKEN, Sampled, SamplingRow, TokenMasks, TopToken
 
 # Below it a temperature changes nothing but overflows.
 MIN_TEMPERATURE = 1e-6
@@ -149,10 +149,10 @@ def _top_p_floor(scaled: torch.Tensor, best: torch.Tensor, floor: torch.Tensor, 
 
 def _logprobs(
     logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
-) -> tuple[list[float | None], list[tuple[TopLogprob, ...]]]:
+) -> tuple[list[float | None], list[tuple[TopToken, ...]]]:
     """The model's own log-probabilities (before penalties, grammars and temperature) of the rows that ask."""
     chosen: list[float | None] = [None] * len(rows)
-    top: list[tuple[TopLogprob, ...]] = [()] * len(rows)
+    top: list[tuple[TopToken, ...]] = [()] * len(rows)
     asked = [(r, n) for r, row in enumerate(rows) if (n := row.params.logprobs) is not None]
     if not asked:
         return chosen, top
@@ -164,7 +164,7 @@ def _logprobs(
     ids, values = most.indices.tolist(), (most.values - norm).tolist()
     for i, (r, n) in enumerate(asked):
         chosen[r] = picked[i]
-        top[r] = tuple(map(TopLogprob, ids[i][:n], values[i][:n]))
+        top[r] = tuple(map(TopToken, ids[i][:n], values[i][:n]))
     return chosen, top
 
 

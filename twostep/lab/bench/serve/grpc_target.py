@@ -18,7 +18,7 @@ import grpc.aio
 from twostep.client._channel import key_metadata
 from twostep.errors import DeadlineExceeded, InvalidRequest, SetupError, TwostepError, Unavailable
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
-from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
+from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, TargetModel
 from twostep.lab.bench.serve.workloads import SessionTurn, Text
 from twostep.rpc.channel import error_from_rpc, open_channel
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -76,7 +76,7 @@ class GrpcTarget:
         self._stubs: list[Any] = []
         self._next = 0
 
-    async def open(self) -> ServedModel:
+    async def open(self) -> TargetModel:
         for address in self._options.targets:
             channel = open_channel(address, tls=self._options.tls, max_message_bytes=_MAX_MESSAGE_BYTES)
             self._channels.append(channel)
@@ -94,7 +94,7 @@ class GrpcTarget:
         alphabet: Sequence[int] = (
             range(256, self._options.vocab_size) if self._options.vocab_size else sorted(set(await self.tokenize(_SAMPLE)))
         )
-        return ServedModel(model=found[0].name, max_model_len=found[0].max_model_len, alphabet=alphabet)
+        return TargetModel(model=found[0].name, max_model_len=found[0].max_model_len, alphabet=alphabet)
 
     async def tokenize(self, text: str) -> array[int]:
         request = pb.TokenizeRequest(model=self._options.model, text=text)

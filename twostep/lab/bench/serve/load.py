@@ -14,7 +14,7 @@ from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.serve.runner import Extent, LoadRunner, RunProgress, RunResult
 from twostep.lab.bench.serve.summary import Windows
-from twostep.lab.bench.serve.target import LoadTarget, ServedModel
+from twostep.lab.bench.serve.target import LoadTarget, TargetModel
 from twostep.lab.bench.serve.traces import RequestTrace
 from twostep.lab.bench.serve.workloads import BenchSession, MultiTurn, Workload, fitted
 
@@ -87,7 +87,7 @@ class ServeLoad:
     def _trace_rate(self) -> float | None:
         return self.workload.rate if isinstance(self.workload, RequestTrace) else None
 
-    def sessions(self, served: ServedModel, run: str) -> Iterator[BenchSession]:
+    def sessions(self, served: TargetModel, run: str) -> Iterator[BenchSession]:
         """Lengths depend on the seed alone, and are the same for every run; what the prompts say differs from run to run, so that none
         finds another's in a cache."""
         content = PromptContent(f"{self.seed}/{run}", served.alphabet)
@@ -116,7 +116,7 @@ class ServeLoad:
         return sum(map(self.extent.measures, self.arrivals.within(self.seed, self.extent.end_s)))
 
     async def put_on(
-        self, target: LoadTarget, served: ServedModel, run: str, progress: RunProgress, stop: Callable[[RequestRecord], bool] | None = None
+        self, target: LoadTarget, served: TargetModel, run: str, progress: RunProgress, stop: Callable[[RequestRecord], bool] | None = None
     ) -> tuple[RunResult, Windows]:
         """Runs it once. Returns when the last answer is there, or when `stop` says that there is no point in going on."""
         sessions = self.sessions(served, run)

@@ -17,7 +17,7 @@ from twostep.client._channel import key_metadata
 from twostep.errors import PermissionDenied, SetupError, TwostepError, Unauthenticated
 from twostep.lab.bench.serve.content import COMMON, Words, load_tokenizer
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
-from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, ServedModel
+from twostep.lab.bench.serve.target import Clock, Exchange, ReceivedAnswer, RequestFailed, TargetModel
 from twostep.lab.bench.serve.workloads import SessionTurn, Text
 
 _OPEN_TIMEOUT_S = 30.0
@@ -57,7 +57,7 @@ class OpenAITarget:
         self._model = options.model
         self._session: aiohttp.ClientSession | None = None
 
-    async def open(self) -> ServedModel:
+    async def open(self) -> TargetModel:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             # Every request has a connection of its own if need be: a queue in here would be counted as the server's.
@@ -80,7 +80,7 @@ class OpenAITarget:
                 raise SetupError(f"give --model; {self._base} serves {', '.join(names) or 'it does not say which'}")
             self._model = names[0]
         told = next((m.get("max_model_len") for m in models if m.get("id") == self._model), None)
-        return ServedModel(model=self._model, max_model_len=self._options.max_model_len or int(told or 0), alphabet=range(len(self._words)))
+        return TargetModel(model=self._model, max_model_len=self._options.max_model_len or int(told or 0), alphabet=range(len(self._words)))
 
     async def tokenize(self, text: str) -> array[int]:
         if self._tokenizer is None:

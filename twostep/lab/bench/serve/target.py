@@ -38,7 +38,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class TargetModel:
     """The model that a target serves."""
 
     model: str
@@ -49,7 +49,7 @@ class ServedModel:
 class LoadTarget(Protocol):
     """Speaks one protocol. Any number of requests at once, on one event loop. Nothing is ever repeated: what fails is counted."""
 
-    async def open(self) -> ServedModel:
+    async def open(self) -> TargetModel:
         """Connects. Raises TwostepError, saying what to do, if no server answers."""
         ...
 
