@@ -52,7 +52,7 @@ class Kv(kv_pb2_grpc.KvServicer):
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
 
-    async def ProbeTiming(self, request: kv_pb2.ProbeRequest, context: Any) -> kv_pb2.ProbeResponse:
+    async def Probe(self, request: kv_pb2.ProbeRequest, context: Any) -> kv_pb2.ProbeResponse:
         self.asked[request.worker_id] += 1
         return kv_pb2.ProbeResponse(paths=[kv_pb2.ProbeResponse.Path(transport=NAME, endpoint=request.worker_id)])
 
