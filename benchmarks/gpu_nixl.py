@@ -116,7 +116,7 @@ class Source:
         return chunks, seconds
 
     def _answer(self) -> Any:
-        """What JSON it printed next."""
+        """Returns the JSON that it printed next."""
         assert self.process.stdout is not None
         while not (line := self.process.stdout.readline()).startswith("ANSWER "):
             assert line, "the source ended"

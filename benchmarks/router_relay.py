@@ -1,4 +1,4 @@
-"""What one router process relays over gRPC or HTTP, and what it adds to the time to the first token.
+"""Measures what one router process relays over gRPC or HTTP, and what it adds to the time to the first token.
 
     python benchmarks/router_relay.py                        500 streams over gRPC, a token each every 40 ms
     python benchmarks/router_relay.py --http --no-ttft       and beside them as server-sent events over HTTP, a connection each

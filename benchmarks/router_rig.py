@@ -1,4 +1,4 @@
-"""What the benchmarks of the router share: a real router process on a core of its own, between fake workers and a load client.
+"""Runs what the benchmarks of the router share: a real router process on a core of its own, between fake workers and a load client.
 
     workers     processes of router_workers.py, with Redis beside them
     router      `python -P -m router`, as deployed

@@ -88,7 +88,7 @@ class History:
         return 0 if self._next_position is None else self._next_position - len(self._tokens)
 
     def reaches(self, next_position: int) -> bool:
-        """Whether everything from `next_position` on is still here."""
+        """Returns whether everything from `next_position` on is still here."""
         return not self._full or next_position >= self._first_position
 
     def since(self, position: decode_pb2.StreamPosition) -> Iterator[decode_pb2.DecodeEvent]:
@@ -119,7 +119,7 @@ class Replay:
 
     @property
     def lost(self) -> bool:
-        """Whether what comes next is not kept any more."""
+        """Returns whether what comes next is not kept any more."""
         return not self.history.reaches(self._position.next_position)
 
     @property
@@ -194,7 +194,7 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        """Whether the router has been sent all there is."""
+        """Returns whether the router has been sent all there is."""
         behind = self._unknown or not all(replay.over for replay in self._behind.values())
         return not self._messages and not behind and not self._missed
 

@@ -67,7 +67,7 @@ class PulledKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullHooks:
-    """How a pull reaches the sequence whose KV it is. None of them waits; what `ahead` and `commit` raise ends the pull.
+    """Connects a pull with the sequence whose KV it is. None of them waits; what `ahead` and `commit` raise ends the pull.
 
     ahead    the engine may begin with the blocks, given the output ids, and its tokens are withheld
     commit   the blocks are the engine's now
@@ -187,7 +187,7 @@ class Pull:
 
     @property
     def freed(self) -> bool:
-        """Whether `hooks.free` was called."""
+        """Returns whether `hooks.free` was called."""
         return self._reader.targets_freed
 
     def give_up(self, reason: str) -> None:

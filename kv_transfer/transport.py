@@ -111,7 +111,7 @@ class KvTransport(Protocol):
 
     @property
     def copies_out(self) -> bool:
-        """Whether the source's blocks may be reused once a chunk is published."""
+        """Returns whether the source's blocks may be reused once a chunk is published."""
         ...
 
     @property

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """How one becomes a worker's. `make` gets the worker's parts and a directory for sockets, and raises SetupError or ImportError where
+    """Describes a kind of transport. `make` gets the worker's parts and a directory for sockets, and raises SetupError or ImportError where
     the transport cannot exist. `of_one_role`: made anew when the worker changes its role. `may_be_left_out` of `auto`, with the reason in
     the log."""
 

@@ -325,5 +325,5 @@ class Publisher:
 
 
 def _fits(transport: KvTransport, num_bytes: int) -> bool:
-    """Whether so much could ever be published under one lease."""
+    """Returns whether so much could ever be published under one lease."""
     return not transport.max_lease_bytes or num_bytes <= transport.max_lease_bytes

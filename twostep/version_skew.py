@@ -39,7 +39,7 @@ def minor_of(version: str) -> Minor | None:
 
 @functools.lru_cache(maxsize=4096)
 def together(one: str, other: str) -> bool:
-    """Whether the two may serve together. Equal ones may, whatever they are."""
+    """Returns whether the two may serve together. Equal ones may, whatever they are."""
     if one == other:
         return True
     a, b = minor_of(one), minor_of(other)

@@ -104,7 +104,7 @@ def _openssl(folder: Path, *arguments: str, check: bool = True) -> str:
 
 
 def provide(api: Api, environ: Mapping[str, str], name: str, names: list[str], usage: str) -> bool:
-    """Whether Secret `name` is there now, with a certificate for `names`. Raises CalledProcessError or FileNotFoundError."""
+    """Returns whether Secret `name` is there now, with a certificate for `names`. Raises CalledProcessError or FileNotFoundError."""
     path = f"/api/v1/namespaces/{environ['NAMESPACE']}/secrets"
     found = api.call("GET", f"{path}/{name}")
     if found.status == 200:

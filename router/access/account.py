@@ -47,7 +47,7 @@ class Bucket:
         return max(0.0, max(self._full_at, now) + (wanted - self.amount) * MINUTE_S / self.amount - now)
 
     def take(self, taken: float, now: float) -> None:
-        """Whether there is so much or not. A negative amount goes back; it never holds more than `amount`."""
+        """Returns whether there is so much or not. A negative amount goes back; it never holds more than `amount`."""
         if self.amount:
             self._full_at = max(self._full_at, now) + taken * MINUTE_S / self.amount
 
@@ -200,7 +200,7 @@ class Account:
         _check({"tokens_per_minute": self._tokens, "tokens_per_day": self._day}, wanted, self._monotonic(), what)
 
     def take_tokens(self, num_tokens: int) -> None:
-        """Whether there are so many or not."""
+        """Returns whether there are so many or not."""
         if num_tokens:
             self.elsewhere_tokens(num_tokens)
             self.elsewhere_day(num_tokens)

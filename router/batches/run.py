@@ -104,7 +104,7 @@ class Endpoints(Protocol):
     def failure(self, error: Exception) -> Failure: ...
 
     def ready(self) -> bool:
-        """Whether asking makes sense now."""
+        """Returns whether asking makes sense now."""
         ...
 
 

@@ -115,7 +115,7 @@ def test_at_a_mark_its_layers_are_there_and_the_others_are_not() -> None:
 
 
 def filled(runner: HookedRunner, blocks: Any, layer: int) -> bool:
-    """Whether every slot of the blocks holds a token (positions count from 1)."""
+    """Returns whether every slot of the blocks holds a token (positions count from 1)."""
     out = np.empty((len(blocks), runner.kv_shape.layer_bytes), np.uint8)
     runner.read_blocks(blocks, out, LayerRange(layer, 1))
     return bool((out.view(np.int32)[:, 1::2] > 0).all())

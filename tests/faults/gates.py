@@ -46,7 +46,7 @@ class Gate:
         self._directory, self._worker_id = directory, worker_id
 
     def closed(self, name: str) -> bool:
-        """Whether the caller must wait; the first one who asks for an armed gate is the one it was armed for."""
+        """Returns whether the caller must wait; the first one who asks for an armed gate is the one it was armed for."""
         held = self._directory / f"{name}.held.{self._worker_id}"
         if held.exists():
             return True

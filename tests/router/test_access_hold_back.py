@@ -74,7 +74,7 @@ async def silly(held: Held) -> Any:
 async def pushed(
     hook: Callable[[Held], Awaitable[Verdict]], pieces: list[pb.Piece], *, window: int
 ) -> tuple[bool, list[pb.Piece], list[list[pb.Piece]]]:
-    """Whether it went to its end, what was written, and what had been by each push."""
+    """Returns whether it went to its end, what was written, and what had been by each push."""
     written: list[pb.Piece] = []
     by_push: list[list[pb.Piece]] = []
 

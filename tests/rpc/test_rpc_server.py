@@ -133,7 +133,7 @@ async def test_streams_deliver_then_fail_with_status() -> None:
 
 @pytest.mark.parametrize("kind", ["hang", "flood"])
 async def test_a_cancelled_stream_runs_the_handlers_finally_at_once(kind: str) -> None:
-    """Whether the handler waits for something of its own or for a client that does not read."""
+    """Returns whether the handler waits for something of its own or for a client that does not read."""
     async with serving() as (_, _, prefill, channel):
         call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.PrefillRequest(request_id=kind))
         await call.read()

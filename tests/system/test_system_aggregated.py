@@ -42,7 +42,7 @@ def test_a_second_turn_finds_the_worker_that_has_the_first(aggregated: System) -
     with aggregated.client() as client:
 
         def conversation(num_turns: int = 5) -> bool:
-            """Whether all of it stayed on one worker. By chance alone, one in sixteen would."""
+            """Returns whether all of it stayed on one worker. By chance alone, one in sixteen would."""
             prompt = [rng.randrange(2, 200) for _ in range(640)]
             worker, before = "", 0
             for turn in range(num_turns):

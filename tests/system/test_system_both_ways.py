@@ -36,7 +36,7 @@ def test_a_short_suffix_of_a_known_conversation_is_computed_where_it_is_decoded(
     with both_ways.client() as client:
 
         def conversation() -> bool:
-            """Whether both later turns were. Of the four ways that there are, by chance alone one conversation in sixteen would."""
+            """Returns whether both later turns were. Of the four ways that there are, by chance alone one conversation in sixteen would."""
             prompt = [rng.randrange(2, 200) for _ in range(900)]
             done = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True, timeout=180).result()
             for _ in range(2):

@@ -193,7 +193,7 @@ def decode_need(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad) -> 
 
 
 def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, num_workers: int) -> bool:
-    """Whether so many decode workers keep the target, with room for all sequences."""
+    """Returns whether so many decode workers keep the target, with room for all sequences."""
     curve, context = _curve(spec), demand.context
     later = max(0.0, demand.output_tokens - 1.0)
     limit = config.tpot_ms / 1e3 - (config.hand_over_s / later if later else 0.0)
@@ -211,7 +211,7 @@ def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, nu
 
 
 def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: OfferedLoad) -> bool:
-    """Whether more workers would mend a missed target: not where a request alone misses it."""
+    """Returns whether more workers would mend a missed target: not where a request alone misses it."""
     if spec.curve is None or demand.requests_per_s <= 0.0:
         return True
     if role == "decode":

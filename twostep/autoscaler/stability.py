@@ -20,7 +20,7 @@ def _outdoes(new: Need, old: Need) -> bool:
 
 
 def may_move(course: Course | None, before: int, after: int, now_s: float, cool_down_s: float) -> bool:
-    """Whether a number may go from `before` to `after` now."""
+    """Returns whether a number may go from `before` to `after` now."""
     way = (after > before) - (after < before)
     if course is None or not way or course.way in (0, way):
         return True

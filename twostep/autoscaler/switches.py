@@ -28,7 +28,7 @@ OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "failed", "left_out")
 
 
 def last_of_role(record: WorkerRecord, records: Sequence[WorkerRecord]) -> bool:
-    """Whether no other worker serves its role now."""
+    """Returns whether no other worker serves its role now."""
     return not any(other.serves and other.role == record.role and other.worker_id != record.worker_id for other in records)
 
 

@@ -55,7 +55,7 @@ def dummy_fingerprint(model_dir: Path, kind: str = _ANY) -> str:
 
 
 def is_same_model(wanted: str, found: str) -> bool:
-    """Whether the fingerprint `found` is `wanted`, or is of made-up weights and `wanted` is of any such."""
+    """Returns whether the fingerprint `found` is `wanted`, or is of made-up weights and `wanted` is of any such."""
     any_kind = f"{_DUMMY}{_ANY}-"
     if wanted.startswith(any_kind):
         return found.startswith(_DUMMY) and found.endswith(wanted.removeprefix(any_kind))

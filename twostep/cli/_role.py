@@ -73,7 +73,7 @@ async def _check_others(args: argparse.Namespace, secret: bytes, worker: worker_
 
 
 def is_last(worker_id: str, role: str, workers: Sequence[WorkerStatus]) -> bool:
-    """Whether the deployment stands still without this worker in its role."""
+    """Returns whether the deployment stands still without this worker in its role."""
     others = [each for each in workers if each.worker_id != worker_id and each.ready and not each.draining]
     if role == "prefill" and any(each.role == "decode" and each.local_prefill for each in others):
         # They compute prompts themselves.

@@ -55,7 +55,7 @@ def _faults(layout: LayoutRecord) -> list[str]:
 
 
 def same_numbers(source: LayoutRecord, target: LayoutRecord) -> bool:
-    """Whether converted KV is, bit for bit, what the target would hold had it copied: only blocks and heads are dealt out anew."""
+    """Returns whether converted KV is, bit for bit, what the target would hold had it copied: only blocks and heads are dealt out anew."""
     if source.quantization != target.quantization:
         return False
     return source.quantization != "none" or source.dtype == target.dtype
@@ -70,7 +70,7 @@ def check_joinable(source: LayoutRecord, target: LayoutRecord) -> None:
 
 
 def joinable(source: LayoutRecord, target: LayoutRecord) -> bool:
-    """Whether check_joinable lets the two pass."""
+    """Returns whether check_joinable lets the two pass."""
     return not reasons_against(source, target) and _whole(source, target)
 
 

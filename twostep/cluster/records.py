@@ -118,7 +118,7 @@ class WorkerRecord:
 
     @property
     def serves(self) -> bool:
-        """Whether requests can be placed on it now."""
+        """Returns whether requests can be placed on it now."""
         return self.ready and not self.not_ready_reason and not self.draining
 
     def to_json(self) -> str:

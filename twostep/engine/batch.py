@@ -222,12 +222,12 @@ class Runner(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether `launch` returns before the device is done, so that planning a step while another one runs gains time."""
+        """Returns whether `launch` returns before the device is done, so that planning a step while another one runs gains time."""
         ...
 
     @property
     def marks_layers(self) -> bool:
-        """Whether steps of prompts tell how many of their layers are done (see InFlight.layer_marks)."""
+        """Returns whether steps of prompts tell how many of their layers are done (see InFlight.layer_marks)."""
         ...
 
     def launch(self, batch: Batch) -> InFlight:

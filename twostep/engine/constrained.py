@@ -62,7 +62,7 @@ class ConstrainedSequences:
 
     @property
     def waiting(self) -> bool:
-        """Whether a sequence waits for a mask that is being made."""
+        """Returns whether a sequence waits for a mask that is being made."""
         return any(not sequence.num_pending for sequence in self.unready)
 
     @property

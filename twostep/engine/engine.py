@@ -316,7 +316,7 @@ class Engine:
 
     @property
     def makes_masks(self) -> bool:
-        """Whether the next token of some sequence waits for its mask, which is being made."""
+        """Returns whether the next token of some sequence waits for its mask, which is being made."""
         with self._changed:
             return self._constrained.waiting
 

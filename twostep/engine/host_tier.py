@@ -135,12 +135,12 @@ class HostTier:
 
     @property
     def has_copies(self) -> bool:
-        """Whether something is to be copied, either way."""
+        """Returns whether something is to be copied, either way."""
         return bool(self._to_load) or self._is_short
 
     @property
     def _is_short(self) -> bool:
-        """Whether fewer blocks than wanted can be given out without a loss."""
+        """Returns whether fewer blocks than wanted can be given out without a loss."""
         return bool(self._rest) and self._pool.num_free + len(self._front) < self._ahead
 
     # ---- what the pool tells ----------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class HostCopies:
 
     @property
     def by_itself(self) -> bool:
-        """Whether a thread copies."""
+        """Returns whether a thread copies."""
         return self._thread is not None
 
     def start(self) -> None:

@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is here, not even in a planned step."""
+        """Returns whether nothing is here, not even in a planned step."""
         return not (self._sequences or self._planned)
 
     @property

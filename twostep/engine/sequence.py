@@ -141,13 +141,13 @@ class EngineSequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether one token is to be planned, that was sampled or is in flight."""
+        """Returns whether one token is to be planned, that was sampled or is in flight."""
         num_tokens = len(self.tokens) + self.num_pending
         return num_tokens - self.num_planned == 1 and num_tokens > len(self.given)
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the token in flight is the last one here, whatever it is."""
+        """Returns whether the token in flight is the last one here, whatever it is."""
         return self.num_pending > 0 and (self.hold or len(self.tokens) + self.num_pending >= self.max_len)
 
     @property

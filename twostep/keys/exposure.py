@@ -8,7 +8,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "localhost.localdomai
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody outside this machine reaches what listens there. A name that may stand for any address counts as reached."""
+    """Returns whether nobody outside this machine reaches what listens there. A name that may stand for any address counts as reached."""
     if host.lower() in _LOOPBACK_NAMES:
         return True
     try:

@@ -23,5 +23,5 @@ def vouch(secret: bytes, challenge: bytes, *, worker_id: str, address: str, epoc
 
 
 def is_vouched(answer: bytes, secret: bytes, challenge: bytes, *, worker_id: str, address: str, epoch: int) -> bool:
-    """Whether whoever answered has the secret, and lives there under that name and epoch."""
+    """Returns whether whoever answered has the secret, and lives there under that name and epoch."""
     return hmac.compare_digest(answer, vouch(secret, challenge, worker_id=worker_id, address=address, epoch=epoch))

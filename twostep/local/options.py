@@ -110,7 +110,7 @@ class LocalOptions(UpSettings):
 
     @property
     def uses_ray(self) -> bool:
-        """Whether a Ray is needed, of its own or of --ray-address."""
+        """Returns whether a Ray is needed, of its own or of --ray-address."""
         return not self.aggregated
 
     @property

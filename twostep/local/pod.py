@@ -103,7 +103,7 @@ class Pod:
         return self._last_live.keys() == self._workers.keys()
 
     async def _look(self, worker: PodWorker) -> bool:
-        """Whether it is ready."""
+        """Returns whether it is ready."""
         health = worker.health_address
         live, ready = await asyncio.gather(self._probes.healthy(health, "liveness"), self._probes.healthy(health, READINESS))
         if worker.name not in self._last_live:

@@ -15,7 +15,7 @@ def check_context(prompt_tokens: int, output_tokens: int, longest: int) -> None:
 
 
 def check_blocks(batch: int, tokens: int, *, block_size: int, num_blocks: int) -> None:
-    """Whether a pool holds so many sequences of so many tokens at once. Raises SetupError."""
+    """Returns whether a pool holds so many sequences of so many tokens at once. Raises SetupError."""
     needed = batch * -(-tokens // block_size)
     if needed > num_blocks:
         raise SetupError(

@@ -164,7 +164,7 @@ class SimulatedEngine:
         return self.num_running + self.num_reserved + len(self._waiting) + len(self._preempted)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether an empty engine could hold a sequence that ends with so many tokens."""
+        """Returns whether an empty engine could hold a sequence that ends with so many tokens."""
         return self._blocks(num_tokens) <= self.spec.num_blocks
 
     def submit(self, sequence: SimulatedSequence) -> bool:
@@ -405,7 +405,7 @@ class SimulatedEngine:
         return self._step_ends[sequence.joined - first : before - first]
 
     def _in_flight(self, sequence: SimulatedSequence) -> bool:
-        """Whether a launched step computes it. It does not decode any more."""
+        """Returns whether a launched step computes it. It does not decode any more."""
         oldest = self._next_step - sum(step.num_decodes > 0 for step in self._launched)
         return sequence.last_step >= oldest or any(sequence in step.prompts for step in self._launched)
 

@@ -67,7 +67,7 @@ class Shard:
 
     @property
     def owns_kv(self) -> bool:
-        """Whether this is the first of the ranks that hold these KV heads."""
+        """Returns whether this is the first of the ranks that hold these KV heads."""
         return self.rank == 0 or shard_of(self.config, self.rank - 1, self.size).kv_heads != self.kv_heads
 
     @property

@@ -125,7 +125,7 @@ def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 @functools.cache
 def _packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build and CPU have packed linears for `dtype`, and they compute what F.linear does. They are torch's own
+    """Returns whether this build and CPU have packed linears for `dtype`, and they compute what F.linear does. They are torch's own
     (its compiler emits them) but not public: where they are missing or have changed, F.linear serves."""
     if dtype != torch.bfloat16:  # float32 gains nothing from it
         return False

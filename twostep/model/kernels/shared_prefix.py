@@ -75,7 +75,7 @@ def saved_keys(num_members: int, num_keys: int, layout: SharedLayout) -> float:
 
 
 def pays(groups: Sequence[PrefixGroup], num_keys: int, layout: SharedLayout) -> bool:
-    """Whether a batch of `num_keys` keys, of all sequences together, is read sooner with a pass over these groups.
+    """Returns whether a batch of `num_keys` keys, of all sequences together, is read sooner with a pass over these groups.
 
     Without, the cache serves what is shared while memory serves the rest: all keys at the cache's rate, where that takes longer than
     the rest at memory's. With, the rest and the pass are read from memory, one after the other.

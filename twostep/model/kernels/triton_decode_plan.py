@@ -228,7 +228,7 @@ class DecodePlan:
 
 @functools.cache
 def converts_fp8(device: torch.device) -> bool:
-    """Whether the device has an instruction for it; the interpreter does it too."""
+    """Returns whether the device has an instruction for it; the interpreter does it too."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

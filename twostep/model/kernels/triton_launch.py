@@ -23,7 +23,7 @@ _SHARED_RESERVED = 1024
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels of this device can be launched so; to be given as `launch_pdl` and as the kernel's PDL."""
+    """Returns whether kernels of this device can be launched so; to be given as `launch_pdl` and as the kernel's PDL."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
 
 

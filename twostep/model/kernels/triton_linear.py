@@ -88,7 +88,7 @@ class StreamedLinear:
 
 
 def can_stream(weight: torch.Tensor) -> bool:
-    """Whether StreamedLinear takes this weight."""
+    """Returns whether StreamedLinear takes this weight."""
     return weight.dtype in _DTYPES and weight.is_contiguous() and weight.shape[1] % _ALIGNMENT == 0
 
 

@@ -80,7 +80,7 @@ def key_place(key):
 
 @triton.jit
 def key_is_finite(key):
-    """Whether the value is above -infinity and below +infinity."""
+    """Returns whether the value is above -infinity and below +infinity."""
     ordered = (key >> 32).to(tl.int32)
     return (ordered < 0x7F800000) & (ordered > -0x7F800001)
 

@@ -101,7 +101,7 @@ class PeerMemory:
 
 
 def all_reach_all(meeting: Meeting, device: torch.device, others: Sequence[torch.device]) -> bool:
-    """Whether every rank's device can access every other's memory; the same answer on all ranks."""
+    """Returns whether every rank's device can access every other's memory; the same answer on all ranks."""
     reaches = all(torch.cuda.can_device_access_peer(device, other) for other in others if other != device)
     return bool(meeting.least(int(reaches)))
 

@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 4096
 
 
 def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
-    """Whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words."""
+    """Returns whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words."""
     half, in_word = rotated // 2, WORD_BYTES // item_bytes
     return shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
 
@@ -75,7 +75,7 @@ class KvSums:
         self.refresh(range(shape.num_blocks))
 
     def kept_by_steps(self, num_heads: int, rotated: int) -> bool:
-        """Whether the sums were made for such a model."""
+        """Returns whether the sums were made for such a model."""
         return self._of_model == (num_heads, rotated)
 
     def refresh(self, block_ids: Sequence[int]) -> None:
