@@ -11,10 +11,9 @@ from policy_fleet import config as policy_config
 from policy_fleet import pool, traffic, workers
 from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, running, worker
 
-from twostep.autoscaler.beginning import why_wait
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import Observation
-from twostep.autoscaler.policy import decide
+from twostep.autoscaler.policy import decide, why_wait
 from twostep.cluster.records import WorkerRecord
 from twostep.settings.autoscaler import PoolSettings
 

@@ -40,7 +40,7 @@ def test_a_new_leader_decides_as_the_old_one_would_have() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", "null", '{"form":0}', '{"form":1}', '"x"', '{"form":1,"began_s":NaN}', "[" * 5000, b"\xff\xfe".decode("latin1")],
+    ["", "[]", "{}", "null", '{"form":0}', '"x"', '{"form":1,"began_s":NaN}', "[" * 5000, b"\xff\xfe".decode("latin1")],
 )
 def test_what_is_no_memory_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="begin without one"):
@@ -57,4 +57,4 @@ def test_a_memory_with_a_damaged_part_is_refused() -> None:
             except InvalidRequest:
                 continue
             assert damage != 10**400
-            assert name in ("at_s", "began_s", "busy_s", "unheard_s", "victims"), f"{name} = {damage!r} was taken"
+            assert name in ("at_s", "began_s", "busy_s", "unheard_s", "victims", "courses"), f"{name} = {damage!r} was taken"

@@ -23,7 +23,8 @@ from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
 from twostep.cluster.scaling import ScalingRecord
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import InvalidRequest
-from twostep.metrics.autoscaler import FAMILIES
+from twostep.metrics import autoscaler as families
+from twostep.metrics.catalogue import declared
 from twostep.prefix import secret_check
 from twostep.worker.config import parse_config as worker_flags
 
@@ -290,4 +291,4 @@ async def test_it_exports_what_it_sees_and_decides(redis_server: RedisServer, wr
         assert seen("twostep_autoscaler_decisions_total", kind="up") == 1
         assert (seen("twostep_autoscaler_leader"), seen("twostep_autoscaler_answering")) == (1, 1)
         assert seen("twostep_process_info", role="autoscaler") == 1
-        assert {family.name for family in FAMILIES if not family.labels} <= seen.families
+        assert {family.name for family in declared(families) if not family.labels} <= seen.families

@@ -13,7 +13,7 @@ from router.request.targets import Targets
 from router.waiting.demand_meter import DemandMeter
 from twostep.autoscaler.collect import ObservationCollector
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.lease import LeaderLease
+from twostep.autoscaler.leadership import Leadership
 from twostep.cluster.demand import demand_key, windows_to_read
 from twostep.cluster.records import worker_key
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
@@ -59,7 +59,7 @@ async def test_only_what_the_deployment_has_signed_is_acted_upon(writer: Writer)
 
 
 async def test_a_token_that_is_put_beyond_all_others_bars_nobody(writer: Writer) -> None:
-    one, two = (LeaderLease(writer.redis, name, SIGNER, ttl_s=3600.0) for name in "ab")
+    one, two = (Leadership(writer.redis, name, SIGNER, ttl_s=3600.0) for name in "ab")
     assert await one.renew()
     before = one.token
     for nonsense in (1 << 62, "many", -1, "nan"):

@@ -13,7 +13,7 @@ import redis
 from service_harness import SIGNER, Clock, Load, RedisServer, Writer, client, config, eventually, keda, running, worker
 
 from twostep.autoscaler.config import AutoscalerConfig
-from twostep.autoscaler.lease import LeaderLease
+from twostep.autoscaler.leadership import Leadership
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import Observation, PolicyConfig
 from twostep.autoscaler.policy import Step, decide
@@ -32,7 +32,7 @@ class Stopwatch:
         return self.now_s
 
 
-def record(lease: LeaderLease, leader: str = "a", number: int = 1) -> ScalingRecord:
+def record(lease: Leadership, leader: str = "a", number: int = 1) -> ScalingRecord:
     counts = {"prefill": 2, "decode": 3}
     return ScalingRecord(
         token=lease.token, number=number, leader=leader, at_s=1.0, interval_s=1.0, replicas=counts, pods=counts, wanted=counts
@@ -41,8 +41,8 @@ def record(lease: LeaderLease, leader: str = "a", number: int = 1) -> ScalingRec
 
 async def test_one_holds_the_lease_until_it_ends_and_tokens_grow(redis_server: RedisServer, writer: Writer) -> None:
     mine, yours = Stopwatch(), Stopwatch()
-    a = LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine)
-    b = LeaderLease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
+    a = Leadership(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine)
+    b = Leadership(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours)
     assert await a.renew()
     assert not await b.renew()
     assert (a.held, a.token, b.held, b.token) == (True, 1, False, 0)
@@ -65,8 +65,8 @@ async def test_one_holds_the_lease_until_it_ends_and_tokens_grow(redis_server: R
 async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(redis_server: RedisServer, writer: Writer) -> None:
     mine, yours = Stopwatch(), Stopwatch()
     a, b = (
-        LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine),
-        LeaderLease(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours),
+        Leadership(writer.redis, "a", SIGNER, ttl_s=3600.0, clock=mine),
+        Leadership(writer.redis, "b", SIGNER, ttl_s=3600.0, clock=yours),
     )
     assert await a.renew()
     late = record(a)
@@ -83,10 +83,10 @@ async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(redis
 
 async def test_two_that_have_it_by_turns_never_hold_it_at_once(redis_server: RedisServer, writer: Writer) -> None:
     """With a real clock and a short lease, each held up now and then for longer than the lease lasts."""
-    holders = [LeaderLease(writer.redis, name, SIGNER, ttl_s=0.2) for name in ("a", "b", "c")]
+    holders = [Leadership(writer.redis, name, SIGNER, ttl_s=0.2) for name in ("a", "b", "c")]
     terms: list[tuple[int, str]] = []
 
-    async def take_turns(number: int, lease: LeaderLease) -> None:
+    async def take_turns(number: int, lease: Leadership) -> None:
         for turn in range(12):
             await lease.renew()
             if lease.held:
@@ -102,7 +102,7 @@ async def test_two_that_have_it_by_turns_never_hold_it_at_once(redis_server: Red
 
 
 async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_same(redis_server: RedisServer, writer: Writer) -> None:
-    a, b = LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0), LeaderLease(writer.redis, "b", SIGNER, ttl_s=3600.0)
+    a, b = Leadership(writer.redis, "a", SIGNER, ttl_s=3600.0), Leadership(writer.redis, "b", SIGNER, ttl_s=3600.0)
     for _ in range(5):
         await a.renew()
         await a.release()
@@ -121,7 +121,7 @@ async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_sa
 async def test_without_redis_the_lease_ends_by_itself(redis_server: RedisServer) -> None:
     async with client(redis_server.url) as connection:
         watch = Stopwatch()
-        lease = LeaderLease(connection, "a", SIGNER, ttl_s=10.0, clock=watch)
+        lease = Leadership(connection, "a", SIGNER, ttl_s=10.0, clock=watch)
         assert await lease.renew()
         redis_server.kill()
         assert await lease.renew(), "held still"
@@ -168,7 +168,7 @@ async def test_any_replica_answers_and_another_goes_on_from_the_memory(redis_ser
         clock.now_s += 30.0
         await writer.load(clock.now_s, Load(requests=30, prompt_tokens=1500))
         await writer.redis.delete(LEASE_KEY)  # as at its end
-        assert await two.lease.renew()
+        assert await two.leadership.renew()
         two.controller.wake()
         await eventually(lambda: led_by(two, "two"), "a decision of the other one")
         after, seen = two.board.answer(), two.controller.observation
@@ -179,7 +179,7 @@ async def test_any_replica_answers_and_another_goes_on_from_the_memory(redis_ser
         assert after.replicas == step.decision.replicas
         assert after.memory == step.memory.to_json(), "it goes on where the other one was"
         # The one that was gone comes back, and follows.
-        assert not await one.lease.renew()
+        assert not await one.leadership.renew()
         await one.controller.step()
         assert one.board.answer() == after
 
@@ -189,12 +189,12 @@ async def test_a_leader_that_is_told_to_stop_hands_over_at_once(redis_server: Re
     await writer.workers(worker("p", "prefill"), worker("d", "decode"))
     await writer.load(clock.now_s, Load(requests=1))
     async with running(settings_of(redis_server, tmp_path, "two", leader_lease=2.0), clock) as two:
-        await eventually(lambda: two.lease.held, "the lease")
-        await two.lease.release()
+        await eventually(lambda: two.leadership.held, "the lease")
+        await two.leadership.release()
         async with running(settings_of(redis_server, tmp_path, "one", leader_lease=3600.0), clock) as one:
             # Whichever of them takes it; the first to stop leaves it to the other one.
-            await eventually(lambda: one.lease.held or two.lease.held, "a leader")
-        await eventually(lambda: two.lease.held, "the one that is left")
+            await eventually(lambda: one.leadership.held or two.leadership.held, "a leader")
+        await eventually(lambda: two.leadership.held, "the one that is left")
 
 
 async def test_redis_away_and_back(
@@ -207,7 +207,7 @@ async def test_redis_away_and_back(
     await writer.load(clock.now_s, Load(requests=1))
     one = Autoscaler(settings_of(redis_server, tmp_path, "one", stale_after=30), clock=clock, look_again_s=0.05)
     monkeypatch.setattr(one.board, "_clock", watch)
-    monkeypatch.setattr(one.lease, "_clock", watch)
+    monkeypatch.setattr(one.leadership, "_clock", watch)
     await one.start()
     try:
         async with keda(one.port) as asked:
@@ -215,12 +215,12 @@ async def test_redis_away_and_back(
             assert ScalingRecord.from_redis(await writer.redis.get(DECISION_KEY), SIGNER).stale_s == pytest.approx(3.0), "routers are told"
             value = await asked.value("decode")
             redis_server.kill()
-            await eventually(lambda: not one.lease.reachable, "a renewal in vain")
+            await eventually(lambda: not one.leadership.reachable, "a renewal in vain")
             watch.now_s += 2.9
             assert await asked.value("decode") == value, "not too old yet"
             watch.now_s += 0.2
             assert await asked.refusal("decode") is grpc.StatusCode.UNAVAILABLE
-            assert not one.lease.held
+            assert not one.leadership.held
             assert one._alive(), "a restart would not help"
             redis_server.start()
             async with client(redis_server.url) as connection:
@@ -248,7 +248,7 @@ async def test_what_nobody_knows_is_not_taken_for_nothing_to_do(redis_server: Re
         await eventually(lambda: one.board.fresh, "a decision")
         await writer.forget_load()
         await eventually(lambda: not one.board.fresh, "its end")
-        assert one.lease.held
+        assert one.leadership.held
 
 
 async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(
@@ -262,14 +262,14 @@ async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(
     await writer.load(clock.now_s, Load(requests=1))
     async with running(settings_of(redis_server, tmp_path, "one", interval=60.0, leader_lease=3600.0), clock, look_again_s=0.001) as one:
         await eventually(lambda: one.board.record is not None, "a decision")
-        look_at = one.controller._parts.collector._look_at
+        look_at = one.controller._collector._look_at
 
         async def after_a_beat(names: Sequence[str]) -> dict[str, WorkerRecord]:
             if names and beats:
                 await writer.workers(*beats.pop())
             return await look_at(names)
 
-        monkeypatch.setattr(one.controller._parts.collector, "_look_at", after_a_beat)
+        monkeypatch.setattr(one.controller._collector, "_look_at", after_a_beat)
         await writer.workers()
         beats.append(both)
         clock.now_s += 60.0
@@ -309,7 +309,7 @@ async def test_a_leader_that_loses_its_lease_while_it_decides_does_nothing(
     await one.start()
     try:
         await eventually(lambda: one.metrics.skipped.labels("lease")._value.get() == 1, "a decision that does not stand")
-        assert not one.lease.held
+        assert not one.leadership.held
         assert one.board.record is None
         assert asked == []
         assert await writer.redis.get(DECISION_KEY) is None

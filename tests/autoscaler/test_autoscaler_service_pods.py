@@ -18,7 +18,7 @@ from aiohttp import web
 from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
 from twostep.autoscaler.config import AutoscalerConfig
-from twostep.autoscaler.lease import LeaderLease
+from twostep.autoscaler.leadership import Leadership
 from twostep.autoscaler.pods import ANNOTATION, FIRST_COST, LEASE_ANNOTATION, MarkLease, PatchResult, PodMarks
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY
 from twostep.errors import SetupError
@@ -358,7 +358,7 @@ async def test_marks_of_a_later_leader_end_the_decision_of_one_that_was_stopped(
         assert api.pods == {"pod-p": str(FIRST_COST), "pod-d": None}
         assert await writer.redis.get(DECISION_KEY) is None
         assert await writer.redis.get(LEASE_KEY) == b"9:two", "its successor's lease is left alone"
-        assert not autoscaler.lease.held
+        assert not autoscaler.leadership.held
 
 
 async def test_tokens_that_began_anew_go_on_beyond_the_pods(
@@ -378,7 +378,7 @@ async def test_tokens_that_began_anew_go_on_beyond_the_pods(
 
 
 async def test_a_lease_that_is_taken_while_it_is_given_back_is_kept(redis_server: RedisServer, writer: Writer) -> None:
-    lease = LeaderLease(writer.redis, "a", SIGNER, ttl_s=3600.0)
+    lease = Leadership(writer.redis, "a", SIGNER, ttl_s=3600.0)
     assert await lease.renew()
     lease.saw(57)
     _, held = await asyncio.gather(lease.release(), lease.renew())

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
 
-from twostep.autoscaler.board import DecisionBoard
 from twostep.autoscaler.collect import ObservationCollector
+from twostep.autoscaler.external_scaler import DecisionBoard
 from twostep.autoscaler.fleet import Fleet
 from twostep.autoscaler.model import Role, Switch
 from twostep.autoscaler.switches import Switcher
@@ -71,7 +71,7 @@ async def test_what_was_wanted_counts_where_redis_has_forgotten_it(redis_server:
         await writer.workers(*ALL[3:6])
         clock.now_s += 60.0
         await writer.load(clock.now_s, Load(requests=1))
-        await autoscaler.lease.renew()
+        await autoscaler.leadership.renew()
         autoscaler.controller.wake()
         await eventually(lambda: autoscaler.board.answer().at_s == clock.now_s, "another decision")
         assert autoscaler.board.answer().pods == {"prefill": 4, "decode": 4}

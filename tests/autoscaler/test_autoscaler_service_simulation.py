@@ -53,7 +53,7 @@ async def test_the_service_follows_a_trace_as_the_simulation_says(
                 assert logged.config == settings.policy()
                 clock.now_s = logged.observation.now_s
                 seen = logged.observation
-                monkeypatch.setattr(service.controller._parts.collector, "observation", lambda look, asked, switching, seen=seen: seen)
+                monkeypatch.setattr(service.controller._collector, "observation", lambda look, asked, switching, seen=seen: seen)
                 await service.controller.step()
                 record = service.board.answer()
                 assert (record.number, record.at_s) == (number, seen.now_s)

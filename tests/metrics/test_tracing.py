@@ -18,7 +18,8 @@ from otlp_receiver import collecting
 
 from router import config as router_flags
 from twostep.errors import SetupError
-from twostep.process.tracing import context_of, start_tracer, trace_id_of
+from twostep.process.start_tracing import start_tracer
+from twostep.process.tracing import context_of, trace_id_of
 from twostep.process.tracing_otel import OtelTracer
 from twostep.settings.service import traces_endpoint
 from twostep.worker import config as worker_flags
