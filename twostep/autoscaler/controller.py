@@ -47,6 +47,9 @@ _TOO_SOON = 0.5
 _BOUNDS = ("max_workers", "max_cost", "surge", "cool_down")
 
 
+Policy = Callable[[PolicyConfig, Memory, Observation], Step]
+
+
 class TooEarly(Unavailable):
     """There is no decision to go on from, and the workers are only coming up."""
 
@@ -57,7 +60,7 @@ _SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown:
 
 class Controller:
     """run() until it is cancelled, or step() by hand. `name` stands in decisions. `marks` None: there is no Kubernetes to mark pods in;
-    `decisions` None: nothing is written down."""
+    `decisions` None: nothing is written down. `looked`: called after each look at Redis that had an answer."""
 
     def __init__(
         self,
@@ -72,7 +75,8 @@ class Controller:
         marks: PodMarks | None = None,
         decisions: DecisionLog | None = None,
         hpa_tolerance: float = 0.1,
-        policy: Callable[[PolicyConfig, Memory, Observation], Step] = decide,
+        policy: Policy = decide,
+        looked: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._metrics = metrics
@@ -85,6 +89,7 @@ class Controller:
         self._decisions = decisions
         self._tolerance = hpa_tolerance
         self._policy = policy
+        self._looked = looked
         self._memory = Memory()
         self._leading = 0  # token of the lease that this replica decided under last; 0: it did not
         self._number = 0
@@ -95,7 +100,6 @@ class Controller:
         self._decision: Decision | None = None
         self._trouble = ""
         self.progress_at = time.monotonic()
-        self.looked = False  # at Redis, with an answer
 
     @property
     def observation(self) -> Observation | None:
@@ -126,11 +130,11 @@ class Controller:
             if not leads:
                 self._leading = 0
                 now_s, record = await self._collector.decision()
-                self.looked = True
+                self._looked()
                 self._follow(now_s, record)
                 return min(self._config.interval_s / _LOOKS, _LOOK_AT_LEAST_S)
             look = await self._collector.look()
-            self.looked = True
+            self._looked()
             wait_s = self._too_soon(look)
             if wait_s > 0:
                 return wait_s
