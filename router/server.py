@@ -42,10 +42,9 @@ from router.workers.prefix_index import PrefixIndex
 from router.workers.registry import Deployment, Registry
 from router.workers.vouching import Vouching
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
-from twostep.cluster.connection import connect
+from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
-from twostep.cluster.start import wait_for_redis
 from twostep.errors import SetupError
 from twostep.keys.exposure import open_door
 from twostep.keys.secret import load_secret
@@ -55,7 +54,8 @@ from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
 from twostep.process.open_files import make_room
-from twostep.process.tracing import TRACES_FLUSH_S, start_tracer
+from twostep.process.start_tracing import start_tracer
+from twostep.process.tracing import TRACES_FLUSH_S
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import compression_of

@@ -29,13 +29,12 @@ from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.autoscaler.collect import ObservationCollector
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.lease import LeaderLease
-from twostep.cluster.connection import connect
+from twostep.autoscaler.leadership import Leadership
+from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WORKERS_KEY
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
-from twostep.cluster.start import wait_for_redis
 from twostep.errors import SetupError
 from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
@@ -122,7 +121,7 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     await keys.put(key)
     assert [each.id for each in await keys.read() or ()] == [key.id]
     assert await keys.remove(key.id)
-    lease = LeaderLease(client, "a", Signer(SECRET, DECISIONS), ttl_s=60.0)
+    lease = Leadership(client, "a", Signer(SECRET, DECISIONS), ttl_s=60.0)
     assert await lease.renew()
     assert await lease.renew()
     collector = ObservationCollector(client, Fleet("", {"prefill": 1.0, "decode": 1.0}), SECRET, span_s=60.0, look_again_s=0.0)
