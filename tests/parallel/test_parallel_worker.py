@@ -34,7 +34,7 @@ from twostep.sampling_params import SamplingParams
 _WORKER = """
 import sys
 from kv_transfer.local.transport import LocalHub
-from role_harness import edges_of_both_roles
+from worker_harness import edges_of_both_roles
 from twostep.worker.process import run_worker
 sys.exit(run_worker("decode", sys.argv[1:], edges_of_both_roles(LocalHub())))
 """

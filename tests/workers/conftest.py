@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from role_harness import make_model_dir
+from bare_deployment import make_bare_model_dir
 from worker_harness import WAIT_S, RedisServer
 
 
@@ -30,7 +30,7 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory whose runner is fake."""
-    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
+    return make_bare_model_dir(tmp_path_factory.mktemp("role") / "m")
 
 
 @pytest.fixture

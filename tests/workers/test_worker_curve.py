@@ -16,11 +16,8 @@ from worker_harness import HeldRunner, expected, make_model, make_runner, prompt
 
 from twostep.cluster.records import WorkerRecord
 from twostep.engine.batch import Batch, FinishedStep, InFlight, Sampled
-from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
-from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
-from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 from twostep.worker.calibration import calibrate, mixed_probes, probes
 from twostep.worker.curve_fit import StepSample, fit_curve, non_negative_least_squares
@@ -273,27 +270,6 @@ def test_the_fake_runners_curve_is_what_it_was_told() -> None:
     assert calibrate(FakeRunner(num_blocks=4, block_size=4), step_tokens=512, max_num_seqs=8).fixed_s > 0
 
 
-def test_calibration_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    _unfaked(monkeypatch)
-    runner = FakeRunner(num_blocks=64, block_size=16, max_model_len=512)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=64, max_num_seqs=4))
-    fresh = Engine(FakeRunner(num_blocks=64, block_size=16, max_model_len=512), EngineConfig(max_num_batched_tokens=64, max_num_seqs=4))
-    before = engine.stats()
-    calibrate(runner, step_tokens=64, max_num_seqs=4, budget_s=0.2)
-    assert engine.stats() == before
-    delta = engine.take_prefix_delta()
-    assert (list(delta.added), list(delta.removed), list(engine.cached_prefixes())) == ([], [], [])
-    engine.check_integrity()
-    prompt = list(range(1, 50))
-    request = EngineRequest(seq_id="s", token_ids=prompt, num_prompt_tokens=49, sampling=SamplingParams(max_tokens=20), prefix_key=b"k")
-    answers = []
-    for each in (engine, fresh):
-        each.submit(request)
-        answers.append([token.token_id for _ in range(24) for token in each.step().tokens])
-    assert answers[0] == answers[1]
-    assert len(answers[0]) == 20
-
-
 # ---- what steps really take ---------------------------------------------------------------------------------------------
 
 
@@ -371,12 +347,6 @@ def test_factors_are_bounded_and_curves_stay_curves(steps: list[tuple[int, int, 
     assert curve is not None
     assert curve.knee == measured.knee
     assert min(dataclasses.astuple(curve)) >= 0
-
-
-def test_nothing_measured_nothing_tracked() -> None:
-    tracker = CurveTracker(None)
-    tracker.observe(StepWorkload(decodes=1), 1.0)
-    assert tracker.curve is None
 
 
 # ---- what a worker publishes --------------------------------------------------------------------------------------------

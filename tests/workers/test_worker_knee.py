@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from twostep.step_curve import StepCurve
-from twostep.worker.config import WorkerConfig
+from twostep.worker.config import WorkerConfig, config_in_role
 from twostep.worker.model import at_knee, settle
-from twostep.worker.roles import config_in_role
 
 # Each token beyond the 16th costs the same; and a device that is not busy with 512 yet.
 SLOW, FAST = StepCurve(fixed_s=1e-6, per_row_s=1e-3), StepCurve(fixed_s=1.0, per_row_s=1e-6)

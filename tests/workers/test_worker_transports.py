@@ -102,12 +102,6 @@ async def test_paths_are_known_before_the_first_request(redis_url: str) -> None:
         await w.pair.settled()
 
 
-async def test_the_readers_order_counts(redis_url: str) -> None:
-    async with world(redis_url, prefill="cuda_ipc,local", decode="local,cuda_ipc") as w:
-        await w.until_path(FAST, lambda p: p.bytes_per_s > 0)
-        assert await w.transport_of("r") == "local"
-
-
 async def test_no_request_waits_for_a_probe_while_there_is_another_way(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, go_on = OneSidedTransport.probe, asyncio.Event()
 

@@ -14,7 +14,7 @@ from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from twostep.rpc.channel import open_channel
 from twostep.worker.edge import EdgeParts
-from twostep.worker.life import until
+from twostep.worker.worker import until
 
 pytestmark = pytest.mark.usefixtures("patient_paths")
 PROMPT = prompt_of(30)

@@ -181,6 +181,18 @@ def decode_edge(
     return lambda parts: DecodeEdge(parts, make(parts), limits=limits, floors=floors)
 
 
+def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:
+    """As a worker's process has them, on the local transport or on the tests' one-sided one."""
+
+    def transports(parts: EdgeParts) -> Transports:
+        if isinstance(parts.carried, Transports):
+            return parts.carried
+        one = one_sided_transport(parts, hub) if isinstance(hub, OneSidedHub) else local_transport(parts, hub, 64 << 20)
+        return Transports([one])
+
+    return lambda parts: (PrefillEdge if parts.config.role == "prefill" else DecodeEdge)(parts, transports(parts))
+
+
 def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
     return lambda parts: Transports([local_transport(parts, hub, budget_bytes if parts.config.role == "prefill" else 1 << 20)])
 
@@ -455,13 +467,13 @@ class Pair:
         held: list[dict[str, Any]] = []
 
         async def nothing() -> bool:
-            held[:] = [_held(stats) for stats in await self.both()]
+            held[:] = [held_by(stats) for stats in await self.both()]
             return not any(held)
 
         await until(nothing, held)
 
 
-def _held(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
+def held_by(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
     """What a worker with nothing to do must not hold."""
     gauges = {n: getattr(stats, f"num_{n}") for n in ("running", "waiting", "reserved", "held", "leases", "sequences")}
     gauges["unreturned_blocks"] = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
