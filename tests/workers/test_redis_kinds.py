@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 import redis.asyncio
-from test_worker_identity import registration
+from test_worker_registration import registration
 from worker_harness import SECRET, WAIT_S
 
 from router.access.sources import RedisKeys

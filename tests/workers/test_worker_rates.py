@@ -88,6 +88,9 @@ def test_a_layout_that_says_more_is_refused() -> None:
 def test_what_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         WorkerRecord.from_json(text)
+    for part in ("load", "curve"):
+        with pytest.raises(InvalidRequest):
+            WorkerRecord.from_json(json.dumps(json.loads(_RECORD.to_json()) | {part: json.loads(text) or 3}))
 
 
 # ---- of real workers -------------------------------------------------------------------------------------------------------

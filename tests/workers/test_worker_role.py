@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from bare_deployment import SECRET
+from bare_deployment import SECRET, RedisServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from one_sided import OneSidedHub
 from redis.asyncio import Redis
-from worker_harness import WAIT_S, RedisServer, edges_of_both_roles, held_by, refused, until
+from worker_harness import WAIT_S, edges_of_both_roles, held_by, refused, until
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
@@ -485,7 +485,7 @@ async def test_a_stop_does_not_wait_for_transports_that_do_not_come_up(make: Mak
 async def test_without_redis_it_changes_all_the_same_and_says_so_later(model_dir: Path, own_redis: RedisServer, tmp_path: Path) -> None:
     async with role_system(model_dir, own_redis.url, tmp_path, "prefill") as system:
         worker, epoch = system.workers["w0"], system.workers["w0"].epoch
-        own_redis.stop()
+        own_redis.kill()
         assert (await system.switch("w0", "decode")).role == "decode"
         own_redis.start()
         async with Redis.from_url(own_redis.url) as redis:
