@@ -34,14 +34,12 @@ class DecodeEdge:
         transports: Transports,
         *,
         limits: SequencesConfig | None = None,
-        floors: dict[str, float] | None = None,
     ) -> None:
-        """`floors`: least rates of transports, see decode_worker.paths."""
         self.transports = transports
         spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self._peers = Peers(parts.config.tls, CallSigner(parts.secret, parts.worker_id))
-        self._paths = Paths(transports, self._peers, parts.secret, self._telemetry, floors=floors)
+        self._paths = Paths(transports, self._peers, parts.secret, self._telemetry)
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
         self._puller = Puller(
             transports,

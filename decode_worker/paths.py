@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -37,7 +37,7 @@ from twostep.version_skew import together
 log = logging.getLogger(__name__)
 
 # Bytes a second. Any path between two GPUs does ten times better; TCP and detours through the host do not reach it.
-FLOORS = {"cuda_ipc": 5e9, "nixl": 5e9}
+_FLOORS = {"cuda_ipc": 5e9, "nixl": 5e9}
 
 _ASK_S = 5.0
 # One that did not answer the last time.
@@ -82,16 +82,11 @@ class Paths:
         peers: Peers,
         secret: bytes,
         telemetry: TransferTelemetry,
-        *,
-        floors: dict[str, float] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transports = transports
         self._peers = peers
         self._secret = secret
         self._telemetry = telemetry
-        self._floors = FLOORS if floors is None else floors
-        self._clock = clock
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
         self._asking = asyncio.Semaphore(_ASKING_AT_ONCE)
         self._copying = {transport.name: asyncio.Semaphore(_COPYING_AT_ONCE) for transport in transports}
@@ -253,7 +248,7 @@ class Paths:
     async def _copy(self, known: _Known, transport: KvTransport, endpoint: str) -> None:
         try:
             async with asyncio.timeout(_PROBE_S):
-                probe = await transport.probe(endpoint, deadline=self._clock() + _PROBE_S)
+                probe = await transport.probe(endpoint, deadline=time.monotonic() + _PROBE_S)
         except ResourceExhausted as error:
             # Other transfers were in its way, here or there, which says nothing of the path: it is tried again, and what is known stands.
             log.debug("no room to probe %s from %s: %s", transport.name, known.source.worker_id, error.message)
@@ -266,7 +261,7 @@ class Paths:
             log.exception("probing %s from %s failed unexpectedly", transport.name, known.source.worker_id)
             self._store(known, transport.name, error=f"the probe failed: {error!r}; see the decode worker's log")
         else:
-            floor = self._floors.get(transport.name, 0.0)
+            floor = _FLOORS.get(transport.name, 0.0)
             if probe.bytes_per_s >= floor:
                 self._store(known, transport.name, bytes_per_s=probe.bytes_per_s)
                 return

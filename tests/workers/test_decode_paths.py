@@ -83,7 +83,7 @@ async def made() -> AsyncIterator[World]:
     kv_pb2_grpc.add_KvServicer_to_server(kv, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    paths = Paths(transports, peers, b"secret of a deployment", TransferTelemetry(), floors={})
+    paths = Paths(transports, peers, b"secret of a deployment", TransferTelemetry())
     try:
         yield World(paths, kv, port)
     finally:

@@ -35,7 +35,6 @@ from twostep.worker.edge import EdgeParts
 
 PROMPT = prompt_of(30)
 FAST = "cuda_ipc"  # by name: in these tests a transport within the process stands for it
-FLOORS = {FAST: 5e9}
 
 
 @dataclass
@@ -81,7 +80,7 @@ async def world(
         made: dict[str, KvTransport] = {FAST: one_sided, "local": local_transport(parts, local_hub, 1 << 20)}
         return Transports([made[name] for name in names.split(",")])
 
-    async with started(redis_url, make_transports=make, floors=FLOORS) as pair, routed(pair) as router:
+    async with started(redis_url, make_transports=make) as pair, routed(pair) as router:
         yield World(pair, router, fast)
 
 

@@ -442,7 +442,6 @@ async def started(
     limits: SequencesConfig | None = None,
     budget_bytes: int = 1 << 20,
     make_transports: MakeTransports | None = None,
-    floors: dict[str, float] | None = None,
     eos: frozenset[int] = frozenset(),
     tokenizer_dir: Path | None = None,
 ) -> AsyncIterator[Pair]:
@@ -452,7 +451,7 @@ async def started(
     def edge_of(parts: EdgeParts) -> Edge:
         if parts.config.role == "prefill":
             return PrefillEdge(parts, transports(parts))
-        return DecodeEdge(parts, transports(parts), limits=limits, floors=floors)
+        return DecodeEdge(parts, transports(parts), limits=limits)
 
     prefill, decode = [
         Worker(

@@ -158,20 +158,17 @@ class Telemetry:
                         await fill(stats)
                 finally:
                     # What the worker knows by itself is told, whatever a KV agent fails with.
-                    self._set(stats)
+                    self._worker.set(
+                        ready=stats.ready,
+                        num_leases=stats.num_leases,
+                        oldest_lease_s=stats.oldest_lease_s,
+                        num_sequences=stats.num_sequences,
+                        num_streams=stats.num_streams,
+                    )
+                    for held in stats.transports:
+                        self._worker.set_transport(held)
                 complained = False
             except Exception as error:  # noqa: BLE001 - whatever it is, the next second they are asked again
                 log.log(logging.DEBUG if complained else logging.WARNING, "the worker's figures are not to be had now: %r", error)
                 complained = True
             await asyncio.sleep(_SAMPLE_EVERY_S)
-
-    def _set(self, stats: worker_pb2.WorkerStats) -> None:
-        self._worker.set(
-            ready=stats.ready,
-            num_leases=stats.num_leases,
-            oldest_lease_s=stats.oldest_lease_s,
-            num_sequences=stats.num_sequences,
-            num_streams=stats.num_streams,
-        )
-        for held in stats.transports:
-            self._worker.set_transport(held)

@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -28,7 +27,7 @@ from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import StepOutput
-from twostep.errors import InternalError, InvalidRequest, SetupError, TwostepError, Unavailable
+from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.keys.vouch import vouch
 from twostep.prefix import secret_check
 from twostep.rpc.call_signing import CallGate
@@ -71,35 +70,9 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Life:
-    """A worker in one role, from the start of its edge to its end. `config` is that of its role."""
-
-    config: WorkerConfig
-    epoch: int
-    edge: Edge
-
-    @property
-    def why_of_no_use(self) -> str:
-        """Why nobody could be served here just now: KV has no way, and it computes no prompts of its own. Empty: it is of use."""
-        config, transports = self.config, self.edge.transports
-        alone = config.role == "decode" and config.local_prefill
-        if config.kv_transfer == "none" or alone or transports.ready:
-            return ""
-        return f"no KV transport works (--kv-transfer {config.kv_transfer}): {transports.why_none}"
-
-    async def drain(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
-        """Waits until nothing runs any more, for `timeout_s` at most, or until it is interrupted."""
-        await until(lambda: self.edge.idle or interrupted(), timeout_s)
-
-    def fail_rest(self, error: TwostepError) -> None:
-        """Ends what still runs."""
-        if not self.edge.idle:
-            log.warning("ending what still runs")
-            self.edge.fail_all(error)
-
-
 class Worker:
+    """`config`, `epoch` and `edge` are those of its life in the role that it has now."""
+
     def __init__(self, config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
         """`make_edge` makes that of `parts.config.role`, which may change. `epoch` of its first life (twostep/cluster/epochs.py). Needs a
         running event loop. Raises SetupError."""
@@ -129,6 +102,7 @@ class Worker:
         self.engine.set_curve(model.curve)
         self.telemetry = Telemetry(config, self.engine, self.worker_id)
         self._grammars = Grammars(model.grammar_compiler())
+        self._reader = RequestReader(secret=secret, layout=model.layout, eos_token_ids=model.eos_token_ids, grammars=self._grammars)
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
         self._draining = False
@@ -138,7 +112,8 @@ class Worker:
         self._announced = False
         self._why_of_no_use = ""
         self._switching: asyncio.Task[worker_pb2.SwitchRoleResponse] | None = None
-        self._life = self._new_life(config, epoch)
+        self.config, self.epoch = config, epoch
+        self.edge = self._new_edge(config, epoch)
         self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, lambda progress: self.edge.on_layers(progress))
         self.server = GrpcServer(
             ServerConfig(
@@ -159,19 +134,6 @@ class Worker:
         self._board.add_to(self.server)
         self.server.add(WorkerService(self, secret), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
         self._registration = Registration(config.redis_url, secret=secret, describe=self.record, take_delta=self.engine.take_prefix_delta)
-
-    @property
-    def config(self) -> WorkerConfig:
-        """In its role of now."""
-        return self._life.config
-
-    @property
-    def epoch(self) -> int:
-        return self._life.epoch
-
-    @property
-    def edge(self) -> Edge:
-        return self._life.edge
 
     def record(self) -> WorkerRecord:
         """Returns the record that the worker writes in Redis now."""
@@ -216,7 +178,7 @@ class Worker:
             await self.edge.start()
             port = await self.server.start()
             self.address = reachable_address(self.config, port)
-            await self._look_for_transport(self._life)
+            await self._look_for_transport(self.config, self.edge)
             self._ready = True
             await self._registration.start()
             self._announced = True
@@ -225,14 +187,8 @@ class Worker:
             await self._stop()
             raise
         self._tell_readiness()
-        log.info(
-            "%s: %s at %s, health on port %d, metrics on port %d",
-            "not ready yet" if self._why_of_no_use else "ready",
-            self.worker_id,
-            self.address,
-            self.server.health_port,
-            self.telemetry.port,
-        )
+        how, ports = "not ready yet" if self._why_of_no_use else "ready", (self.server.health_port, self.telemetry.port)
+        log.info("%s: %s at %s, health on port %d, metrics on port %d", how, self.worker_id, self.address, *ports)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Drains: what runs may end within `drain_timeout_s`. Then everything is freed and stopped. A change of roles under way is cut
@@ -244,9 +200,19 @@ class Worker:
         self._refuse(f"{self.worker_id} is draining; use another worker")
         # Its record stays as long as anything runs: to a router, a worker without one is lost as soon as it is silent.
         await self._registration.announce()
-        await self._life.drain(drain_timeout_s, self.engine_failed.is_set)
-        self._life.fail_rest(Unavailable(f"{self.worker_id} stopped before the request was done; try again"))
+        await self._drain(drain_timeout_s, self.engine_failed.is_set)
+        self._fail_rest("stopped")
         await self._stop()
+
+    async def _drain(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
+        """Waits until nothing runs any more, for `timeout_s` at most, or until it is interrupted."""
+        await until(lambda: self.edge.idle or interrupted(), timeout_s)
+
+    def _fail_rest(self, why: str) -> None:
+        """Ends what still runs."""
+        if not self.edge.idle:
+            log.warning("ending what still runs")
+            self.edge.fail_all(Unavailable(f"{self.worker_id} {why} before the request was done; try again"))
 
     async def _stop(self) -> None:
         await self._registration.close()
@@ -290,39 +256,31 @@ class Worker:
             raise
 
     async def _change(self, config: WorkerConfig, drain_timeout_s: float) -> worker_pb2.SwitchRoleResponse:
-        old, begun = self._life, time.monotonic()
+        old, begun = self.config, time.monotonic()
         reason = f"{self.worker_id} is becoming a {config.role} worker; use another one"
         log.info("%s becomes a %s worker: draining for %g s at most", self.worker_id, config.role, drain_timeout_s)
         self._refuse(reason)
         await self._registration.announce()
-        await old.drain(drain_timeout_s, self._interrupted)
+        await self._drain(drain_timeout_s, self._interrupted)
         self._check_not_interrupted()
-        old.fail_rest(Unavailable(f"{self.worker_id} changed its role before the request was done; try again"))
+        self._fail_rest("changed its role")
         drained = time.monotonic()
         self._board.disconnect(reason)
-        await old.edge.close()
+        await self.edge.close()
         try:
             await self._begin(config)
         except Exception as error:
             log.exception("%s cannot be a %s worker, and goes back", self.worker_id, config.role)
-            await self._go_back(old.config)
-            raise SetupError(f"{self.worker_id} is a {old.config.role} worker still: {error}") from error
+            try:
+                await self._begin(old, back=True)
+            except Exception as worse:
+                raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {worse}") from worse
+            await self._resume()
+            raise SetupError(f"{self.worker_id} is a {old.role} worker still: {error}") from error
         await self._resume()
-        change = worker_pb2.SwitchRoleResponse(
-            role=config.role, epoch=self.epoch, drain_s=drained - begun, switch_s=time.monotonic() - drained
-        )
-        log.info(
-            "ready: %s is a %s worker: drained in %.2f s, switched in %.2f", self.worker_id, config.role, change.drain_s, change.switch_s
-        )
-        return change
-
-    async def _go_back(self, config: WorkerConfig) -> None:
-        """To the role it had. Raises RoleConflict, and InternalError: it has none any more."""
-        try:
-            await self._begin(config, back=True)
-        except Exception as error:
-            raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {error}") from error
-        await self._resume()
+        drain_s, switch_s = drained - begun, time.monotonic() - drained
+        log.info("ready: %s is a %s worker: drained in %.2f s, switched in %.2f", self.worker_id, config.role, drain_s, switch_s)
+        return worker_pb2.SwitchRoleResponse(role=config.role, epoch=self.epoch, drain_s=drain_s, switch_s=switch_s)
 
     async def _begin(self, config: WorkerConfig, *, back: bool = False) -> None:
         """A new life in the role of `config`, that nobody is told of yet; `back` in the one it had, whether or not KV has a way. Raises
@@ -337,30 +295,30 @@ class Worker:
             if time.monotonic() >= give_up:
                 raise InternalError(f"a step that nobody waits for has not ended in {_ENGINE_IDLE_S:g} s; restart the worker")
             await asyncio.sleep(_IDLE_POLL_S)
-        life = self._new_life(config, await self._registration.new_epoch(self.epoch), self.edge.transports)
+        epoch = await self._registration.new_epoch(self.epoch)
+        edge = self._new_edge(config, epoch, self.edge.transports)
         try:
-            await life.edge.start()
-            await (self._look_for_transport(life) if back else self._wait_for_transport(life))
+            await edge.start()
+            await (self._look_for_transport if back else self._wait_for_transport)(config, edge)
         except BaseException:
-            await life.edge.close()
+            await edge.close()
             raise
-        self._life = life
+        self.config, self.epoch, self.edge = config, epoch, edge
 
-    async def _wait_for_transport(self, life: _Life) -> None:
+    async def _wait_for_transport(self, config: WorkerConfig, edge: Edge) -> None:
         """Raises SetupError with what to look at."""
-        config = life.config
         if config.kv_transfer == "none":
             return
-        if not await until(lambda: bool(life.edge.transports.ready) or self._interrupted(), config.transport_timeout):
+        if not await until(lambda: bool(edge.transports.ready) or self._interrupted(), config.transport_timeout):
             raise SetupError(
                 f"no KV transport works after {config.transport_timeout:g} s (--kv-transfer {config.kv_transfer}); "
                 f"is Ray running at --ray-address {config.ray_address}?"
             )
 
-    async def _look_for_transport(self, life: _Life) -> None:
+    async def _look_for_transport(self, config: WorkerConfig, edge: Edge) -> None:
         """Waits for a KV transport, and goes on without one: transports come and go while a worker runs, so one may come later."""
         try:
-            await self._wait_for_transport(life)
+            await self._wait_for_transport(config, edge)
         except SetupError as error:
             log.warning("%s goes on all the same: %s", self.worker_id, error.message)
 
@@ -376,35 +334,33 @@ class Worker:
     def _tell_readiness(self) -> None:
         """Tells the health service whether it takes new work, and logs why not: at its start, when it changes its role, and with every
         heartbeat. A worker that is ready itself is still of no use where KV has no way."""
-        why = self._life.why_of_no_use if self._ready else ""
+        config, transports, why = self.config, self.edge.transports, ""
+        alone = config.role == "decode" and config.local_prefill
+        if self._ready and not (config.kv_transfer == "none" or alone or transports.ready):
+            why = f"no KV transport works (--kv-transfer {config.kv_transfer}): {transports.why_none}"
         if why and not self._why_of_no_use:
             log.warning("%s is not ready: %s", self.worker_id, why)
         elif self._why_of_no_use and not why and self._ready:
-            ready = ", ".join(transport.name for transport in self.edge.transports.ready)
-            log.info("%s is ready: KV travels by %s", self.worker_id, ready)
+            log.info("%s is ready: KV travels by %s", self.worker_id, ", ".join(transport.name for transport in transports.ready))
         self._why_of_no_use = why
         self.server.health.set(READINESS, self._announced and self._ready and not why)
 
-    def _new_life(self, config: WorkerConfig, epoch: int, carried: KvTransports | None = None) -> _Life:
+    def _new_edge(self, config: WorkerConfig, epoch: int, carried: KvTransports | None = None) -> Edge:
         """`carried`: the transports of the life before. Raises SetupError, and then they are as they were."""
-        edge = self._make_edge(
-            EdgeParts(
-                config=config,
-                worker_id=self.worker_id,
-                epoch=epoch,
-                secret=self._secret,
-                model=self._model,
-                engine=self.engine,
-                reader=RequestReader(
-                    secret=self._secret, layout=self._model.layout, eos_token_ids=self._model.eos_token_ids, grammars=self._grammars
-                ),
-                address=lambda: self.address,
-                metrics=self.telemetry.registry,
-                tracer=self.telemetry.tracer,
-                carried=carried,
-            )
+        parts = EdgeParts(
+            config=config,
+            worker_id=self.worker_id,
+            epoch=epoch,
+            secret=self._secret,
+            model=self._model,
+            engine=self.engine,
+            reader=self._reader,
+            address=lambda: self.address,
+            metrics=self.telemetry.registry,
+            tracer=self.telemetry.tracer,
+            carried=carried,
         )
-        return _Life(config=config, epoch=epoch, edge=edge)
+        return self._make_edge(parts)
 
     def _connect(self) -> None:
         self._board.connect(self.edge.services, f"{self.worker_id} is a {self.config.role} worker now; look it up again")
