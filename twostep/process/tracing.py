@@ -3,7 +3,7 @@ imported only where spans are to be sent somewhere.
 
     client's span (its own, in its traceparent)
       └─ router: the request            route · queue · prefill · hand_over · decode         router/serving/recorder.py
-           ├─ prefill worker: its part  queue · compute · publish                            prefill_worker/tracing.py
+           ├─ prefill worker: its part  queue · compute · publish                            prefill_worker/service.py
            └─ decode worker: its part   reserved · fetch · decode                            decode_worker/tracing.py
 
 Trace context travels as W3C headers (https://www.w3.org/TR/trace-context/) in the metadata of every call. Where nothing is traced, a

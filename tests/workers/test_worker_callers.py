@@ -1,4 +1,5 @@
-"""Whoever reaches a worker's port without the deployment's secret gets nothing of anybody's from it, and keeps nobody out."""
+"""Whoever reaches a worker's port without the deployment's secret gets nothing of anybody's from it, and keeps nobody out. Routers of
+another version."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from raw_http2 import RawHttp2
-from worker_harness import SECRET, WAIT_S, expected, prompt_of, routed, started
+from worker_harness import SECRET, WAIT_S, expected, prompt_of, refused, routed, started
 
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import open_channel
@@ -43,9 +44,7 @@ async def test_without_a_signature_there_is_no_ticket_no_block_and_no_token(redi
                         worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest()),
                         worker_pb2_grpc.WorkerStub(channel).SwitchRole(worker_pb2.SwitchRoleRequest(role="decode")),
                     ):
-                        with pytest.raises(grpc.aio.AioRpcError) as refused:
-                            await asyncio.wait_for(call, WAIT_S)
-                        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                        await refused(asyncio.wait_for(call, WAIT_S), grpc.StatusCode.UNAUTHENTICATED)
         # Who said it was the router has not taken its stream from it.
         assert (await router.generate("s", prompt, 5)).tokens == answer.tokens
         assert (pair.prefill_worker.engine.stats().num_held, pair.decode_worker.engine.stats().num_reserved) == (0, 0)
@@ -55,9 +54,8 @@ async def test_what_was_signed_for_one_worker_opens_no_other(redis_url: str) -> 
     async with started(redis_url) as pair:
         signature = CallSigner(SECRET, "router-1").sign(pair.prefill_worker.worker_id, pair.prefill_worker.epoch)
         async with open_channel(pair.decode_worker.address, signature=signature) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest(), timeout=WAIT_S)
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            asked = worker_pb2_grpc.WorkerStub(channel).Stats(worker_pb2.WorkerStatsRequest(), timeout=WAIT_S)
+            await refused(asked, grpc.StatusCode.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -78,3 +76,28 @@ async def test_half_open_calls_at_a_worker_keep_no_request_waiting(redis_url: st
         assert [answer.tokens for answer in answers] == [expected(prompt, 5) for prompt in prompts]
         for raw in raws:
             await raw.__aexit__(None, None, None)
+
+
+# ---- versions ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_workers_tell_their_version_and_serve_a_router_one_minor_away(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.worker.worker.__version__", "0.2.3")
+    monkeypatch.setattr("twostep.rpc.channel.__version__", "0.1.0")
+    async with started(redis_url) as pair, routed(pair) as router:
+        assert pair.prefill_worker.record().version == pair.decode_worker.record().version == "0.2.3"
+        assert (await router.generate("r", prompt_of(20), 3)).tokens == expected(prompt_of(20), 3)
+
+
+async def test_workers_refuse_a_router_two_minors_away_on_every_call(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostep.worker.worker.__version__", "0.3.0")
+    monkeypatch.setattr("twostep.rpc.channel.__version__", "0.1.0")
+    async with started(redis_url) as pair:
+        for call in (
+            pair.decode.Reserve(decode_pb2.ReserveRequest(request_id="r", attempt=1), timeout=30),
+            pair.decode.Stream(decode_pb2.StreamRequest(router_id="router-1"), timeout=30).read(),
+            pair.decode.Cancel(decode_pb2.CancelRequest(request_id="r", attempt=1), timeout=30),
+        ):
+            says = "the caller runs version 0.1.0 and decode-1 0.3.0, more than one minor version apart; upgrade the caller"
+            assert says in await refused(call, grpc.StatusCode.FAILED_PRECONDITION)
+        await pair.settled()
