@@ -377,7 +377,7 @@ class Router:
             if self._metrics_server is not None:
                 self._metrics_server.start()
             await wait_for_redis(self._redis, self.config.redis_start_timeout)
-            await self.registry.poll()
+            await self.registry.exchange()
             await self.access.start()
             await self._index.open()
             for part in (self.batches, self._server, self._http, self._admin):

@@ -12,7 +12,6 @@ no record      one that is not signed, or has another's name: no worker of this 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,7 @@ from router.workers.prefix_index import WorkerLife
 from router.workers.vouching import Lives, Witnesses
 from twostep import __version__
 from twostep.checkpoint.fingerprint import is_same_model
-from twostep.cluster.cancellation import end_if_cancelled
-from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.exchange import RedisExchange
 from twostep.cluster.look import WorkerListing, look, tidy
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, MAX_RECORD_BYTES, WorkerRecord
 from twostep.cluster.signed import Signer
@@ -35,8 +33,6 @@ from twostep.version_skew import why_not
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-_TIMEOUT_S = EXCHANGE_S
 # Two heartbeats, and what a worker needs to reconnect.
 _MISSING_GRACE_S = 2 * HEARTBEAT_S
 _AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
@@ -89,9 +85,16 @@ class Refusal:
     reason: str
 
 
-class Registry:
-    """`workers` is the current set; `on_poll` gets it after every successful look at Redis. `lives` asks a worker itself; None:
+class Registry(RedisExchange):
+    """`workers` is the current set; `on_poll` gets it after every look at Redis that succeeds. `lives` asks a worker itself; None:
     none is asked. `clock` in seconds, does not go back."""
+
+    every_s = 0.5
+    lost = (
+        "Redis does not answer (%s): serving goes on with the last known workers and without prefix hints; see that the server of "
+        "--redis-url is up"
+    )
+    found = "Redis answers again"
 
     def __init__(
         self,
@@ -100,13 +103,12 @@ class Registry:
         *,
         lives: Lives | None = None,
         on_poll: Callable[[Sequence[WorkerRecord]], None] = lambda workers: None,
-        poll_s: float = POLL_S,
         missing_grace_s: float = _MISSING_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._redis = redis
         self._deployment = deployment
-        self._poll_s = poll_s
         self._missing_grace_s = missing_grace_s
         self._clock = clock
         self._on_poll = on_poll
@@ -118,7 +120,6 @@ class Registry:
         # What was said of whom.
         self._said: dict[str, str] = {}
         self._refusals: Sequence[Refusal] = ()
-        self._connected = True
         self._recovered_at = -float("inf")
 
     @property
@@ -131,41 +132,18 @@ class Registry:
         """Lists the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
         return self._refusals
 
-    @property
-    def connected(self) -> bool:
-        """False while Redis does not answer."""
-        return self._connected
-
     async def run(self) -> None:
-        """Polls until cancelled."""
+        """Looks until cancelled."""
         try:
-            while True:
-                await self.poll()
-                end_if_cancelled()
-                await asyncio.sleep(self._poll_s)
+            await super().run()
         finally:
             if self._witnesses is not None:
                 await self._witnesses.close()
 
-    async def poll(self) -> None:
-        """One look at Redis; never raises for what Redis does or holds."""
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                found = await look(self._redis, list(self._workers))
-        except (RedisError, OSError, TimeoutError) as error:
-            if self._connected:
-                self._connected = False
-                log.warning(
-                    "Redis does not answer (%s): serving goes on with the %d last known workers and without prefix hints; "
-                    "see that the server of --redis-url is up",
-                    str(error) or type(error).__name__,
-                    len(self._workers),
-                )
-            return
-        if not self._connected:
-            self._connected = True
+    async def _exchange(self) -> None:
+        found = await look(self._redis, list(self._workers))
+        if not self.connected:
             self._recovered_at = self._clock()
-            log.warning("Redis answers again")
         self._update(found)
         if found.num_empty:
             await self._tidy()
@@ -173,8 +151,7 @@ class Registry:
     async def _tidy(self) -> None:
         """Names of workers that died would pile up. A Redis that takes no writes keeps them."""
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                await tidy(self._redis)
+            await tidy(self._redis)
         except (RedisError, OSError, TimeoutError) as error:
             log.debug("names of workers that are gone stay in Redis: %s", error)
 

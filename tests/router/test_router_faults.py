@@ -562,8 +562,7 @@ async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster:
 
 @pytest.mark.system
 async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("workers.registry", "waiting.demand_meter", "waiting.quota_share"):
-        monkeypatch.setattr(f"router.{module}._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("twostep.cluster.exchange._TIMEOUT_S", 0.3)
     # It is those bounds that end the waiting, not the connections' own.
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 1000.0)
     await cluster.prefill()
@@ -591,6 +590,6 @@ async def test_a_redis_emptied_under_way_loses_no_worker(cluster: Cluster) -> No
     async with cluster.serving():
         registry = cluster.router.registry
         await cluster.redis.flushall()
-        await registry.poll()
+        await registry.exchange()
         assert len(registry.workers) == 2
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)

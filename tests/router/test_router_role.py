@@ -95,7 +95,7 @@ async def test_the_registry_takes_the_new_role_and_never_the_old_one_again(clust
     async def poll(told: WorkerRecord) -> list[tuple[str, int]]:
         await cluster.redis.set(worker_key("w"), signed(told), px=600_000)
         await cluster.redis.sadd(WORKERS_KEY, "w")
-        await registry.poll()
+        await registry.exchange()
         return [(w.role, w.epoch) for w in registry.workers]
 
     assert await poll(described(cluster)) == [("prefill", 5)]

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import SECRET, Cluster, RedisServer, until
 
-from router.status import scaling_watch
 from router.status.scaling_watch import MAX_BYTES, REMEMBERED_S, ScalingWatch, SeenDecision, heard
 from router.status.status import scaling_status
 from twostep.autoscaler.memory import Memory
@@ -185,37 +184,37 @@ async def test_the_watch_outlives_whatever_redis_does(
     caplog.set_level(logging.INFO, "router.status.scaling_watch")
     at = 1000.0
     watch = ScalingWatch(redis_client, SIGNER, clock=lambda: at)
-    await watch.poll()
+    await watch.exchange()
     nothing = watch.seen
     assert nothing is None
     seconds, micros = await redis_client.time()
     made_s = seconds + micros / 1e6 - 5.0
     await redis_client.set(DECISION_KEY, SIGNER.sign_object(dataclasses.replace(_DECISION, at_s=made_s).to_json()))
-    await watch.poll()
+    await watch.exchange()
     first = known(watch.seen)
     assert 5.0 <= first.age_s(at) < 60.0
-    await watch.poll()
+    await watch.exchange()
     assert watch.seen is first, "what has not changed is not parsed again"
     await redis_client.set(DECISION_KEY, b"x" * (2 * MAX_BYTES))
-    await watch.poll()
+    await watch.exchange()
     assert f"more than {MAX_BYTES} bytes" in known(watch.seen).problem
     await redis_client.delete(DECISION_KEY)
     await redis_client.hset(DECISION_KEY, "a", "b")
     for _ in range(3):
-        await watch.poll()
+        await watch.exchange()
     assert "WRONGTYPE" in known(watch.seen).problem
     assert sum("cannot be read" in each.message for each in caplog.records) == 2, "each trouble once"
     await redis_client.delete(DECISION_KEY)
-    await watch.poll()
+    await watch.exchange()
     assert known(watch.seen) == first
     redis_server.kill()
     at += 60.0
-    await watch.poll()
+    await watch.exchange()
     assert known(watch.seen).stale(at)
 
 
 async def test_a_decision_is_told_over_grpc_and_http(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_watch, "POLL_S", 0.02)
+    monkeypatch.setattr(ScalingWatch, "every_s", 0.02)
     await cluster.prefill()
     await cluster.decode("d9")
     async with (

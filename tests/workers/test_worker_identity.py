@@ -272,7 +272,7 @@ async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
             nonlocal now
             for _ in range(round(2 * seconds)):
                 now += 0.5
-                await registry.poll()
+                await registry.exchange()
                 while len(answered) < len(asked):  # noqa: ASYNC110  the test alone looks
                     await asyncio.sleep(0.001)
             return sorted(record.worker_id for record in registry.workers)
