@@ -48,7 +48,7 @@ class DemandMeter(RedisExchange):
         totals["requests"] += 1
         totals["prompt_tokens"] += len(job.prompt) + len(job.resumed)
 
-    def ended(self, report: RequestReport, *, refused: Reason | None, cancelled: bool) -> None:
+    def ended(self, report: RequestReport, refused: Reason | None, cancelled: bool) -> None:
         """Counts a request that arrived, however it ended. `refused`: why no worker ever began."""
         job = report.job
         if job is None or not report.offered:

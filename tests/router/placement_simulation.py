@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.placing.placement import Candidate, NoPlacement, Placement, PlacementRequest, Snapshot
-from router.workers.load_meter import LoadMeter
+from router.workers.pool import LoadMeter
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.lab.simulator.cluster import (
     ClusterObserver,

@@ -68,7 +68,7 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens(meter: DemandMeter
     meter.arrived(job(100))
     clock.now += 1.0
     meter.arrived(job(50, resumed=[1, 2]))
-    meter.ended(report(job(100), cached=64), refused=None, cancelled=False)
+    meter.ended(report(job(100), cached=64), None, False)
     assert meter.totals() == {
         9: DemandTotals(requests=1, prompt_tokens=100, queued=3),
         10: DemandTotals(
@@ -109,15 +109,15 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens(meter: DemandMeter
 def test_answers_are_held_to_their_own_targets_or_to_the_deployments(
     meter: DemandMeter, options: dict[str, Any], ttft_s: float | None, tpot_s: float | None, counted: tuple[int, int, int, int]
 ) -> None:
-    meter.ended(report(job(**options), ttft_s, tpot_s), refused=None, cancelled=False)
+    meter.ended(report(job(**options), ttft_s, tpot_s), None, False)
     found = meter.totals()[10]
     assert (found.ttft_total, found.ttft_met, found.tpot_total, found.tpot_met) == counted
 
 
 def test_a_refusal_is_a_miss_and_a_cancelled_request_is_none(meter: DemandMeter) -> None:
     refused = RequestReport(started=50.0, metrics=METRICS, job=job(), offered=True)
-    meter.ended(refused, refused=Reason.TARGET_TTFT, cancelled=False)
-    meter.ended(report(job(), 5.0), refused=None, cancelled=True)
+    meter.ended(refused, Reason.TARGET_TTFT, False)
+    meter.ended(report(job(), 5.0), None, True)
     found = meter.totals()[10]
     assert (found.refused, found.ttft_total, found.ttft_met) == (1, 1, 0)
     assert (found.started, found.ended, found.output_tokens) == (1, 1, 8), "but it was work"

@@ -8,7 +8,7 @@ import pytest
 from placement_simulation import GPU, World, affinity, by_lot, simulate
 
 from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Snapshot, place
-from router.workers.load_meter import LoadMeter
+from router.workers.pool import LoadMeter
 from twostep.cluster.records import WorkerLoad
 
 # Deterministic: a seed, a simulated clock. About 0.85 of what the prefill workers could do without a cache is 60 requests/s.

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from otlp_receiver import Collector, collecting
 from router_fakes import Cluster, Script, refuse
 
-from router.request.report import RequestReport
-from router.serving.recorder import span_parts
+from router.request.report import RequestReport, span_parts
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
 

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_harness import BLOCK, SECRET, WAIT_S, RedisServer, expected, prompt_of, routed, started, until
 
-from router.workers.registry import Deployment, Registry
-from router.workers.vouching import Vouching
+from router.workers.registry import Deployment, Registry, Vouching
 from twostep.cluster.connection import connect
 from twostep.cluster.epochs import EPOCH_KEY, MAX_EPOCH, first_epoch, next_epoch
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, claim_key, prefix_key, worker_key
