@@ -23,7 +23,7 @@ from router.placing.log import PlacementLog
 from router.placing.placement import Placement, PlacementRequest, place
 from router.prompting.grammar_check import GrammarChecker
 from router.prompting.prompt import PromptReader
-from router.prompting.render_process import Setup
+from router.prompting.render_process import setup_of
 from router.prompting.renderer import Renderer
 from router.request.cleanup import Cleanup
 from router.request.targets import Targets
@@ -124,7 +124,7 @@ class Router:
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         self._grammars = GrammarChecker(config.model)
         client_tokens = config.special_tokens_in_messages == "tokens"
-        self._renderer = Renderer(Setup.of(self._card, self._chat_format, None if client_tokens else self._tokenizer))
+        self._renderer = Renderer(setup_of(self._card, self._chat_format, None if client_tokens else self._tokenizer))
         self._hold_back = hold_back_of(
             config.hold_back,
             window=config.hold_back_chars,

@@ -604,6 +604,13 @@ class Cluster:
         finally:
             beat.cancel()
 
+    @asynccontextmanager
+    async def paired(self, **options: Any) -> AsyncIterator[tuple[FakePrefill, FakeDecode]]:
+        """A router in front of a worker of each role, p0 and d0."""
+        pair = await self.prefill(), await self.decode()
+        async with self.serving(**options):
+            yield pair
+
     async def close(self) -> None:
         for worker in self.workers:
             await worker.die()

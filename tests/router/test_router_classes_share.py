@@ -113,9 +113,7 @@ async def test_strangers_names_are_bounded(make: Make, redis_client: redis.async
 
 
 async def test_a_tenants_use_of_one_router_counts_on_another(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired():
         other = Router(cluster.config())
         await other.start()
         heard: Counter[Share] = Counter()

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fakes import SECRET, Cluster, SetClock, until
 
-from router.config import parse_config
 from router.request.answer import AnswerReader
 from router.request.job import RequestJob
 from router.request.report import RequestReport
@@ -241,10 +240,8 @@ async def test_a_router_tells_what_is_asked_of_it_and_serves_on_without_redis(cl
 
 
 async def test_what_has_no_room_was_asked_for_all_the_same(cluster: Cluster, redis_client: redis.asyncio.Redis) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script.hold_at = 5
-    async with cluster.serving(max_inflight=1, max_waiting=0):
+    async with cluster.paired(max_inflight=1, max_waiting=0) as (_, decode):
+        decode.script.hold_at = 5
         first = asyncio.create_task(cluster.ask(max_tokens=200))
         await until(lambda: cluster.router.admission.num_inflight == 1, "the first one is served")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -258,19 +255,8 @@ async def test_what_has_no_room_was_asked_for_all_the_same(cluster: Cluster, red
         assert found.ttft_met == found.ttft_total - 1
 
 
-def test_the_targets_are_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_config(["--model", "m", "--target-ttft-ms", "250"]).target_ttft_ms == 250.0
-    monkeypatch.setenv("TWOSTEP_TARGET_TPOT_MS", "20.5")
-    assert parse_config(["--model", "m"]).target_tpot_ms == 20.5
-    for wrong in ("0", "-1", "nan", "1e12", "soon"):
-        with pytest.raises(SystemExit):
-            parse_config(["--model", "m", "--target-ttft-ms", wrong])
-
-
 async def test_a_router_that_drains_says_that_it_leaves(cluster: Cluster, redis_client: redis.asyncio.Redis) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired():
         await cluster.ask(max_tokens=5)
         assert (await kept(redis_client)).left == 0
     found = await kept(redis_client)

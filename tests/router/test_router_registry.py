@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placement_simulation import worker_record
 from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed
 
 from router.request.cleanup import Cleanup
@@ -23,7 +24,7 @@ from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import WorkerListing
-from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
@@ -31,21 +32,7 @@ from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve
 
 Connect = Callable[[], redis.asyncio.Redis]
-_LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
-_WORKER = WorkerRecord(
-    worker_id="w",
-    role="decode",
-    address="127.0.0.1:1",
-    epoch=1,
-    model="m",
-    layout=_LAYOUT,
-    hash_unit=16,
-    secret_check="x",
-    num_blocks=1,
-    max_num_seqs=1,
-    max_model_len=8,
-    version=__version__,
-)
+_WORKER = worker_record("w", hash_unit=16, version=__version__)
 _BARE = Deployment(model_fingerprint="m", secret_check="x", signer=Signer(SECRET, RECORDS), hash_unit=16)
 
 
