@@ -21,9 +21,10 @@ from router_fakes import SECRET, RedisServer, until
 
 from router.access.account import Account
 from router.access.control import Access
-from router.access.share import UsageShare, Use
+from router.access.share import UsageShare
 from router.access.sources import KEYS, SIGNATURES, VERSION, FileKeys, RedisKeys
 from router.request.targets import Refused
+from twostep.cluster.exchange import Use
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import InvalidRequest, NotFound, SetupError, Unauthenticated, Unavailable
@@ -37,7 +38,6 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source or a Redis that hangs is given up after a second or some; here it is this process that may stand still for longer."""
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
     monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 60.0)
-    monkeypatch.setattr("router.access.share._TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

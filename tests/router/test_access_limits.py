@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.access.account import DAY_S, MINUTE_S, STEP_S, Account, Bucket, Day, Identity, duration
-from router.access.share import UsageLedger, Use
+from router.access.share import key_ledger
 from router.request.targets import Refused
+from twostep.cluster.exchange import Use
 from twostep.errors import InvalidRequest, PermissionDenied
 from twostep.keys.api_keys import Key, Limits, make_key
 from twostep.request_class import RequestClass
@@ -235,7 +236,7 @@ def test_keys_have_a_most_urgent_class() -> None:
 )
 def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, str, str, int, bool]]) -> None:
     """Over a store that loses the answer to every exchange whose flag says so."""
-    ledgers = [UsageLedger(f"router{i}") for i in range(3)]
+    ledgers = [key_ledger(f"router{i}") for i in range(3)]
     store: dict[bytes, bytes] = {}
     heard: list[list[Use]] = [[], [], []]
     counted: list[tuple[int, str, str, int]] = []
@@ -265,13 +266,13 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
 
 def test_a_damaged_store_is_passed_over() -> None:
     fields = {b"": b"1", b"[]": b"1", b'["x","k","tokens"]': b"many", b'["x","k","spoons"]': b"1", b'["y","k","tokens"]': b"9" * 40}
-    ledger = UsageLedger("me")
+    ledger = key_ledger("me")
     assert ledger.hear(1, {**fields, b'["z","k","tokens"]': b"3"}) == [Use(1, ("k", "tokens"), 3)]
     assert ledger.hear(1, {**fields, b'["x","k","tokens"]': b"2"}) == [Use(1, ("k", "tokens"), 2)], "what is mended counts"
 
 
 def test_what_is_forgotten_is_not_told() -> None:
-    ledger = UsageLedger("me")
+    ledger = key_ledger("me")
     ledger.count(("k", "tokens"), 1, 5)
     ledger.forget(5)
     assert not ledger.untold()

@@ -3,7 +3,7 @@
 An epoch is Redis' time in microseconds, or one more than the largest that was ever given out if that is not less. So it grows when Redis'
 clock goes back, on this server or the one that a failover leads to; and when Redis has lost everything, as long as its clock goes on. Where
 neither holds, a worker's new life may have a smaller epoch than one before it: routers then ask the worker itself
-(router/workers/vouching.py).
+(router/workers/registry.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 imported only where spans are to be sent somewhere.
 
     client's span (its own, in its traceparent)
-      └─ router: the request            route · queue · prefill · hand_over · decode         router/serving/recorder.py
+      └─ router: the request            route · queue · prefill · hand_over · decode         router/request/report.py
            ├─ prefill worker: its part  queue · compute · publish                            prefill_worker/service.py
            └─ decode worker: its part   reserved · fetch · decode                            decode_worker/tracing.py
 
