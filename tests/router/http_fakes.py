@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI, BaseModel, OpenAI
+from openai import AsyncOpenAI, BaseModel
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import Cluster, Hook
@@ -49,10 +49,6 @@ def url(cluster: Cluster) -> str:
 async def open_client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
-
-
-def blocking_client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
 @asynccontextmanager

@@ -43,7 +43,22 @@ def random_text(draw: random.Random) -> str:
     words = [
         "",
         "\n",
-        *["The", "quick", "brown", "fox", "größte", "日本語", "naïve", "x", "!=", ".", "it's", "🙂", "42", "и", "<tool>", "</s>"],
+        "The",
+        "quick",
+        "brown",
+        "fox",
+        "größte",
+        "日本語",
+        "naïve",
+        "x",
+        "!=",
+        ".",
+        "it's",
+        "🙂",
+        "42",
+        "и",
+        "<tool>",
+        "</s>",
     ]
     return " ".join(draw.choice(words) for _ in range(draw.randrange(1, 30)))
 
