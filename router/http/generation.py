@@ -148,7 +148,6 @@ def _escaped(text: str) -> str:
     return re.sub(r"[\\.+*?()|\[\]{}^$]", lambda found: "\\" + found.group(), text)
 
 
-
 def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:
     named = body.request_class or headers.get("x-twostep-class")
     if named:
