@@ -90,6 +90,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "router.workers.decode_stream._CANCEL_SETTLES_S",
         "router.serving.attempt._ACCEPT_TIMEOUT_S",
         "twostep.cluster.exchange._TIMEOUT_S",
+        "router.access.control._READ_TIMEOUT_S",
         "router.server.TRACES_FLUSH_S",
         "twostep.cluster.connection._TIMEOUT_S",
     ):
