@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
-from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
-from twostep.lab.plan.goodput import parse_slo, simulate
+from twostep.lab.plan.goodput import simulate
 from twostep.lab.plan.machine import machine_of, machine_of_workers
 from twostep.lab.plan.memory import GIB, in_flight, parse_bytes, worker_memory
 from twostep.lab.plan.model_shape import model_of, read_model
@@ -68,13 +67,6 @@ def test_another_rate_has_the_same_requests_nearer_to_each_other(rate: float, se
     for a, b in zip(slow, fast, strict=False):
         assert b == replace(a, arrival_s=b.arrival_s)
         assert b.arrival_s == pytest.approx(a.arrival_s / 2)
-
-
-def test_targets() -> None:
-    assert parse_slo("ttft=500,tpot=10,gap=25") == LatencyTargets(ttft_ms=500, tpot_ms=10, gap_ms=25)
-    for text in ("ttft=-5", "speed=3", "ttft", "ttft=fast"):
-        with pytest.raises(InvalidRequest):
-            parse_slo(text)
 
 
 def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostep.errors import InvalidRequest, SetupError
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import SHAPES
-from twostep.lab.plan.goodput import parse_slo
 from twostep.lab.plan.machine import Machine, machine_of, machine_of_workers
 from twostep.lab.plan.memory import parse_bytes, worker_memory
 from twostep.lab.plan.model_shape import PlannedModel, model_of, read_model
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     question = Question(
         base=machine.base,
         workload=workload,
-        targets=parse_slo(args.slo),
+        targets=_targets(args.slo),
         prefill_hour=prefill_price * machine.gpus,
         decode_hour=decode_price * machine.gpus,
         seed=args.seed,
@@ -71,6 +71,13 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise InvalidRequest(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
+
+
+def _targets(text: str) -> LatencyTargets:
+    targets = LatencyTargets.parse([text])
+    if not targets:
+        raise InvalidRequest("--slo has no target; give some of ttft=500,tpot=10,gap=25,e2e=5000")
+    return targets
 
 
 def _prices(text: str) -> tuple[float, float]:

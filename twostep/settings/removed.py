@@ -42,14 +42,18 @@ REMOVED: dict[str, str] = {
 
 # Flags of commands alone.
 REMOVED_FLAGS: dict[str, str] = {
+    "api": "OpenAI-compatible servers are loaded by `vllm bench serve` or GuideLLM",
     "arrivals": "--concurrency gives a closed loop, a trace without --rate its own times, all else Poisson arrivals",
-    "batch-timeout-ms": f"{_CONSTANT}100 ms",
+    "batch-timeout-ms": "workers batch continuously",
+    "batching": "workers batch continuously; benchmarks/RESULTS.md has how static and dynamic batching compare",
     "burstiness": "arrivals are Poisson's",
     "cached-share": "give cached=X in --workload",
     "cooldown": "it is as long as --warmup",
-    "decode-gpu-hour-price": "give two prices, as --gpu-hour-price 2,3",
+    "decode-gpu-hour-price": "give two prices, as --gpu-hour-price 2,3 of `twostep plan`",
     "decode-gpus": "give those of prefill and decode workers, as --gpus 1+3",
     "edge-ms": "give --preset FILE with it",
+    "extra-body": "OpenAI-compatible servers are loaded by `vllm bench serve` or GuideLLM",
+    "gpu-hour-price": "a request costs --gpus x price / 3600 / (requests/s); `twostep plan` reckons costs",
     "hand-over-gb-per-s": "give --preset FILE with it",
     "hand-over-ms": "give --preset FILE with it",
     "hide-reasoning": "type /set reasoning hide",
@@ -74,6 +78,7 @@ REMOVED_FLAGS: dict[str, str] = {
     "stop-early": "--sweep does so by itself",
     "sweep-points": f"{_CONSTANT}16",
     "sweep-resolution": f"{_CONSTANT}0.05",
-    "title": "plots have the model's name",
+    "title": "the plot has the model's name",
+    "tokenizer": "OpenAI-compatible servers are loaded by `vllm bench serve` or GuideLLM",
     "warm-cache": "runs are kept apart",
 }

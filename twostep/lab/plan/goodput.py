@@ -9,7 +9,8 @@ from operator import sub
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput
-from twostep.lab.plan.workload import PlannedWorkload, fields_of, number_of
+from twostep.lab.bench.serve.sweep import Search, Tried, knee
+from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import (
     ClusterObserver,
     PlacementRule,
@@ -26,15 +27,6 @@ LEAST_SECONDS = 60.0
 # So that a share of 0.95 is known to about 0.6 %.
 LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
-
-
-def parse_slo(text: str) -> LatencyTargets:
-    """`ttft=500,tpot=10,gap=25` in milliseconds, any of them. Raises InvalidRequest."""
-    fields = fields_of(text, ("ttft", "tpot", "gap", "e2e"), "the targets")
-    values = {f"{name}_ms": number_of(name, value) for name, value in fields.items()}
-    if any(value <= 0 for value in values.values()):
-        raise InvalidRequest(f"--slo {text}: targets are milliseconds above 0, as in ttft=500,tpot=10,gap=25")
-    return LatencyTargets(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +183,11 @@ def try_rate(
     return try_requests(deployment, workload.requests(rate, seconds, seed=seed), seconds, targets, to_the_end=to_the_end)
 
 
-def find_knee(meets: Callable[[float], bool], *, guess: float, precision: float = 0.01, most_tries: int = 40, least: float = 1e-3) -> float:
-    """The highest rate that meets its targets, to `precision` of itself; 0.0 where not even `least` does. Doubling or halving from `guess`,
-    then bisection (in ratios): rates below the knee are taken to meet them."""
-    low, high = 0.0, float("inf")
-    rate = max(guess, least)
-    for _ in range(most_tries):
-        if meets(rate):
-            low = rate
-        else:
-            high = rate
-        if low == 0.0:
-            if rate <= least:
-                return 0.0
-            rate = max(least, rate / 2)
-        elif high == float("inf"):
-            rate = low * 2
-        elif high / low <= 1 + precision:
-            break
-        else:
-            rate = (low * high) ** 0.5
-    return low
+def find_knee(meets: Callable[[float], bool], *, guess: float, precision: float = 0.01) -> float:
+    """The highest rate that meets its targets, to `precision` of itself; 0.0 where none from `guess` down does. Rates below the knee are
+    taken to meet them."""
+    search = Search(first=guess, resolution=precision, max_points=40, max_halvings=20)
+    tried: list[Tried] = []
+    while (rate := search.next_rate(tried)) is not None:
+        tried.append(Tried(rate, meets(rate)))
+    return knee(tried) or 0.0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.arrivals import Arrivals, until
+from twostep.lab.bench.serve.arrivals import Arrivals
 from twostep.lab.bench.serve.lengths import (
     DOCUMENT_OUTPUT,
     DOCUMENT_PROMPT,
@@ -49,9 +49,9 @@ class PlannedWorkload:
     def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[SimulatedRequest]:
         """All that arrive within `seconds` at `rate` requests a second, in order. Another rate with the same seed has the same requests,
         nearer to each other or further apart: rates can be compared."""
-        arrivals = Arrivals(kind="poisson" if self.burstiness == 1 else "gamma", rate=rate, burstiness=self.burstiness)
         lengths = random.Random(f"lengths/{seed}")
-        return [self._request(at, lengths) for at in until(arrivals.times(str(seed)), seconds)]
+        arrivals = Arrivals(rate=rate, burstiness=self.burstiness)
+        return [self._request(at, lengths) for at in arrivals.until(str(seed), seconds)]
 
     def sample(self, count: int = 2000) -> list[SimulatedRequest]:
         """Some of its requests, to reckon averages from."""
