@@ -42,6 +42,7 @@ REMOVED: dict[str, str] = {
 
 # Flags of commands alone.
 REMOVED_FLAGS: dict[str, str] = {
+    "all": "give the HPAs to compare with to --who, as hpas,prefill=busy:0.7,decode=pool:0.1",
     "api": "OpenAI-compatible servers are loaded by `vllm bench serve` or GuideLLM",
     "arrivals": "--concurrency gives a closed loop, a trace without --rate its own times, all else Poisson arrivals",
     "batch-timeout-ms": "workers batch continuously",
@@ -54,6 +55,7 @@ REMOVED_FLAGS: dict[str, str] = {
     "edge-ms": "give --preset FILE with it",
     "extra-body": "OpenAI-compatible servers are loaded by `vllm bench serve` or GuideLLM",
     "gpu-hour-price": "a request costs --gpus x price / 3600 / (requests/s); `twostep plan` reckons costs",
+    "grid": "give the HPAs to compare with to --who, as hpas,prefill=busy:0.7,decode=pool:0.1",
     "hand-over-gb-per-s": "give --preset FILE with it",
     "hand-over-ms": "give --preset FILE with it",
     "hide-reasoning": "type /set reasoning hide",
@@ -68,6 +70,8 @@ REMOVED_FLAGS: dict[str, str] = {
     "once": "give --interval 0",
     "prefill-gpus": "give those of prefill and decode workers, as --gpus 1+3",
     "prefix-zipf": "prefixes are all alike",
+    "price": "a simulation's GPU-hours cost what they do",
+    "processes": "start several, each with its --seeds",
     "prompt": "give the text without a flag",
     "prompt-tokens": "give --input-tokens",
     "rates": "give them to --rate",

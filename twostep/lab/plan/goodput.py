@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import sub
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput
+from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput, latency_of_times
 from twostep.lab.bench.serve.sweep import Search, Tried, knee
 from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import (
@@ -38,14 +37,8 @@ class ServedRequest:
 
     @property
     def latency(self) -> Latency:
-        times, arrival = self.token_times, self.request.arrival_s
-        gaps = map(sub, times[1:], times)
-        return Latency(
-            ttft_s=times[0] - arrival,
-            tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
-            longest_gap_s=max(gaps, default=None),
-            e2e_s=times[-1] - arrival,
-        )
+        times = self.token_times
+        return latency_of_times(times, num_tokens=len(times), sent_s=self.request.arrival_s, ended_s=times[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

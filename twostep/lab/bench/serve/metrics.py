@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import sub
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.record import RequestRecord
@@ -70,21 +70,25 @@ class Latency:
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
     """Inter-token latencies: times between consecutive messages."""
-    return [later - earlier for earlier, later in pairwise(times_s)]
+    return list(map(sub, times_s[1:], times_s))
+
+
+def latency_of_times(times_s: Sequence[float], *, num_tokens: int, sent_s: float, ended_s: float) -> Latency:
+    """`times_s`: when each message came, one at least."""
+    first, last = times_s[0], times_s[-1]
+    return Latency(
+        ttft_s=first - sent_s,
+        tpot_s=(last - first) / (num_tokens - 1) if num_tokens > 1 else None,
+        longest_gap_s=max(gaps_s(times_s), default=None),
+        e2e_s=ended_s - sent_s,
+    )
 
 
 def latency_of(record: RequestRecord) -> Latency | None:
     """None: it was not answered, or without a token."""
-    times = record.times_s
-    if not record.completed or not times:
+    if not record.completed or not record.times_s:
         return None
-    tokens = record.output_tokens
-    return Latency(
-        ttft_s=times[0] - record.sent_s,
-        tpot_s=(times[-1] - times[0]) / (tokens - 1) if tokens > 1 else None,
-        longest_gap_s=max(gaps_s(times)) if len(times) > 1 else None,
-        e2e_s=record.ended_s - record.sent_s,
-    )
+    return latency_of_times(record.times_s, num_tokens=record.output_tokens, sent_s=record.sent_s, ended_s=record.ended_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
