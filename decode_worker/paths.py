@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from decode_worker.peers import Peers, Source
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
+from kv_transfer.ticket import ProbePass
 from kv_transfer.transport import HostFetch, KvTransport
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted, TwostepError, Unavailable

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-from kv_transfer import layout as kv_layout
 from kv_transfer.chunking import COPIED_OUT, IN_PLACE, ChunkPlan, ChunkSizes
 from kv_transfer.lease import (
     Abort,
@@ -33,9 +32,8 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import TransferTelemetry
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import ProbePass, Ticket, fingerprint
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
@@ -88,7 +86,7 @@ class HandOvers:
         """Raises SetupError where KV cannot travel as the configuration says."""
         self.transports = transports
         self.config = config
-        self.layout_fingerprint = kv_layout.fingerprint(config.layout)
+        self.layout_fingerprint = fingerprint(config.layout)
         self.bytes_published = 0
         self.blocks_published = 0
         self.blocks_skipped = 0

@@ -138,8 +138,8 @@ class Pair:
             self.salt + lease, index, 0, blocks, layers=layers, ttl_s=ttl_s, deadline=in_s(within_s)
         )
 
-    async def fetch(self, lease: str, chunk: ChunkInfo, blocks: Sequence[int], *, within_s: float = SOON_S) -> None:
-        await self.decode.transport.fetch(self.prefill.transport.endpoint, self.salt + lease, chunk, blocks, deadline=in_s(within_s))
+    async def fetch(self, lease: str, chunk: ChunkInfo, blocks: Sequence[int], *, within_s: float = SOON_S) -> float:
+        return await self.decode.transport.fetch(self.prefill.transport.endpoint, self.salt + lease, chunk, blocks, deadline=in_s(within_s))
 
     async def drop(self, lease: str) -> None:
         await self.prefill.transport.drop(self.salt + lease)

@@ -20,7 +20,6 @@ from kv_pairs import SMALL_PULLS, in_s, wait_until
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out, merge_runs
 from kv_transfer.nixl.memory import Landing, NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
-from kv_transfer.scattering import ScatterClock
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import DataLoss, ResourceExhausted, SetupError, Unavailable
 
@@ -70,8 +69,8 @@ async def publish(source: Side, ids: list[int], *, lease: str = "a", index: int 
     return await source.transport.publish(lease, index, 0, ids, ttl_s=ttl_s, deadline=in_s(60))
 
 
-async def fetch(reader: Side, source: Side, chunk: ChunkInfo, ids: list[int], *, within_s: float = 60.0) -> None:
-    await reader.transport.fetch(source.transport.endpoint, "a", chunk, ids, deadline=in_s(within_s))
+async def fetch(reader: Side, source: Side, chunk: ChunkInfo, ids: list[int], *, within_s: float = 60.0) -> float:
+    return await reader.transport.fetch(source.transport.endpoint, "a", chunk, ids, deadline=in_s(within_s))
 
 
 async def test_chunks_larger_than_the_arena_go_piece_by_piece(library: FakeLibrary) -> None:
@@ -79,9 +78,7 @@ async def test_chunks_larger_than_the_arena_go_piece_by_piece(library: FakeLibra
         far, near = np.random.default_rng(5).permutation(64)[:50].tolist(), np.random.default_rng(6).permutation(64)[:50].tolist()
         chunk = await publish(source, far)
         assert chunk.num_bytes > 3 * ARENA
-        with ScatterClock() as clock:
-            await fetch(reader, source, chunk, near)
-        assert clock.seconds > 0
+        assert await fetch(reader, source, chunk, near) > 0
         np.testing.assert_array_equal(reader.pool[near], source.pool[far])
 
 
@@ -171,19 +168,6 @@ async def test_a_landing_that_fails_is_raised_and_the_transport_goes_on(library:
         np.testing.assert_array_equal(reader.pool[1:3], source.pool[3:5])
 
 
-async def test_what_fails_before_its_read_begins_leaves_no_slot_taken(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: NixlMemory, offset: int, block_ids: object, part: object) -> Landing:
-        raise MemoryError("no pinned memory")
-
-    async with pair() as (source, reader):
-        chunk = await publish(source, [3, 4])
-        with monkeypatch.context() as patch:
-            patch.setattr(NixlMemory, "landing", no_memory)
-            with pytest.raises(MemoryError):
-                await fetch(reader, source, chunk, [1, 2])
-        assert reader.transport.arena.used_bytes == 0
-
-
 async def test_one_peer_that_does_not_answer_leaves_room_for_the_others(library: FakeLibrary) -> None:
     async with pair() as (silent, reader), side(seed=2) as lively:
         stuck = await publish(silent, [0, 1, 2, 3])
@@ -265,7 +249,7 @@ async def test_a_library_that_breaks_costs_the_transport_and_no_call_waits(libra
 
         library.agents[reader.agent].check_xfer_state = broken
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-        assert [type(each) for each in ended] == [type(None)] * num_done + [Unavailable]
+        assert [type(each) for each in ended] == [float] * num_done + [Unavailable]
         await wait_until(lambda: not reader.transport.ready)
         with pytest.raises(Unavailable):
             await fetch(reader, source, chunks[0], [1])
