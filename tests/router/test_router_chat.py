@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from chat_templates import SMOLLM2, TEMPLATES
+from chat_templates import TEMPLATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
