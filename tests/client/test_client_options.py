@@ -13,7 +13,7 @@ from scripted_server import ScriptedInference, serving, serving_in_thread
 
 import twostep
 from twostep import AsyncClient, Client, Message, ToolCall
-from twostep.client import _messages, _wire
+from twostep.client import _wire
 from twostep.rpc.v1 import inference_pb2 as pb
 
 Server = tuple[ScriptedInference, str]
@@ -113,7 +113,7 @@ def test_tools_and_what_they_said(client: Client, server: Server) -> None:
     assert [json.loads(tool) for tool in chat.tools] == [TOOL]
     assert json.loads(chat.template_kwargs) == {"enable_thinking": False}
     assert chat.continue_final_message
-    assert _messages.chat(in_open_ais).messages == chat.messages
+    assert _wire.chat_request(in_open_ais, {}).chat.messages == chat.messages
     client.tokenize(messages=in_our_words, tools=[TOOL])
 
 
@@ -180,7 +180,7 @@ KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "r
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), max_size=2))
 def test_whatever_is_not_a_message_is_refused_as_our_error(messages: list[dict[str, Any]]) -> None:
     try:
-        chat = _messages.chat(messages)
+        chat = _wire.chat_request(messages, {}).chat
     except twostep.InvalidRequest:
         return
     assert len(chat.messages) == len(messages)

@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import TraceState
 
-from twostep.client._trace import trace_metadata
+from twostep.client._channel import trace_metadata
 from twostep.process.tracing import trace_id_of
 
 TRACER = TracerProvider(shutdown_on_exit=False).get_tracer("application")
@@ -45,7 +45,7 @@ def test_an_api_that_is_another_one_costs_no_call(api: object, monkeypatch: pyte
 def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys, twostep.client\n"
-        "from twostep.client._trace import trace_metadata\n"
+        "from twostep.client._channel import trace_metadata\n"
         "print(trace_metadata(), [m for m in sys.modules if m.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=120)
