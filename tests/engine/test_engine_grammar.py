@@ -120,7 +120,7 @@ def test_any_batch_gives_the_answers_worked_out(
         options = dict(options)
         plain = make_request(f"r{i}", options.pop("prompt"), eos=frozenset({EOS, OTHER_EOS}), **options)
         requests.append(plain if case is None else constrained(compiler, case, plain))
-    engine = make_engine(num_blocks=num_blocks, look_ahead=ahead, max_num_batched_tokens=budget, max_num_seqs=num_seqs, swap_bytes=1 << 16)
+    engine = make_engine(num_blocks=num_blocks, look_ahead=ahead, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
     got = generate(engine, requests)
     for (case, _), request, tokens in zip(work, requests, got, strict=True):
         answer, reason = want(reference, request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from twostep.engine.block_pool import BlockPool
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
 from twostep.engine.host_tier import HostTier
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.types import EngineRequest, StepOutput, TokenOutput
 from twostep.errors import InternalError
@@ -130,14 +129,11 @@ class Events:
 @settings(max_examples=80, deadline=None)
 @given(
     data=st.data(),
-    mode=st.sampled_from(list(PreemptionMode)),
     look_ahead=st.booleans(),
     host_blocks=st.sampled_from([0, 1, 7, 30, 1000]),
     ahead=st.sampled_from([0.125, 1.0]),
 )
-def test_tokens_are_those_of_a_large_pool(
-    data: st.DataObject, mode: PreemptionMode, look_ahead: bool, host_blocks: int, ahead: float
-) -> None:
+def test_tokens_are_those_of_a_large_pool(data: st.DataObject, look_ahead: bool, host_blocks: int, ahead: float) -> None:
     """The fake's tokens come out of the blocks' bytes, so that a wrong or stale row shows."""
     engine = make_engine(
         num_blocks=data.draw(st.integers(CONTEXT // BLOCK, 24), "blocks"),
@@ -145,9 +141,7 @@ def test_tokens_are_those_of_a_large_pool(
         host_ahead_share=ahead,
         max_num_batched_tokens=data.draw(st.sampled_from([3, 16, 64]), "budget"),
         max_num_seqs=data.draw(st.sampled_from([2, 8, 16]), "seats"),
-        preemption_mode=mode,
         look_ahead=look_ahead,
-        swap_bytes=data.draw(st.sampled_from([0, 5, 1000]), "swap") * BLOCK_BYTES,
     )
     events = Events(engine)
     for event in data.draw(st.lists(st.one_of(requests(), st.integers(0, 20)), min_size=8, max_size=40), "arrivals"):
@@ -342,7 +336,7 @@ def test_a_block_given_out_while_it_is_copied_out_is_not_kept() -> None:
 
 def test_it_does_not_give_way_while_it_is_copied_but_afterwards() -> None:
     """An older sequence needs the blocks of one that is being loaded: it gets them when the copy is done."""
-    engine = make_engine(num_blocks=20, preemption_mode=PreemptionMode.RECOMPUTE)
+    engine = make_engine(num_blocks=20)
     prompt = list(range(300, 341))
     evicted(engine, prompt)
     work = [make_request("old", [5, 6, 7], max_tokens=55), make_request("b", [*prompt, 5], max_tokens=20)]
@@ -373,44 +367,7 @@ def test_it_does_not_give_way_while_it_is_copied_but_afterwards() -> None:
     assert_idle(engine)
 
 
-# ---- proof ----------------------------------------------------------------------------------------------------------
-
-
-# Damage can be done only from inside.
-def lose_row(tier: HostTier) -> None:
-    tier._rows.take(1)
-
-
-def share_row(tier: HostTier) -> None:
-    first, second = list(tier._entries.values())[:2]
-    first.row = second.row
-
-
-def forget_order(tier: HostTier) -> None:
-    tier._order.drop(next(iter(tier._entries)))
-
-
-def count_reader(tier: HostTier) -> None:
-    next(iter(tier._entries.values())).num_readers += 1
-
-
-def overlook_block(tier: HostTier) -> None:
-    tier._front.popitem()
-
-
-def mistake_order(tier: HostTier) -> None:
-    block = next(iter(tier._front))
-    tier._front[block] = tier._front.pop(block)
-
-
-@pytest.mark.parametrize("damage", [lose_row, share_row, forget_order, count_reader, overlook_block, mistake_order])
-def test_integrity_finds_damage(damage: Callable[[HostTier], None]) -> None:
-    engine = make_engine()
-    evicted(engine, list(range(300, 341)))
-    engine.check_integrity()
-    damage(engine._tier)
-    with pytest.raises(InternalError):
-        engine.check_integrity()
+# ---- bookkeeping -----------------------------------------------------------------------------------------------------
 
 
 def number(i: int) -> bytes:

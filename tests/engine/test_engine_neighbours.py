@@ -19,7 +19,6 @@ from tiny_models import IM_END, save_poisoned_model
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, FailureKind, FinishReason
 from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.model.runner.model_runner import ModelRunner
@@ -117,7 +116,6 @@ def attackers() -> st.SearchStrategy[tuple[list[int], dict[str, Any]]]:
     seqs=st.sampled_from([2, 8]),
     look_ahead=st.booleans(),
     host_blocks=st.sampled_from([0, 8]),
-    mode=st.sampled_from(list(PreemptionMode)),
 )
 def test_neighbours_get_what_they_get_alone(
     model_dir: Path,
@@ -126,7 +124,6 @@ def test_neighbours_get_what_they_get_alone(
     seqs: int,
     look_ahead: bool,
     host_blocks: int,
-    mode: PreemptionMode,
 ) -> None:
     """`others`: what they ask for, before which step they come, and how many steps later they are cancelled."""
     runner = runner_of(model_dir)
@@ -136,8 +133,6 @@ def test_neighbours_get_what_they_get_alone(
         hash_unit=BLOCK,
         look_ahead=look_ahead,
         host_cache_bytes=host_blocks * runner.kv_shape.block_bytes,
-        swap_bytes=4 * runner.kv_shape.block_bytes,
-        preemption_mode=mode,
     )
     engine = Engine(runner, config)
     want = alone(model_dir)

@@ -12,7 +12,6 @@ import pytest
 from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, engine_of, make_request
 
 from twostep.engine.engine import Engine
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.sequence import Priority
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
@@ -155,9 +154,8 @@ def test_seats_batch_sequences_take_none_from_others(look_ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_blocks_the_batch_sequences_that_came_last_are_preempted(mode: PreemptionMode, look_ahead: bool) -> None:
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=look_ahead, preemption_mode=mode, swap_bytes=1 << 20))
+def test_blocks_the_batch_sequences_that_came_last_are_preempted(look_ahead: bool) -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=look_ahead))
     run.submit(*(request(f"b{i}", BATCH, 36, max_tokens=12) for i in range(3)))
     while len(run.tokens()) < 2:
         pass
@@ -201,7 +199,7 @@ def test_a_growing_standard_sequence_pushes_out_batch_ones_that_came_before_it()
 
 
 def test_what_gave_way_comes_back_before_batch_prompts_that_never_began() -> None:
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100, preemption_mode=PreemptionMode.RECOMPUTE))
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100))
     run.submit(request("b0", BATCH, 60, max_tokens=20))
     run.step()
     run.submit(request("b1", BATCH, 60, max_tokens=2), request("s", STANDARD, 80, max_tokens=2))
@@ -237,7 +235,7 @@ def test_a_reservation_gets_the_blocks_of_batch_sequences_after_a_step() -> None
 
 def test_a_reservation_at_rest_needs_no_second_try() -> None:
     """Nothing is in flight: what is computed again gives its blocks at once."""
-    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, preemption_mode=PreemptionMode.RECOMPUTE)
+    engine = make_engine(num_blocks=30, max_num_batched_tokens=60)
     run = Run(engine)
     run.submit(request("b0", BATCH, 50, max_tokens=20), request("b1", BATCH, 50, max_tokens=20))
     while run.tokens() != {"b0", "b1"}:
@@ -251,7 +249,7 @@ def test_a_reservation_at_rest_needs_no_second_try() -> None:
 
 
 def test_a_reservation_may_take_all_that_batch_sequences_have() -> None:
-    engine = make_engine(num_blocks=12, max_num_batched_tokens=60, preemption_mode=PreemptionMode.RECOMPUTE)
+    engine = make_engine(num_blocks=12, max_num_batched_tokens=60)
     run = Run(engine)
     run.submit(request("b", BATCH, 20, max_tokens=20))
     run.step()
@@ -373,7 +371,7 @@ def test_time_in_which_it_is_served_makes_a_sequence_no_more_urgent() -> None:
 def test_a_batch_prompt_pushed_out_again_and_again_gets_done() -> None:
     """Each standard prompt needs all blocks; in the pauses the batch prompt never gets to its end."""
     clock = Clock()
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, clock=clock, preemption_mode=PreemptionMode.RECOMPUTE))
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, clock=clock))
     run.submit(request("b", BATCH, 90, max_tokens=10, key=b""))
     i = 0
     for _ in range(400):

@@ -17,7 +17,6 @@ from engine_helpers import HookedRunner, assert_idle, expected_answer, make_requ
 
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput, TokenOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.request_class import RequestClass
@@ -82,8 +81,6 @@ class World:
             max_waiting=rng.choice([2, 20]),
             enable_prefix_caching=rng.random() < 0.85,
             hash_unit=self.unit,
-            preemption_mode=rng.choice(list(PreemptionMode)),
-            swap_bytes=rng.choice([0, 4, 1000]) * runner.kv_shape.block_bytes,
             host_cache_bytes=rng.choice([0, 5, 1000]) * runner.kv_shape.block_bytes,
             look_ahead=rng.random() < 0.6,
             max_step_s=rng.choice([0.0, 0.002]),
@@ -394,7 +391,6 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         "broken": sum(world.num_broken for world in worlds),
         "moved": sum(world.num_moved for world in worlds),
         "reused": sum(world.num_reused for world in worlds),
-        "copies": sum(runner.copies for world in worlds for runner in world.runners),
         "carried": sum(world.num_carried for world in worlds),
         "preempted": sum(stat.num_preemptions for stat in stats),
         "from host": sum(stat.num_host_hit_tokens for stat in stats),

@@ -44,8 +44,9 @@ def hits_by_reuse(prompts: list[list[int]], capacity: int) -> int:
         num_hits += found
         order.asked(hashes)
         order.used(hashes[:found])
-        for one, reused in zip(hashes, order.reused(hashes), strict=True):
+        for one in hashes:
             if one not in order:
+                reused = order.reused(one)
                 if len(order) == capacity:
                     order.drop(next(iter(order.victims(reused=reused))))
                 order.put(one, reused=reused)
@@ -83,13 +84,15 @@ def test_a_block_asked_for_twice_within_a_while_is_a_reused_one() -> None:
     order = ReuseOrder(10)
     order.asked([digest(1), digest(2)])
     order.asked([digest(2)])
-    assert order.reused([digest(1), digest(2), digest(3)]) == [False, True, False]
+    assert [order.reused(digest(i)) for i in (1, 2, 3)] == [False, True, False]
     order.asked([digest(i) for i in range(100, 140)])
     order.asked([digest(1)])
-    assert order.reused([digest(1), digest(2)]) == [True, True], "remembered through the next generation"
+    assert order.reused(digest(1))
+    assert order.reused(digest(2)), "remembered through the next generation"
     for start in (200, 300):
         order.asked([digest(start + i) for i in range(50)])
-    assert order.reused([digest(1), digest(2)]) == [False, False]
+    assert not order.reused(digest(1))
+    assert not order.reused(digest(2))
 
 
 def test_what_is_asked_for_once_pushes_out_only_its_like() -> None:
@@ -127,7 +130,7 @@ def test_it_never_holds_more_than_it_may_nor_twice(events: list[tuple[int, bool]
         if found in order:
             order.used([found])
             continue
-        (reused,) = order.reused([found])
+        reused = order.reused(found)
         if len(order) == capacity:
             order.drop(next(iter(order.victims(reused=reused))))
         order.put(found, reused=reused)

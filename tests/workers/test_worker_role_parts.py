@@ -32,7 +32,7 @@ from twostep.worker import model as worker_model
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import EdgeParts
 from twostep.worker.model import settle
-from twostep.worker.roles import ROLES, Switchboard, config_in_role, edges_of_packages, swap_bytes
+from twostep.worker.roles import ROLES, Switchboard, config_in_role, edges_of_packages
 
 # ---- passes ----------------------------------------------------------------------------------------------------------------
 
@@ -109,13 +109,9 @@ def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.
         assert config_in_role(told, other.role).max_num_batched_tokens == 100
 
 
-def test_only_a_decode_worker_swaps_and_only_who_hands_over_prefills() -> None:
-    decode = WorkerConfig(role="decode", swap_space=1.0)
-    assert swap_bytes(decode, 1 << 20) == 1 << 20
-    assert swap_bytes(decode, 1 << 40) == 1 << 30
-    assert swap_bytes(config_in_role(decode, "prefill"), 1 << 20) == 0
+def test_only_who_hands_over_prefills() -> None:
     with pytest.raises(SetupError, match="--kv-transfer none"):
-        config_in_role(dataclasses.replace(decode, kv_transfer="none"), "prefill")
+        config_in_role(WorkerConfig(role="decode", kv_transfer="none"), "prefill")
 
 
 def test_each_role_takes_the_other_s_flags() -> None:
@@ -235,7 +231,7 @@ def run_to_end(engine: Engine) -> list[StepOutput]:
 
 def test_an_engine_takes_other_bounds_only_while_it_is_idle_and_keeps_its_prefixes() -> None:
     engine = Engine(make_runner(), EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, hash_unit=8))
-    bounds = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "swap_bytes": 0}
+    bounds = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
     engine.submit(request("a", 60, 4))
     assert not engine.reconfigure(**bounds)
     engine.step()
@@ -256,26 +252,7 @@ def test_an_engine_takes_other_bounds_only_while_it_is_idle_and_keeps_its_prefix
     assert max(output.num_prefill_tokens for output in outputs) == 16
     assert outputs[0].progress[0].num_cached_tokens >= 56
     with pytest.raises(SetupError):
-        engine.reconfigure(max_num_batched_tokens=0, max_num_seqs=4, swap_bytes=0)
-    engine.check_integrity()
-
-
-def test_swap_space_comes_and_goes_and_blocks_keep_what_is_in_them() -> None:
-    runner = make_runner(num_blocks=24)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, hash_unit=8))
-    engine.submit(request("a", 60, 2))
-    run_to_end(engine)
-    pool = runner.kv_shape.num_blocks * runner.kv_shape.block_bytes
-    for swap in (pool, 0, pool):
-        assert engine.reconfigure(max_num_batched_tokens=64, max_num_seqs=8, swap_bytes=swap)
-        # Its prefix is read back from the blocks: the fake model's tokens would be others.
-        engine.submit(request(f"again-{swap}", 60, 3))
-        outputs = run_to_end(engine)
-        tokens = [token.token_id for output in outputs for token in output.tokens]
-        alone = Engine(make_runner(), EngineConfig(max_num_batched_tokens=64, hash_unit=8))
-        alone.submit(request("x", 60, 3))
-        assert tokens == [token.token_id for output in run_to_end(alone) for token in output.tokens]
-        assert outputs[0].progress[0].num_cached_tokens > 0
+        engine.reconfigure(max_num_batched_tokens=0, max_num_seqs=4)
     engine.check_integrity()
 
 

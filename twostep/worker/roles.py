@@ -67,11 +67,6 @@ def config_in_role(config: WorkerConfig, role: str) -> WorkerConfig:
     return replace(config, role=role, max_num_batched_tokens=budget, other_step_tokens=config.max_num_batched_tokens)
 
 
-def swap_bytes(config: WorkerConfig, pool_bytes: int) -> int:
-    """Host memory for sequences that give way. What is held for a hand-over never does: a prefill worker swaps nothing."""
-    return min(int(config.swap_space * 2**30), pool_bytes) if config.role == "decode" else 0
-
-
 def check_services(role: str, services: Mapping[str, object]) -> None:
     """Raises SetupError if an edge has others than its role's."""
     if services.keys() != _SERVICES[role].keys():

@@ -21,7 +21,6 @@ from twostep import __version__
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.prefix import secret_check
@@ -40,7 +39,7 @@ from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
 from twostep.worker.readiness import Readiness
 from twostep.worker.requests import RequestReader
-from twostep.worker.roles import ROLES, SERVICE_NAMES, RoleChange, RoleConflict, Switchboard, check_services, config_in_role, swap_bytes
+from twostep.worker.roles import ROLES, SERVICE_NAMES, RoleChange, RoleConflict, Switchboard, check_services, config_in_role
 from twostep.worker.service import WorkerService
 from twostep.worker.telemetry import Telemetry
 
@@ -63,8 +62,6 @@ class Worker:
         self._secret = secret
         self._secret_check = secret_check(secret)
         self._make_edge = make_edge
-        shape = model.runner.kv_shape
-        self._pool_bytes = shape.num_blocks * shape.block_bytes
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -72,8 +69,6 @@ class Worker:
                 max_num_seqs=config.max_num_seqs,
                 max_waiting=config.max_waiting,
                 hash_unit=config.hash_unit,
-                preemption_mode=PreemptionMode(config.preemption_mode),
-                swap_bytes=swap_bytes(config, self._pool_bytes),
                 host_cache_bytes=int(config.prefix_cache_space * 2**30),
                 max_step_s=(config.max_step_ms or 0.0) / 1e3,
                 ageing_s=config.ageing,
@@ -281,7 +276,6 @@ class Worker:
             self.engine.reconfigure,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
-            swap_bytes=swap_bytes(config, self._pool_bytes),
         ):
             if time.monotonic() >= give_up:
                 raise InternalError(f"a step that nobody waits for has not ended in {_ENGINE_IDLE_S:g} s; restart the worker")
