@@ -84,3 +84,32 @@ def test_the_watermark_leaves_room_to_grow_and_no_more(num_blocks: int, num_grow
     mark = watermark(num_blocks=num_blocks, num_growing=num_growing, num_wanted=wanted)
     assert num_growing <= mark <= wanted
     assert mark <= max(num_growing, num_blocks // 100 + 1)
+
+
+def test_a_prompt_held_for_a_hand_over_never_gives_way() -> None:
+    engine = make_engine(num_blocks=8, max_num_batched_tokens=2)
+    request = make_request("a", [1, 2, 3], max_tokens=20)
+    engine.submit(request)
+    engine.submit(make_request("h", range(24)), hold=True)
+    tokens, _ = drain(engine)
+    assert (engine.stats().num_held, engine.stats().num_running, engine.stats().num_preemptions) == (1, 1, 0), "a waits for blocks"
+    engine.release("h")
+    rest, _ = drain(engine)
+    assert ids_of([*tokens["a"], *rest["a"]]) == answer_of(request, CONTEXT)
+    assert_idle(engine)
+
+
+def test_who_came_later_takes_no_block_that_an_older_one_waits_for() -> None:
+    """One block is free; a needs two and b one, and v gives way when its step is settled."""
+    engine = make_engine(num_blocks=8, look_ahead=True)
+    work = [make_request(name, [i, 7, 2, 5], max_tokens=10) for i, name in enumerate("ab")]
+    for request in work:
+        engine.reserve(request)
+    engine.submit(make_request("v", range(12), max_tokens=20))
+    while engine.stats().num_free_blocks > 1:
+        engine.step()
+    for request, count in zip(work, (5, 1), strict=True):
+        engine.commit(request.seq_id, answer_of(request)[:count])
+    while "v" in (names := {token.seq_id for token in engine.step().tokens}) or not names:
+        pass
+    assert names == {"a", "b"}

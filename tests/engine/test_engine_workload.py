@@ -87,15 +87,6 @@ def test_what_bounds_steps_is_told_while_it_does() -> None:
     assert_idle(engine)
 
 
-def test_a_reservation_is_computed_elsewhere() -> None:
-    engine = make_engine()
-    engine.reserve(make_request("a", range(1, 31), max_tokens=3))
-    assert engine.stats().num_queued_tokens == 0
-    engine.commit("a", [7])
-    stats = engine.stats()
-    assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 31)
-
-
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens(look_ahead: bool) -> None:
     """With look-ahead it gives way when its last step is settled, before the next one is planned."""

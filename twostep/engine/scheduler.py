@@ -492,18 +492,16 @@ class Scheduler:
             return sequences
         stalled: set[str] = set()
         coming = self._num_coming
-        wanted = 0  # by this one and those before it that wait
         for sequence, need in sorted(short, key=lambda pair: _entitlement(pair[0])):
             if not sequence.is_plannable:
                 continue
-            wanted += need
-            while self._pool.num_available + coming < wanted and (victim := self._last_after(sequence)) is not None:
+            while not stalled and self._pool.num_available + coming < need and (victim := self._last_after(sequence)) is not None:
                 coming += self._give_way(victim)
-            if self._pool.num_available >= wanted:
-                self._blocks.extend(sequence, need)
-                wanted -= need
-            else:
+            # Who comes after one that waits takes no block that is for that one.
+            if stalled or self._pool.num_available < need:
                 stalled.add(sequence.seq_id)
+            else:
+                self._blocks.extend(sequence, need)
         return [sequence for sequence in sequences if sequence.is_plannable and sequence.seq_id not in stalled]
 
     def _last_after(self, sequence: EngineSequence) -> EngineSequence | None:
