@@ -86,7 +86,7 @@ def test_nobody_there_and_wrong_usage() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("usage: twostep generate")
     assert done.stderr.endswith("twostep generate: error: unrecognized arguments: --router x\n")
-    assert "did you mean --swap-space" in run("up", "--swap-spce", "4").stderr
+    assert "did you mean --prefix-cache-space" in run("up", "--prefix-cach-space", "4").stderr
     assert "give --prefill-max-workers" in run("up", "--max-prefill", "4").stderr
 
 

@@ -76,7 +76,7 @@ def test_the_cores_go_to_the_workers_there_are(monkeypatch: pytest.MonkeyPatch) 
 # What a table reads, given by a flag of `up`. Names that `up` settles itself are left out.
 SAMPLES = {
     "kv-cache-dtype": ("int8", "kv_cache_dtype", "int8"),
-    "swap-space": ("1.5", "swap_space", 1.5),
+    "prefix-cache-space": ("1.5", "prefix_cache_space", 1.5),
     "kv-transfer": ("ray", "kv_transfer", "ray"),
     "log-level": ("debug", "log_level", "debug"),
     "otlp-endpoint": ("http://c:4317", "otlp_endpoint", "http://c:4317"),

@@ -28,7 +28,7 @@ DEADLINE_S = 240.0
 
 
 def test_each_worker_has_gpus_and_ports_of_its_own() -> None:
-    config = PodSettings(prefill=1, decode=2, gpus_per_worker=2, pod_name="p", port=50101, decode_flags=("--swap-space=9",))
+    config = PodSettings(prefill=1, decode=2, gpus_per_worker=2, pod_name="p", port=50101, decode_flags=("--prefix-cache-space=9",))
     workers = pod_workers(config)
     assert [(w.name, w.role, w.port) for w in workers] == [
         ("p-prefill-0", "prefill", 50101),
@@ -36,7 +36,7 @@ def test_each_worker_has_gpus_and_ports_of_its_own() -> None:
         ("p-decode-1", "decode", 50121),
     ]
     assert [w.flags[:2] for w in workers] == [("--tensor-parallel-size=2", f"--device=cuda:{n}") for n in (0, 2, 4)]
-    assert ["--swap-space=9" in w.argv for w in workers] == [False, True, True]
+    assert ["--prefix-cache-space=9" in w.argv for w in workers] == [False, True, True]
     assert "--health-port=50112" in workers[1].argv
     assert "--metrics-port=50113" in workers[1].argv
 

@@ -83,8 +83,8 @@ class HookedRunner(FakeRunner):
     computing: Callable[[int], object] | None = None
     launching: Callable[[Batch], object] | None = None
     copying: Callable[[str], object] | None = None
-    # Copies in the pool, blocks copied out of it and back.
-    copies = num_out = num_back = 0
+    # Blocks copied out of the pool and back.
+    num_out = num_back = 0
 
     def launch(self, batch: Batch) -> InFlight:
         if self.launching is not None:
@@ -113,10 +113,6 @@ class HookedRunner(FakeRunner):
             self.copying("back")
         self.num_back += len(block_ids)
         super().write_blocks(block_ids, data, layers)
-
-    def copy_block(self, source: int, target: int) -> None:
-        self.copies += 1
-        super().copy_block(source, target)
 
 
 def engine_of(runner: FakeRunner, *, clock: Callable[[], float] = time.monotonic, **config: Any) -> Engine:

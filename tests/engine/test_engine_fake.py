@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from engine_helpers import make_request
 
-from twostep.engine.batch import Batch, Runner, SamplingRow
+from twostep.engine.batch import Batch, SamplingRow
 from twostep.engine.fake import FakeRunner, fake_next_token
-from twostep.errors import InvalidRequest
 
 
 def one_sequence(token_ids: list[int], blocks: list[int], block_size: int, *, start: int = 0, min_tokens: int = 0) -> Batch:
@@ -31,24 +30,12 @@ def one_sequence(token_ids: list[int], blocks: list[int], block_size: int, *, st
     )
 
 
-def test_is_a_runner() -> None:
-    runner: Runner = FakeRunner(num_blocks=2, block_size=4)
-    assert runner.kv_shape.block_bytes == 4 * 2 * 4 * 4
-
-
 def test_the_next_token_is_read_back_from_the_blocks() -> None:
     runner = FakeRunner(num_blocks=4, block_size=2, vocab_size=100)
     assert runner.run(one_sequence([5, 7, 2], [3, 1], 2)).token_ids == [28]
     # Only the last token is in the batch: the others come out of blocks 3 and 1.
     assert runner.run(one_sequence([5, 7, 2, 28], [3, 1], 2, start=3)).token_ids == [41]
     assert runner.run(one_sequence([5, 7, 2, 28], [2, 1], 2, start=3)).token_ids == [(41 - 5 - 14) % 100], "another block is another answer"
-    runner.copy_block(3, 2)
-    assert runner.run(one_sequence([5, 7, 2, 28], [2, 1], 2, start=3)).token_ids == [41]
-
-
-def test_stop_ids_wait_for_min_tokens() -> None:
-    runner = FakeRunner(num_blocks=4, block_size=2, vocab_size=100)
-    assert runner.run(one_sequence([5, 7, 2], [3, 1], 2, min_tokens=1)).token_ids == [30]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,25 +63,3 @@ def test_blocks_move_and_every_plane_counts(dtype: str) -> None:
         target.write_blocks([2, 5, 4], moved)
         got = target.run(one_sequence([*tokens, 1], [2, 5, 4], 4, start=10)).token_ids
         assert (got == [expected]) is right
-
-
-def test_a_batch_that_contradicts_itself_is_refused() -> None:
-    runner = FakeRunner(num_blocks=4, block_size=2)
-    batch = one_sequence([5, 7, 2], [3, 1], 2)
-    batch.slots[0] += 2
-    with pytest.raises(AssertionError):
-        runner.run(batch)
-
-
-def test_a_slot_must_hold_a_token() -> None:
-    with pytest.raises(InvalidRequest):
-        FakeRunner(num_blocks=1, block_size=2, head_dim=2, dtype="bfloat16")
-
-
-def test_timing_is_set() -> None:
-    slept: list[float] = []
-    runner = FakeRunner(num_blocks=4, block_size=2, step_s=0.2, per_token_s=0.1, clock=lambda: 7.0, sleep=slept.append)
-    runner.run(one_sequence([5, 7, 2], [3, 1], 2))
-    runner.step_s = runner.per_token_s = 0.0
-    runner.run(one_sequence([5, 7, 2], [3, 1], 2))
-    assert slept == [pytest.approx(0.5)]

@@ -64,8 +64,6 @@ def work_of(chunks: list[tuple[str, int, bool]], num_decodes: int = 0) -> StepWo
         carried=[-1] * len(chunks),
         sampled=[True] * len(chunks),
         num_decodes=num_decodes,
-        copies=(),
-        loads=(),
     )
 
 

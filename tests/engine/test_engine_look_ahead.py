@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, engine_of, hooked, ids_of, make_request, owned
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
-from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
+from twostep.engine.types import FinishReason
 
 CONTEXT = 128
 
@@ -21,37 +18,6 @@ CONTEXT = 128
 def make_engine(*, look_ahead: bool = True, num_blocks: int = 64, **options: Any) -> Engine:
     runner = HookedRunner(num_blocks=num_blocks, block_size=4, vocab_size=VOCAB, max_model_len=CONTEXT)
     return engine_of(runner, look_ahead=look_ahead, **options)
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> list[EngineRequest]:
-    shared = draw(st.lists(st.integers(0, 9), min_size=1, max_size=20))
-    made = []
-    for i in range(draw(st.integers(1, 6))):
-        tokens = shared[: draw(st.integers(1, len(shared)))] + draw(st.lists(st.integers(0, 9), max_size=12))
-        made.append(
-            make_request(
-                f"r{i}",
-                tokens,
-                max_tokens=draw(st.integers(1, 20)),
-                # Small sums modulo 1000: an end after any token is likely.
-                eos=frozenset(range(0, 1000, draw(st.sampled_from([3, 10, 1000])))),
-                min_tokens=draw(st.integers(0, 1)),
-                logprobs=draw(st.sampled_from([None, 2])),
-            )
-        )
-    return made
-
-
-@settings(max_examples=80, deadline=None)
-@given(work=requests(), budget=st.integers(1, 40), num_seqs=st.integers(1, 6), num_blocks=st.integers(14, 60))
-def test_streams_are_the_same(work: list[EngineRequest], budget: int, num_seqs: int, num_blocks: int) -> None:
-    bounds = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "num_blocks": num_blocks}
-    ahead, behind = (make_engine(look_ahead=on, **bounds) for on in (True, False))
-    got = generate(ahead, work)
-    assert got == generate(behind, work)
-    assert [ids_of(tokens) for tokens in got] == [answer_of(request, CONTEXT) for request in work]
-    assert_idle(ahead)
 
 
 class Journal(HookedRunner):
@@ -131,27 +97,6 @@ def test_a_cancelled_sequence_keeps_its_blocks_until_its_last_step_is_settled() 
     outputs = [engine.step(), engine.step()]
     assert taken == [2, 2], "owned during both steps it was in"
     assert not any(output.tokens for output in outputs)
-    assert_idle(engine)
-
-
-def test_a_block_given_in_exchange_stays_until_the_launched_step_has_read_it() -> None:
-    """b computes the same prefix beside a; when both are registered b takes a's block, while its next step still reads its own."""
-    engine = make_engine(max_num_batched_tokens=4, num_blocks=16)
-    a = make_request("a", [1, 2, 3, 4, 5, 6], max_tokens=4)
-    b = make_request("b", [1, 2, 3, 4, 5, 6], max_tokens=4)
-    engine.submit(a)
-    engine.submit(b)
-    tokens: dict[str, list[TokenOutput]] = {"a": [], "b": []}
-    for _ in range(20):
-        for token in engine.step().tokens:
-            tokens[token.seq_id].append(token)
-        # Another use of free blocks scribbles over them at once.
-        # The pool's own allocation, which no other way leads to.
-        blocks = engine._pool.allocate(engine.stats().num_free_blocks)
-        engine.runner.write_blocks(blocks, np.full((len(blocks), engine.runner.kv_shape.block_bytes), 7, np.uint8))
-        engine._pool.free(blocks)
-    assert ids_of(tokens["a"]) == answer_of(a, CONTEXT)
-    assert ids_of(tokens["b"]) == answer_of(b, CONTEXT)
     assert_idle(engine)
 
 

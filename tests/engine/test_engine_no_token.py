@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, ids_of, make_request
 from hypothesis import given
@@ -17,7 +16,7 @@ from twostep.engine.generate import generate
 from twostep.engine.self_test import SelfTest, gives_tokens, probe_tokens
 from twostep.engine.step_work import StepResult
 from twostep.engine.types import EngineRequest, FailureKind, SequenceFailure, StepOutput, TokenOutput
-from twostep.errors import InternalError, InvalidRequest
+from twostep.errors import InternalError
 from twostep.prefix import PrefixHasher
 
 CONTEXT, BLOCK, BROKEN = 200, 4, 300
@@ -88,37 +87,6 @@ def test_its_kv_is_not_found(host_blocks: int) -> None:
     assert_idle(engine)
 
 
-def test_who_shares_its_prefix_keeps_the_blocks_and_goes_on() -> None:
-    engine, _ = make_engine()
-    prefix = [9, 8, 7, 6, 5, 4, 3, 2]
-    first = make_request("first", [*prefix, 11], max_tokens=30)
-    engine.submit(first)
-    outputs = [engine.step(), engine.step()]
-    engine.submit(make_request("poison", [*prefix, BROKEN, 4, 4, 4, 4]))
-    second = make_request("second", [*prefix, 12], max_tokens=30)
-    engine.submit(second)
-    tokens, steps = drain(engine)
-    assert failures(steps) == [("poison", FailureKind.NO_TOKEN)]
-    got = [token for output in outputs for token in output.tokens] + tokens["first"]
-    assert right(first, got)
-    assert right(second, tokens["second"])
-    assert_idle(engine)
-
-
-def test_a_held_prompt_and_a_committed_one() -> None:
-    engine, runner = make_engine()
-    engine.submit(make_request("held", [BROKEN] * 9), hold=True)
-    _, steps = drain(engine)
-    assert failures(steps) == [("held", FailureKind.NO_TOKEN)]
-    assert not engine.release("held")
-    reservation = engine.reserve(make_request("moved", [1, 2, 3, 4, 5]))
-    runner.write_blocks(reservation.block_ids, np.zeros((2, runner.kv_shape.block_bytes), np.uint8))
-    engine.commit("moved", [BROKEN])
-    _, steps = drain(engine)
-    assert failures(steps) == [("moved", FailureKind.NO_TOKEN)]
-    assert_idle(engine)
-
-
 def test_cancelled_while_it_is_kept_back_nothing_is_told_of_it() -> None:
     engine, _ = make_engine()
     engine.submit(make_request("poison", [BROKEN]))
@@ -159,34 +127,11 @@ def test_a_device_that_gives_no_token_at_all_is_sick(look_ahead: bool) -> None:
     assert engine.wait_for_work(0.0), "its thread is to learn of it"
 
 
-def test_a_step_that_fails_under_the_probes_says_nothing_of_the_worker() -> None:
-    engine, runner = make_engine(look_ahead=False)
-    engine.submit(make_request("poison", [BROKEN]))
-    engine.step()
-
-    def fail(_: object) -> None:
-        runner.during = None
-        raise RuntimeError("on purpose")
-
-    runner.during = fail
-    assert failures(drain(engine)[1]) == [("poison", FailureKind.STEP)], "elsewhere it may be better"
-    good = make_request("good", [1, 2, 3])
-    assert right(good, generate(engine, [good])[0])
-
-
 def test_a_model_that_never_gives_a_token_is_found_out_before_it_serves() -> None:
     runner = FakeRunner(num_blocks=2, block_size=BLOCK, vocab_size=VOCAB, broken_token=probe_tokens(VOCAB)[0])
     assert gives_tokens(runner)
     runner.broken = True
     assert not gives_tokens(runner)
-
-
-@given(st.integers(1, 300_000))
-def test_probes_are_tokens_of_any_vocabulary(vocab_size: int) -> None:
-    tokens = probe_tokens(vocab_size)
-    assert 1 <= len(tokens) <= 3
-    assert all(0 <= token < vocab_size for token in tokens)
-    assert len(tokens) == 3 or vocab_size < 6
 
 
 @given(st.lists(st.tuples(st.sampled_from(["token", "no token", "failed"]), st.integers(0, 2)), min_size=3, max_size=3))
@@ -209,13 +154,3 @@ def test_only_when_no_probe_has_a_token_it_is_the_worker(outcomes: list[tuple[st
     said = {outcome for outcome, _ in outcomes}
     assert test.sick == (said == {"no token"})
     assert [failure.kind for failure in told] == [FailureKind.NO_TOKEN if "token" in said else FailureKind.STEP]
-
-
-def test_min_tokens_that_no_token_could_serve_are_refused() -> None:
-    runner = FakeRunner(num_blocks=20, block_size=BLOCK, vocab_size=6)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=16, max_num_seqs=8, hash_unit=BLOCK))
-    with pytest.raises(InvalidRequest):
-        engine.submit(make_request("all", [1, 2], stop_token_ids=(0, 1, 2, 3), eos=frozenset({4, 5}), min_tokens=1))
-    engine.submit(make_request("none", [1, 2], stop_token_ids=(0, 1, 2, 3), eos=frozenset({4, 5})))
-    engine.submit(make_request("one is left", [1, 2], stop_token_ids=(0, 1, 2, 3), eos=frozenset({4, 5}), ignore_eos=True, min_tokens=1))
-    assert not failures(drain(engine)[1])

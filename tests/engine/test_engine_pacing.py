@@ -44,34 +44,6 @@ def test_a_step_like_the_last_one_leaves_time_for_a_few_launches(
     assert wait == 0.0 or abs(running_s + wait + 1.5 * launch_s + 0.0005 - step_s) < 1e-9
 
 
-def test_a_slow_launch_is_remembered_for_a_while() -> None:
-    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
-    pacing.settled(work, 0.1, 0.001)
-    pacing.launched(0.02)
-    waits = []
-    for _ in range(100):
-        pacing.launched(0.001)
-        waits.append(pacing.wait_s(work, 0.0))
-    assert waits == sorted(waits)
-    assert waits[0] < 0.075
-    assert abs(waits[-1] - 0.098) < 1e-9
-
-
-def test_one_delay_of_the_host_is_not_waited_for_again() -> None:
-    """The device takes 10 ms a step, the host 4 ms between steps, and 300 once."""
-    pacing, work = Pacing(), StepWorkload(decodes=4, context=400)
-    pacing.settled(work, 0.01, 0.005)
-    took: list[float] = []
-    for number in range(20):
-        own_s = 0.3 if number == 5 else 0.004
-        host_s = own_s + pacing.wait_s(work, own_s) + 0.0005
-        pacing.launched(0.0005)
-        took.append(max(0.01, host_s))
-        pacing.settled(work, took[-1], max(0.0, 0.01 - host_s))
-    assert took[5] > 0.3
-    assert took[:5] + took[6:] == [0.01] * 19
-
-
 def run_with_a_pause(pacing: Pacing, *, pause_s: float) -> float:
     """Seconds that the device stood still: its steps take 10 ms, and once, while its result is awaited, everything stops."""
     work = StepWorkload(decodes=4, context=400)

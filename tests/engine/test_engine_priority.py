@@ -12,8 +12,6 @@ import pytest
 from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, engine_of, make_request
 
 from twostep.engine.engine import Engine
-from twostep.engine.preemption import PreemptionMode
-from twostep.engine.sequence import Priority
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
 from twostep.request_class import RequestClass
@@ -155,9 +153,8 @@ def test_seats_batch_sequences_take_none_from_others(look_ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_blocks_the_batch_sequences_that_came_last_are_preempted(mode: PreemptionMode, look_ahead: bool) -> None:
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=look_ahead, preemption_mode=mode, swap_bytes=1 << 20))
+def test_blocks_the_batch_sequences_that_came_last_are_preempted(look_ahead: bool) -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=60, look_ahead=look_ahead))
     run.submit(*(request(f"b{i}", BATCH, 36, max_tokens=12) for i in range(3)))
     while len(run.tokens()) < 2:
         pass
@@ -187,30 +184,6 @@ def test_none_is_preempted_for_what_will_not_fit_all_the_same() -> None:
     run.finish()
 
 
-def test_a_growing_standard_sequence_pushes_out_batch_ones_that_came_before_it() -> None:
-    run = Run(make_engine(num_blocks=20, max_num_batched_tokens=80))
-    run.submit(request("b", BATCH, 36, max_tokens=40))
-    run.step()
-    run.submit(request("s", STANDARD, 30, max_tokens=24))
-    while "s" not in run.got:
-        run.step()
-    while len(run.got["s"]) < 24:
-        assert "s" in run.tokens(), "in every step"
-    assert run.engine.stats().num_preemptions >= 1
-    run.finish()
-
-
-def test_what_gave_way_comes_back_before_batch_prompts_that_never_began() -> None:
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100, preemption_mode=PreemptionMode.RECOMPUTE))
-    run.submit(request("b0", BATCH, 60, max_tokens=20))
-    run.step()
-    run.submit(request("b1", BATCH, 60, max_tokens=2), request("s", STANDARD, 80, max_tokens=2))
-    assert run.tokens() == {"s"}
-    assert run.tokens() == {"s"}
-    assert run.tokens() == {"b0"}
-    run.finish()
-
-
 # ---- reservations ---------------------------------------------------------------------------------------------------
 
 
@@ -235,23 +208,8 @@ def test_a_reservation_gets_the_blocks_of_batch_sequences_after_a_step() -> None
     run.finish()
 
 
-def test_a_reservation_at_rest_needs_no_second_try() -> None:
-    """Nothing is in flight: what is computed again gives its blocks at once."""
-    engine = make_engine(num_blocks=30, max_num_batched_tokens=60, preemption_mode=PreemptionMode.RECOMPUTE)
-    run = Run(engine)
-    run.submit(request("b0", BATCH, 50, max_tokens=20), request("b1", BATCH, 50, max_tokens=20))
-    while run.tokens() != {"b0", "b1"}:
-        pass
-    engine.reserve(request("s", STANDARD, 60))
-    assert engine.stats().num_preemptions == 1
-    for _ in range(3):
-        assert run.tokens() == {"b0"}
-    engine.cancel("s")
-    run.finish()
-
-
 def test_a_reservation_may_take_all_that_batch_sequences_have() -> None:
-    engine = make_engine(num_blocks=12, max_num_batched_tokens=60, preemption_mode=PreemptionMode.RECOMPUTE)
+    engine = make_engine(num_blocks=12, max_num_batched_tokens=60)
     run = Run(engine)
     run.submit(request("b", BATCH, 20, max_tokens=20))
     run.step()
@@ -308,39 +266,6 @@ def test_what_is_kept_for_a_reservation_that_never_comes_keeps_no_device_idle() 
 # ---- waiting --------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_raises_and_being_served_neither_raises_nor_lowers() -> None:
-    priority = Priority(BATCH, BATCH)
-    priority.wait(100.0, 10.0)
-    assert priority.rank == BATCH
-    priority.wait(109.0, 10.0)
-    priority.serve(109.5)
-    assert priority.rank == BATCH
-    priority.wait(500.0, 10.0)
-    assert priority.rank == BATCH, "9.5 s in all"
-    priority.wait(501.0, 10.0)
-    assert priority.rank == STANDARD
-    priority.serve(511.0)
-    priority.wait(600.0, 10.0)
-    assert priority.rank == INTERACTIVE, "20.5 s"
-    priority.wait(9000.0, 10.0)
-    assert priority.rank == INTERACTIVE
-
-
-def test_a_batch_prompt_among_nothing_but_standard_ones_waits_so_long_and_no_longer() -> None:
-    clock = Clock()
-    run = Run(make_engine(max_num_seqs=1, ageing_s=2.0, clock=clock))
-    run.submit(request("b", BATCH, 10, max_tokens=3))
-    served_at = None
-    for i in range(100):
-        run.submit(request(f"s{i}", STANDARD, 10, max_tokens=1))
-        if "b" in run.tokens():
-            served_at = clock.now
-            break
-        clock.now += 0.1
-    assert served_at == pytest.approx(2.0), "as a standard one it came first"
-    run.finish()
-
-
 def test_a_batch_decode_that_prompts_leave_nothing_waits_so_long_and_no_longer() -> None:
     clock = Clock()
     run = Run(make_engine(num_blocks=500, max_num_seqs=16, ageing_s=2.0, clock=clock))
@@ -373,7 +298,7 @@ def test_time_in_which_it_is_served_makes_a_sequence_no_more_urgent() -> None:
 def test_a_batch_prompt_pushed_out_again_and_again_gets_done() -> None:
     """Each standard prompt needs all blocks; in the pauses the batch prompt never gets to its end."""
     clock = Clock()
-    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, clock=clock, preemption_mode=PreemptionMode.RECOMPUTE))
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=20, ageing_s=1.0, clock=clock))
     run.submit(request("b", BATCH, 90, max_tokens=10, key=b""))
     i = 0
     for _ in range(400):

@@ -1,23 +1,23 @@
-"""Two engines, everything at once, at random: prompts of all classes that share prefixes, chunks, splits, hand-overs as bytes, resumes,
-cancels at any moment, failing steps, a token after which the model has no next one, with look-ahead and steps bounded in time, and without.
-Every token equals the one worked out by hand, and nothing is left behind."""
+"""Two engines, everything at once, at random: prompts of all classes that share prefixes, chunks, splits, hand-overs as bytes, cancels at
+any moment, failing steps, a token after which the model has no next one, host memory, with look-ahead and steps bounded in time, and
+without. Every token equals the one worked out by hand, and nothing is left behind."""
 
 from __future__ import annotations
 
 import functools
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from engine_helpers import HookedRunner, assert_idle, expected_answer, make_request
+from engine_helpers import HookedRunner, assert_idle, engine_of, expected_answer, make_request
 
 from twostep.engine.batch import Batch
-from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.preemption import PreemptionMode
+from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput, TokenOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.request_class import RequestClass
@@ -47,16 +47,13 @@ class World:
         self.context = rng.choice([60, 150])
         self.broken_token = 7 if seed % 2 and self.vocab > 37 else None
         self.unit = self.block_size * rng.choice([1, 3])
-        self.runners: list[HookedRunner] = []
         self.now = 0.0
+        self.at_the_end = self.fail_next = self.refuse_next = False
         self.prefill, self.decode = self.make_engine(), self.make_engine()
         self.bases = [[rng.randrange(self.vocab) for _ in range(rng.randrange(2 * self.block_size, 50))] for _ in range(3)]
         self.attempts: dict[str, Attempt] = {}
-        self.mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
-        self.host_mirrors: dict[Engine, set[bytes]] = {self.prefill: set(), self.decode: set()}
-        self.fail_next = self.refuse_next = False
-        self.count = 0
-        self.num_failed = self.num_cancelled = self.num_moved = self.num_reused = self.num_carried = self.num_broken = 0
+        self.mirrors: dict[Engine, tuple[set[bytes], set[bytes]]] = {engine: (set(), set()) for engine in (self.prefill, self.decode)}
+        self.seen: Counter[str] = Counter()
 
     def clock(self) -> float:
         self.now += 1e-4
@@ -73,24 +70,22 @@ class World:
             num_layers=2,
             broken_token=self.broken_token,
         )
-        runner.during = self.during
-        runner.launching = self.launching
-        self.runners.append(runner)
-        config = EngineConfig(
+        runner.during, runner.launching = self.during, self.launching
+        engine = engine_of(
+            runner,
+            clock=self.clock,
             max_num_batched_tokens=rng.choice([1, 7, 32, 200]),
             max_num_seqs=rng.choice([1, 4, 16]),
             max_waiting=rng.choice([2, 20]),
             enable_prefix_caching=rng.random() < 0.85,
             hash_unit=self.unit,
-            preemption_mode=rng.choice(list(PreemptionMode)),
-            swap_bytes=rng.choice([0, 4, 1000]) * runner.kv_shape.block_bytes,
             host_cache_bytes=rng.choice([0, 5, 1000]) * runner.kv_shape.block_bytes,
+            host_ahead_share=rng.choice([0.125, 1.0]),
             look_ahead=rng.random() < 0.6,
             max_step_s=rng.choice([0.0, 0.002]),
             min_chunk_tokens=rng.choice([1, 8]),
             ageing_s=rng.choice([0.001, 0.1, 30.0]),
         )
-        engine = Engine(runner, config, clock=self.clock)
         if rng.random() < 0.5:
             engine.set_curve(StepCurve(fixed_s=0.0005, per_row_s=1e-4, per_pair_s=1e-6, per_sequence_s=1e-5, per_context_s=1e-6))
         return engine
@@ -99,22 +94,6 @@ class World:
 
     def new_request(self) -> EngineRequest:
         rng = self.rng
-        seq_id = f"r{self.count}"
-        self.count += 1
-        done = [a for a in self.attempts.values() if a.over in ("cancelled", "failed") and a.got]
-        if done and rng.random() < 0.3:
-            old = rng.choice(done)
-            tokens = [*old.request.token_ids, *old.got]
-            if len(tokens) < self.context and len(tokens) - old.request.num_prompt_tokens < old.request.sampling.max_tokens:
-                return EngineRequest(
-                    seq_id=seq_id,
-                    token_ids=tokens,
-                    num_prompt_tokens=old.request.num_prompt_tokens,
-                    sampling=old.request.sampling,
-                    eos_token_ids=old.request.eos_token_ids,
-                    prefix_key=old.request.prefix_key,
-                    request_class=old.request.request_class,
-                )
         base = rng.choice(self.bases)
         tokens = base[: rng.randrange(1, len(base) + 1)]
         if rng.random() < 0.6:
@@ -122,8 +101,9 @@ class World:
         if rng.random() < 0.1:
             tokens = [rng.randrange(self.vocab) for _ in range(self.context - rng.randrange(1, 5))]
         max_tokens = rng.choice([1, 2, 5, 20, 60])
+        self.seen["requests"] += 1
         return make_request(
-            seq_id,
+            f"r{self.seen['requests']}",
             tokens[: self.context - 1],
             max_tokens=max_tokens,
             eos=frozenset({1, 2}) if rng.random() < 0.5 else frozenset(),
@@ -145,9 +125,8 @@ class World:
             attempt.answer = answer[: max(0, whole.index(self.broken_token) + 1 - len(request.token_ids))]
         try:
             if self.rng.random() < 0.5:
-                engine = self.rng.choice([self.prefill, self.decode])
-                attempt.engines = (engine,)
-                engine.submit(request)
+                attempt.engines = (self.rng.choice([self.prefill, self.decode]),)
+                attempt.engines[0].submit(request)
             else:
                 attempt.reservation = self.decode.reserve(request)
                 try:
@@ -157,28 +136,26 @@ class World:
                     raise
         except ResourceExhausted:
             return
-        except InvalidRequest as error:
-            if "KV blocks" in error.message:
-                return
-            raise
+        except InvalidRequest:  # it could never fit the pool
+            return
         self.attempts[request.seq_id] = attempt
 
     def cancel(self, attempt: Attempt) -> None:
         attempt.over = "cancelled"
-        self.num_cancelled += 1
         found = [engine.cancel(attempt.request.seq_id) for engine in attempt.engines]
         assert any(found)
 
     def chaos(self) -> None:
-        rng = self.rng
-        if rng.random() < 0.35:
+        if self.rng.random() < 0.35:
             self.start()
         alive = [a for a in self.attempts.values() if not a.over]
-        if alive and rng.random() < 0.06:
-            self.cancel(rng.choice(alive))
+        if alive and self.rng.random() < 0.06:
+            self.cancel(self.rng.choice(alive))
 
     def during(self, batch: Batch) -> None:
         """In the middle of a step, and from another thread: the engine must not hold its lock."""
+        if self.at_the_end:
+            return
         thread = threading.Thread(target=self.chaos)
         thread.start()
         thread.join()
@@ -187,8 +164,7 @@ class World:
             raise RuntimeError("the fake device fails as it was told to")
 
     def launching(self, batch: Batch) -> None:
-        if batch.carried is not None:
-            self.num_carried += 1
+        self.seen["carried"] += batch.carried is not None
         if self.refuse_next:
             self.refuse_next = False
             raise RuntimeError("the fake device refuses as it was told to")
@@ -205,18 +181,22 @@ class World:
         for token in output.tokens:
             attempt = self.attempts[token.seq_id]
             assert not attempt.over, f"{token.seq_id} is {attempt.over} and still reports tokens"
-            assert token.position == attempt.request.num_prior_tokens + len(attempt.got)
+            assert token.position == len(attempt.got)
             attempt.got.append(token.token_id)
             assert attempt.got == attempt.answer[: len(attempt.got)]
             last = len(attempt.got) == len(attempt.answer) and not attempt.breaks
             assert token.finish_reason is (attempt.reason if last else None)
             if attempt.reservation is not None and engine is self.prefill:
-                self.hand_over(attempt, last)
+                if last:
+                    assert self.decode.cancel(token.seq_id)
+                else:
+                    self.hand_over(attempt, attempt.reservation)
+                assert self.prefill.release(token.seq_id)
             if last:
                 attempt.over = "finished"
-        delta = engine.take_prefix_delta()
-        follow(self.mirrors[engine], delta.added, delta.removed, engine.cached_prefixes())
-        follow(self.host_mirrors[engine], delta.host_added, delta.host_removed, engine.host_prefixes())
+        delta, (pool, host) = engine.take_prefix_delta(), self.mirrors[engine]
+        follow(pool, delta.added, delta.removed, engine.cached_prefixes())
+        follow(host, delta.host_added, delta.host_removed, engine.host_prefixes())
         return bool(output.num_prefill_tokens + output.num_decode_tokens)
 
     def told(self, engine: Engine, output: StepOutput) -> StepOutput:
@@ -229,33 +209,30 @@ class World:
             if "as it was told to" not in failure.message:
                 assert attempt.breaks
                 assert attempt.got == attempt.answer
-                self.num_broken += 1
+                self.seen["broken"] += 1
             if attempt.over == "cancelled":
                 # While the engine looked whether it was its own fault.
                 continue
             assert not attempt.over
             attempt.over = "failed"
-            self.num_failed += 1
-            if attempt.reservation is not None:
-                for engine in attempt.engines:
-                    engine.cancel(failure.seq_id)
+            for engine in attempt.engines:
+                engine.cancel(failure.seq_id)
 
-    def hand_over(self, attempt: Attempt, last: bool) -> None:
-        """What the workers do, in one go: the blocks' bytes, then commit and release."""
-        seq_id, reservation = attempt.request.seq_id, attempt.reservation
-        assert reservation is not None
-        if last:
-            assert self.decode.cancel(seq_id)
-        else:
-            skip = reservation.num_cached_tokens // self.block_size
-            source = self.prefill.block_ids(seq_id)
-            data = np.empty((len(source) - skip, self.prefill.runner.kv_shape.block_bytes), np.uint8)
-            self.prefill.runner.read_blocks(source[skip:], data)
-            self.decode.runner.write_blocks(reservation.block_ids[skip : len(source)], data)
-            self.decode.commit(seq_id, attempt.got)
-            self.num_moved += len(source) - skip
-            self.num_reused += skip
-        assert self.prefill.release(seq_id)
+    def hand_over(self, attempt: Attempt, reservation: Reservation) -> None:
+        """What the workers do, in one go: the blocks' bytes, then commit."""
+        self.move(attempt, reservation)
+        self.decode.commit(attempt.request.seq_id, attempt.got)
+
+    def move(self, attempt: Attempt, reservation: Reservation, *, spoil: bool = False) -> None:
+        skip = reservation.num_cached_tokens // self.block_size
+        source = self.prefill.block_ids(attempt.request.seq_id)[skip:]
+        data = np.empty((len(source), self.prefill.runner.kv_shape.block_bytes), np.uint8)
+        self.prefill.runner.read_blocks(source, data)
+        if spoil:
+            data.view(np.int32)[:] += 1
+        self.decode.runner.write_blocks(reservation.block_ids[skip : skip + len(source)], data)
+        self.seen["moved"] += len(source)
+        self.seen["reused"] += skip
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -264,8 +241,7 @@ class World:
             self.refuse_next = self.rng.random() < 0.02
             self.step(self.rng.choice([self.prefill, self.decode]))
         self.fail_next = self.refuse_next = False
-        for runner in self.runners:
-            runner.during = None
+        self.at_the_end = True
         while any([self.step(self.prefill), self.step(self.decode)]):
             pass
 
@@ -285,43 +261,32 @@ class AheadWorld(World):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        # Tokens of those not confirmed yet, and whether their KV is the right one.
+        # Tokens of those not confirmed yet, and whose KV is not the right one.
         self.withheld: dict[str, list[TokenOutput]] = {}
-        self.right: dict[str, bool] = {}
+        self.wrong: set[str] = set()
         self.confirmed: list[TokenOutput] = []
-        self.num_confirmed = self.num_undone = self.num_ended_before = 0
 
-    def hand_over(self, attempt: Attempt, last: bool) -> None:
-        if last:
-            super().hand_over(attempt, last)
-            return
-        seq_id, reservation, rng = attempt.request.seq_id, attempt.reservation, self.rng
-        assert reservation is not None
-        skip = reservation.num_cached_tokens // self.block_size
-        source = self.prefill.block_ids(seq_id)[skip:]
-        data = np.empty((len(source), self.prefill.runner.kv_shape.block_bytes), np.uint8)
-        self.prefill.runner.read_blocks(source, data)
-        right = rng.random() < 0.7 or not len(source)
-        if not right:
-            # Blocks that were given to another prompt while they were read.
-            data.view(np.int32)[:] += 1
-        self.decode.runner.write_blocks(reservation.block_ids[skip:], data)
+    def hand_over(self, attempt: Attempt, reservation: Reservation) -> None:
+        seq_id = attempt.request.seq_id
+        # Blocks that were given to another prompt while they were read.
+        if self.rng.random() < 0.3 and reservation.num_cached_tokens < len(attempt.request.token_ids):
+            self.wrong.add(seq_id)
+        self.move(attempt, reservation, spoil=seq_id in self.wrong)
         self.decode.commit(seq_id, attempt.got, confirmed=False)
-        self.withheld[seq_id], self.right[seq_id] = [], right
-        assert self.prefill.release(seq_id)
+        self.withheld[seq_id] = []
 
     def resolve(self, seq_id: str) -> None:
-        withheld, attempt = self.withheld.pop(seq_id), self.attempts[seq_id]
+        withheld = self.withheld.pop(seq_id)
         ended = bool(withheld) and withheld[-1].finish_reason is not None
-        self.num_ended_before += ended
-        if self.right[seq_id]:
+        self.seen["ended before they were confirmed"] += ended
+        if seq_id in self.wrong:
+            assert self.decode.cancel(seq_id) != ended
+            self.attempts[seq_id].over = "cancelled"
+            self.seen["undone"] += 1
+        else:
             self.decode.confirm(seq_id)
             self.confirmed += withheld
-            self.num_confirmed += 1
-        else:
-            assert self.decode.cancel(seq_id) != ended
-            attempt.over = "cancelled"
-            self.num_undone += 1
+            self.seen["confirmed"] += 1
 
     def cancel(self, attempt: Attempt) -> None:
         seq_id = attempt.request.seq_id
@@ -340,9 +305,8 @@ class AheadWorld(World):
                 self.resolve(seq_id)
 
     def step(self, engine: Engine) -> bool:
-        if self.runners[0].during is None:  # the end
-            for seq_id in list(self.withheld):
-                self.resolve(seq_id)
+        for seq_id in list(self.withheld) if self.at_the_end else ():
+            self.resolve(seq_id)
         return super().step(engine)
 
     def told(self, engine: Engine, output: StepOutput) -> StepOutput:
@@ -373,46 +337,29 @@ WORLDS = [*((World, seed) for seed in range(16)), *((AheadWorld, seed) for seed 
 @pytest.mark.parametrize(("kind", "seed"), WORLDS)
 def test_every_token_is_right_and_nothing_is_left(kind: type[World], seed: int) -> None:
     world = ran(kind, seed)
-    assert not [a.request.seq_id for a in world.attempts.values() if not a.over], "all are answered"
     for attempt in world.attempts.values():
-        if attempt.over == "finished":
-            assert attempt.got == attempt.answer
-            assert not attempt.breaks
+        assert attempt.over, f"{attempt.request.seq_id} is not answered"
+        assert attempt.over != "finished" or (attempt.got == attempt.answer and not attempt.breaks)
     assert_idle(world.prefill)
     assert_idle(world.decode)
 
 
 def test_the_random_worlds_visit_what_they_should() -> None:
-    """Together: enough finishes, cancels, failures, moved and reused blocks, copies, preemptions, confirmations."""
     worlds = [ran(kind, seed) for kind, seed in WORLDS]
     stats = [engine.stats() for world in worlds for engine in (world.prefill, world.decode)]
-    ahead = [world for world in worlds if isinstance(world, AheadWorld)]
-    counts = {
-        "finished": sum(a.over == "finished" for world in worlds for a in world.attempts.values()),
-        "cancelled": sum(world.num_cancelled for world in worlds),
-        "failed": sum(world.num_failed for world in worlds),
-        "broken": sum(world.num_broken for world in worlds),
-        "moved": sum(world.num_moved for world in worlds),
-        "reused": sum(world.num_reused for world in worlds),
-        "copies": sum(runner.copies for world in worlds for runner in world.runners),
-        "carried": sum(world.num_carried for world in worlds),
-        "preempted": sum(stat.num_preemptions for stat in stats),
-        "from host": sum(stat.num_host_hit_tokens for stat in stats),
-        "confirmed": sum(world.num_confirmed for world in ahead),
-        "undone": sum(world.num_undone for world in ahead),
-        "ended before they were confirmed": sum(world.num_ended_before for world in ahead),
-        "reused beside what is not confirmed": sum(world.decode.stats().num_hit_tokens for world in ahead),
-    }
-    assert min(counts.values()) >= 3, counts
+    counts = sum((world.seen for world in worlds), Counter(a.over for world in worlds for a in world.attempts.values()))
+    counts["preempted"] = sum(stat.num_preemptions for stat in stats)
+    counts["from host"] = sum(stat.num_host_hit_tokens for stat in stats)
+    wanted = ("finished", "cancelled", "failed", "broken", "moved", "reused", "carried", "preempted", "from host", "confirmed", "undone")
+    assert all(counts[name] >= 3 for name in (*wanted, "ended before they were confirmed")), counts
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_stepping_thread_among_submitting_and_cancelling_ones(look_ahead: bool) -> None:
     """Real threads on one engine; who wins a race is open, what comes out is not."""
     runner = HookedRunner(num_blocks=60, block_size=4, vocab_size=1000, max_model_len=120)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=40, max_num_seqs=8, hash_unit=8, look_ahead=look_ahead))
+    engine = engine_of(runner, max_num_batched_tokens=40, max_num_seqs=8, look_ahead=look_ahead)
     done = threading.Event()
-    stepped = threading.Condition()
     got: dict[str, list[int]] = {}
     requests: dict[str, EngineRequest] = {}
     cancelled: set[str] = set()
@@ -420,12 +367,8 @@ def test_a_stepping_thread_among_submitting_and_cancelling_ones(look_ahead: bool
     def loop() -> None:
         while not done.is_set() or engine.wait_for_work(0.0):
             engine.wait_for_work(0.005)
-            output = engine.step()
-            assert not output.failures
-            for token in output.tokens:
+            for token in engine.step().tokens:
                 got.setdefault(token.seq_id, []).append(token.token_id)
-            with stepped:
-                stepped.notify_all()
 
     def client(index: int) -> None:
         rng = random.Random(index)
@@ -435,17 +378,13 @@ def test_a_stepping_thread_among_submitting_and_cancelling_ones(look_ahead: bool
             requests[request.seq_id] = request
             engine.submit(request)
             engine.check_integrity()
-            for _ in range(rng.randrange(4)):
-                with stepped:
-                    stepped.wait(1.0)
             if rng.random() < 0.3 and engine.cancel(request.seq_id):
                 cancelled.add(request.seq_id)
 
     with ThreadPoolExecutor(4) as threads:
         stepper = threads.submit(loop)
-        clients = [threads.submit(client, i) for i in range(3)]
         try:
-            for one in clients:
+            for one in [threads.submit(client, i) for i in range(3)]:
                 one.result(60)
         finally:
             done.set()

@@ -9,7 +9,6 @@ from engine_helpers import assert_idle, drain, make_request
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
-from twostep.engine.preemption import PreemptionMode
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload
 
@@ -50,7 +49,7 @@ def test_what_is_queued_and_what_decodes_is_counted_in_tokens() -> None:
     stats = engine.stats()
     assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 0)
     engine.submit(make_request("d", range(1, 33)))
-    assert engine.stats().num_queued_tokens == 1, "all its blocks are cached; one token is computed for its logits"
+    assert engine.stats().num_queued_tokens == 4, "all its blocks are cached; the last one is computed for its logits"
     drain(engine)
     assert_idle(engine)
 
@@ -88,19 +87,10 @@ def test_what_bounds_steps_is_told_while_it_does() -> None:
     assert_idle(engine)
 
 
-def test_a_reservation_is_computed_elsewhere() -> None:
-    engine = make_engine()
-    engine.reserve(make_request("a", range(1, 31), max_tokens=3))
-    assert engine.stats().num_queued_tokens == 0
-    engine.commit("a", [7])
-    stats = engine.stats()
-    assert (stats.num_queued_tokens, stats.num_context_tokens) == (0, 31)
-
-
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_sequence_that_gave_way_is_queued_with_all_of_its_tokens(look_ahead: bool) -> None:
     """With look-ahead it gives way when its last step is settled, before the next one is planned."""
-    engine = make_engine(num_blocks=30, preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False, look_ahead=look_ahead)
+    engine = make_engine(num_blocks=30, enable_prefix_caching=False, look_ahead=look_ahead)
     for name in "ab":
         engine.submit(make_request(name, range(1, 21), max_tokens=60))
     output = engine.step()

@@ -71,9 +71,3 @@ def test_the_knee_of_a_curve() -> None:
     # Pairs make large prompts slow: 4096 tokens a step would be worse than 1024.
     assert knee_of(StepCurve(fixed_s=1e-3, per_row_s=1e-6, per_pair_s=1e-9), 1 << 16, share=1.0) == 1024
     assert knee_of(StepCurve(fixed_s=1e-3, per_row_s=1e-6), 7) == 7
-
-
-@given(st.floats(1e-5, 1), st.floats(1e-7, 1e-2), st.floats(0, 1000), st.floats(0, 1e-6), st.integers(1, 1 << 14))
-def test_the_knee_is_at_most_the_largest(fixed: float, per_row: float, knee: float, per_pair: float, largest: int) -> None:
-    curve = StepCurve(fixed_s=fixed, per_row_s=per_row, knee=knee, per_pair_s=per_pair)
-    assert 1 <= knee_of(curve, largest) <= largest

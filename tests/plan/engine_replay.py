@@ -14,7 +14,6 @@ from typing import Any
 from twostep.engine.config import EngineConfig
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted
 from twostep.lab.simulator.cluster import SimulatedDeployment
@@ -31,7 +30,6 @@ def real_engine(spec: EngineSpec) -> Engine:
         max_waiting=spec.max_waiting,
         enable_prefix_caching=False,
         look_ahead=spec.look_ahead,
-        preemption_mode=PreemptionMode.RECOMPUTE,
         hash_unit=spec.block_size,
         max_step_s=spec.max_step_s,
         min_chunk_tokens=spec.min_chunk_tokens,

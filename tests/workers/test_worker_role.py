@@ -305,7 +305,7 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         assert (stats.role, stats.ready, stats.draining) == ("decode", True, False)
 
 
-async def test_scheduler_and_swap_space_are_those_of_the_role(make: Make) -> None:
+async def test_the_scheduler_is_that_of_the_role(make: Make) -> None:
     options = {"max_num_batched_tokens": 96, "other_step_tokens": 32}
     async with make("prefill", **options) as system:
         worker = system.workers["w0"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from worker_harness import SECRET, expected, make_runner, prompt_of
+from worker_harness import SECRET, make_runner, prompt_of
 
 from kv_transfer.transports import TRANSPORT_KINDS, Transports, make_transports
 from twostep.engine.engine import Engine, EngineConfig
@@ -28,7 +28,7 @@ from twostep.rpc.role_pass import PASS_LIFE_S, RolePass
 from twostep.rpc.v1 import worker_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.worker import model as worker_model
-from twostep.worker.config import ROLES, WorkerConfig, config_in_role, swap_bytes
+from twostep.worker.config import ROLES, WorkerConfig, config_in_role
 from twostep.worker.edge import EdgeParts
 from twostep.worker.model import settle
 
@@ -104,13 +104,9 @@ def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.
         assert config_in_role(told, other.role).max_num_batched_tokens == 100
 
 
-def test_only_a_decode_worker_swaps_and_only_who_hands_over_prefills() -> None:
-    decode = WorkerConfig(role="decode", swap_space=1.0)
-    assert swap_bytes(decode, 1 << 20) == 1 << 20
-    assert swap_bytes(decode, 1 << 40) == 1 << 30
-    assert swap_bytes(config_in_role(decode, "prefill"), 1 << 20) == 0
+def test_only_who_hands_over_prefills() -> None:
     with pytest.raises(SetupError, match="--kv-transfer none"):
-        config_in_role(replace(decode, kv_transfer="none"), "prefill")
+        config_in_role(WorkerConfig(role="decode", kv_transfer="none"), "prefill")
 
 
 # ---- transports ------------------------------------------------------------------------------------------------------------
@@ -174,7 +170,7 @@ def run_to_end(engine: Engine) -> list[StepOutput]:
 
 def test_an_engine_takes_other_bounds_only_while_it_is_idle_and_keeps_its_prefixes() -> None:
     engine = Engine(make_runner(), EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, hash_unit=8))
-    bounds = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "swap_bytes": 0}
+    bounds = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
     engine.submit(request("a", 60, 4))
     assert not engine.reconfigure(**bounds)
     engine.step()
@@ -195,21 +191,7 @@ def test_an_engine_takes_other_bounds_only_while_it_is_idle_and_keeps_its_prefix
     assert max(output.num_prefill_tokens for output in outputs) == 16
     assert outputs[0].progress[0].num_cached_tokens >= 56
     with pytest.raises(SetupError):
-        engine.reconfigure(max_num_batched_tokens=0, max_num_seqs=4, swap_bytes=0)
-    engine.check_integrity()
-
-
-def test_swap_space_comes_and_goes_and_blocks_keep_what_is_in_them() -> None:
-    runner = make_runner(num_blocks=24)
-    engine = Engine(runner, EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, hash_unit=8))
-    pool = runner.kv_shape.num_blocks * runner.kv_shape.block_bytes
-    for number, swap in enumerate((0, pool, 0, pool)):
-        assert engine.reconfigure(max_num_batched_tokens=64, max_num_seqs=8, swap_bytes=swap)
-        engine.submit(request(f"r{number}", 60, 3))
-        outputs = run_to_end(engine)
-        # From the second on its prefix is read back from the blocks: the fake model's tokens would be others.
-        assert (outputs[0].progress[0].num_cached_tokens > 0) == bool(number)
-        assert [token.token_id for output in outputs for token in output.tokens] == expected(prompt_of(60), 3)
+        engine.reconfigure(max_num_batched_tokens=0, max_num_seqs=4)
     engine.check_integrity()
 
 

@@ -254,7 +254,3 @@ class Runner(Protocol):
         `new_host_blocks`. The function returned undoes it; call it before the memory is unmapped, when no copy is under way. Raises
         RuntimeError where the device does not take it: copies work all the same."""
         ...
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies one block inside the pool (copy-on-write), after the steps launched before and before those launched later."""
-        ...

@@ -1,10 +1,11 @@
 """Gives sequences their KV blocks and takes them back.
 
-    found in the pool (block_pool.py) │ found in the host tier (host_tier.py), or saved when it gave way (swap_space.py) │ new
-    shared with others                │ copied to new blocks of its own                                                  │ computed
+    found in the pool (block_pool.py) │ found in the host tier (host_tier.py) │ new
+    shared with others                │ copied to new blocks of its own       │ computed
 
 Blocks are owned for the tokens there are, and one more is taken whenever the last one is full. Whatever a planned step may read or write
-keeps an owner until that step is settled.
+keeps an owner until that step is settled. Shared blocks are never written to: of a prompt that is there to its end, the last block is
+computed again, since one token at least is computed, for its logits.
 """
 
 from __future__ import annotations
@@ -14,21 +15,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from twostep.engine.block_pool import BlockCopy, BlockPool
+from twostep.engine.block_pool import BlockPool
 from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_work import BlockLoad, StepWork
-from twostep.engine.swap_space import SwapSpace
 
 
 class BlockManager:
-    """Owns which blocks each sequence has: nothing else changes that. Not thread-safe: the engine's lock guards it, and pool, tier and swap
-    space too."""
+    """Owns which blocks each sequence has: nothing else changes that. Not thread-safe: the engine's lock guards it, and pool and tier
+    too."""
 
-    def __init__(self, pool: BlockPool, tier: HostTier, swap: SwapSpace, *, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, tier: HostTier, *, block_size: int) -> None:
         self.pool = pool
         self.tier = tier
-        self.swap = swap
         # Prompt tokens looked up among cached prefixes and found there, ever; of these, those found in the host tier. What comes back after
         # giving way does not count again.
         self.num_queried_tokens = 0
@@ -56,7 +54,7 @@ class BlockManager:
 
     def num_exclusive(self, sequence: EngineSequence) -> int:
         """Returns how many blocks come free with it."""
-        return sum(1 for block in sequence.blocks.tolist() if self.pool.num_owners(block) == 1)
+        return self.first_to_free([sequence], len(sequence.blocks))[1]
 
     def first_to_free(self, sequences: Sequence[EngineSequence], wanted: int) -> tuple[list[EngineSequence], int]:
         """Returns the first of the sequences that together free `wanted` blocks, or all of them, and how many blocks they free."""
@@ -72,88 +70,43 @@ class BlockManager:
                 num_freed += num_uses[block] == self.pool.num_owners(block)
         return taken, num_freed
 
-    def num_found(self, sequence: EngineSequence) -> int:
-        """Returns the tokens whose KV is there already, in the pool or in the host tier."""
-        hashes = sequence.block_hashes()
-        cached = len(self.pool.lookup(hashes))
-        return (cached + len(self.tier.lookup(hashes, cached))) * self._block_size
-
     def match(self, sequence: EngineSequence) -> int:
-        """Notes what is cached or saved now of a sequence that waits, and returns the available blocks that admitting it would use up. One
-        token at least is computed, for its logits: if all blocks are cached, the last one is copied to be written to, or left out where
-        there is no room for both."""
-        size, num_tokens = self._block_size, len(sequence.tokens)
-        num_blocks = self.num_to_admit(sequence)
-        hashes = sequence.block_hashes()
+        """Notes what is cached now of a sequence that waits, and returns the available blocks that admitting it would use up."""
+        hashes = sequence.block_hashes()[: (len(sequence.tokens) - 1) // self._block_size]
         cached = self.pool.lookup(hashes)
-        num_matched = min(len(cached) * size, num_tokens - 1)
-        # What is copied from the host tier is the sequence's own: its last block is left out, not written to, if all are there.
-        in_host = self.tier.lookup(hashes[: (num_tokens - 1) // size], len(cached)) if sequence.saved is None else ()
-        if sequence.saved is not None:
-            num_matched = max(num_matched, sequence.saved.num_tokens)
-        cost = num_blocks - min(num_matched // size, len(cached)) + self.pool.num_unowned(cached)
-        if num_matched < len(cached) * size and (num_matched % size == 0 or cost > self.pool.num_available):
-            cached.pop()
-            num_matched = len(cached) * size
-            cost = num_blocks - len(cached) + self.pool.num_unowned(cached)
-        if in_host:
-            num_matched = (len(cached) + len(in_host)) * size
         sequence.matched = cached
-        sequence.matched_in_host = in_host
-        sequence.num_matched = num_matched
-        return cost
+        sequence.matched_in_host = self.tier.lookup(hashes, len(cached))
+        sequence.num_matched = (len(cached) + len(sequence.matched_in_host)) * self._block_size
+        return self.num_to_admit(sequence) - len(cached) + self.pool.num_unowned(cached)
 
     # ---- giving -----------------------------------------------------------------------------------------------------
 
-    def admit(self, sequences: Sequence[EngineSequence]) -> tuple[list[BlockCopy], list[BlockLoad]]:
-        """Gives waiting and preempted sequences, just matched, the blocks for their tokens. Returns what is to be copied before they
-        run."""
+    def admit(self, sequences: Sequence[EngineSequence]) -> None:
+        """Gives waiting and preempted sequences, just matched, the blocks for their tokens."""
         # All shares first: no allocation may evict what another one found.
         for sequence in sequences:
             self.pool.share(sequence.matched)
-        copies: list[BlockCopy] = []
-        loads: list[BlockLoad] = []
         for sequence in sequences:
-            blocks, sequence.matched = sequence.matched, []
-            in_host, sequence.matched_in_host = sequence.matched_in_host, ()
-            num_found = len(blocks)
             sequence.num_computed = sequence.num_planned = sequence.num_matched
-            sequence.num_registered = min(sequence.num_matched // self._block_size, num_found)
-            if sequence.num_registered < num_found:
-                copy = self.pool.copy_on_write(blocks[-1])
-                assert copy is not None, "a cached block is never written to"
-                copies.append(copy)
-                blocks[-1] = copy.target
-            self._fill(sequence, blocks, in_host, is_new=sequence.state is SequenceState.WAITING)
-            if sequence.state is SequenceState.WAITING:
-                self._count_found(sequence, sequence.num_matched, len(in_host))
-            elif sequence.saved is not None:
-                loads += self._loads(sequence, num_found)
-        return copies, loads
+            is_new = sequence.state is SequenceState.WAITING
+            if is_new:
+                self._count_found(sequence, sequence.num_matched, len(sequence.matched_in_host))
+            self._fill(sequence, sequence.matched, sequence.matched_in_host, is_new=is_new)
+            sequence.matched, sequence.matched_in_host = [], ()
 
     def reserve(self, sequence: EngineSequence, cached: list[int]) -> None:
         """Gives a new sequence the `cached` blocks, just found in the pool, and others for the rest of its tokens."""
         self.pool.share(cached)
         in_host = self.tier.lookup(sequence.block_hashes(), len(cached))
-        sequence.num_registered = len(cached)
         self._count_found(sequence, (len(cached) + len(in_host)) * self._block_size, len(in_host))
         self._fill(sequence, cached, in_host, is_new=True)
 
     def _fill(self, sequence: EngineSequence, found: list[int], in_host: Sequence[bytes], *, is_new: bool) -> None:
         """Takes new blocks after those found, some of them to be loaded from the host tier."""
+        sequence.num_registered = len(found)
         new = self.pool.allocate(self.num_now(sequence) - len(found))
         sequence.blocks = np.array(found + new, np.int32)
         self.tier.load(sequence, len(found), in_host, is_new=is_new)
-
-    def _loads(self, sequence: EngineSequence, num_found: int) -> list[BlockLoad]:
-        """Returns what is to be copied back of a preempted sequence, whose first `num_found` blocks were found in the pool."""
-        saved, sequence.saved = sequence.saved, None
-        assert saved is not None
-        num_saved = len(saved.rows)
-        if num_found >= num_saved or sequence.num_matched != saved.num_tokens:
-            self.swap.release(saved)
-            return []
-        return [BlockLoad(saved=saved, first=num_found, blocks=sequence.blocks[num_found:num_saved].tolist())]
 
     def _count_found(self, sequence: EngineSequence, num_cached: int, num_in_host: int) -> None:
         """Counts the tokens of a new sequence whose KV was there; those of the last `num_in_host` blocks count once they are loaded."""
@@ -181,50 +134,35 @@ class BlockManager:
                 self.pool.free((block,))
             elif sequence.num_steps:
                 exchanged.append(block)
-            if found != block:
-                sequence.blocks[i] = found
+            sequence.blocks[i] = found
         sequence.num_registered = num_full
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
         """Notes that what was found in the host tier is copied. Not `ok`: it is not, and is to be computed."""
         self.tier.loaded(load, ok=ok)
-        if ok:
-            if load.is_new:
-                num_tokens = len(load.blocks) * self._block_size
-                self.num_hit_tokens += num_tokens
-                self.num_host_hit_tokens += num_tokens
-            return
         sequence, num_intact = load.sequence, load.first * self._block_size
-        sequence.num_cached = min(sequence.num_cached, num_intact)
-        if sequence.state is SequenceState.RUNNING:
-            sequence.num_computed = sequence.num_planned = num_intact
-        else:
-            sequence.num_intact = num_intact
+        if ok and load.is_new:
+            num_tokens = len(load.blocks) * self._block_size
+            self.num_hit_tokens += num_tokens
+            self.num_host_hit_tokens += num_tokens
+        elif not ok:
+            sequence.num_cached = min(sequence.num_cached, num_intact)
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed = sequence.num_planned = num_intact
+            else:
+                sequence.num_intact = num_intact
 
     # ---- taking back ------------------------------------------------------------------------------------------------
 
     def free(self, sequence: EngineSequence) -> None:
-        """Takes all its blocks. It begins anew, but for what was saved of it."""
+        """Takes all its blocks. It begins anew."""
         self.pool.free(sequence.blocks.tolist())
         sequence.blocks = np.empty(0, np.int32)
         sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
-        sequence.num_matched = 0 if sequence.saved is None else sequence.saved.num_tokens
-
-    def forget_saved(self, sequence: EngineSequence) -> None:
-        """Gives back the host memory of what was saved of it."""
-        if sequence.saved is not None:
-            self.swap.release(sequence.saved)
-            sequence.saved = None
+        sequence.num_matched = 0
 
     def withdraw(self, sequence: EngineSequence) -> None:
         """Lets no other sequence find what it computed: that is likely not finite."""
         hashes = sequence.block_hashes()
         self.pool.withdraw(hashes)
         self.tier.withdraw(hashes)
-
-    def step_over(self, work: StepWork) -> None:
-        """Frees what a planned step alone has owned."""
-        self.pool.free([copy.source for copy in work.copies])
-        self.pool.free(work.exchanged)
-        for load in work.loads:
-            self.swap.release(load.saved)

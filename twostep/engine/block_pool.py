@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,14 +26,6 @@ import numpy.typing as npt
 
 from twostep.engine.types import PrefixDelta
 from twostep.errors import InternalError, ResourceExhausted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCopy:
-    """Copy `source` to `target` before anything is written to `target`."""
-
-    source: int
-    target: int
 
 
 class NetChange:
@@ -127,10 +118,6 @@ class BlockPool:
         """uint32; see above."""
         return self._generations[block]
 
-    def generations(self, blocks: Iterable[int]) -> list[int]:
-        """uint32 each, in the same order."""
-        return [self._generations[block] for block in blocks]
-
     def hash_of(self, block: int) -> bytes | None:
         """Returns the hash under which it is findable; None: it is not."""
         return self._hash_of[block]
@@ -207,14 +194,6 @@ class BlockPool:
                     self._lru[block] = None
                     if self._watcher is not None:
                         self._watcher.on_cached(block)
-
-    def copy_on_write(self, block: int) -> BlockCopy | None:
-        """Called before an owner of `block` writes to it. Returns None: it may; or a new block to write to, which the owner takes instead.
-        It keeps `block` too until the copy is made, then frees it. Raises ResourceExhausted."""
-        if self._num_owners[block] == 1 and self._hash_of[block] is None:
-            return None
-        (target,) = self.allocate(1)
-        return BlockCopy(source=block, target=target)
 
     # ---- prefixes ---------------------------------------------------------------------------------------------------
 

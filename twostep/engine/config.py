@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twostep.engine.preemption import PreemptionMode
 from twostep.errors import SetupError
 
 
@@ -25,9 +24,6 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     # Whether to launch a step while the one before it is in flight; None: where the runner gains by it.
     look_ahead: bool | None = None
-    # What becomes of sequences that must give way when the pool runs out, and how much host memory their KV may take.
-    preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    swap_bytes: int = 0
     # How much host memory the prefixes may take that the pool gives up (host_tier.py); 0: they are gone then.
     host_cache_bytes: int = 0
     # Share of the pool that can be given out at any time without losing what is worth keeping in the host.

@@ -121,21 +121,20 @@ class ConstrainedSequences:
 
 def advance(work: Sequence[tuple[Constraint, Sequence[int]]]) -> Sequence[Advanced]:
     """Returns one result for each constraint without a mask, after these tokens. Never raises."""
-    counts = [constraint.num_tokens for constraint, _ in work]
+    for constraint, tokens in work:
+        constraint.live.tokens += tokens
     try:
         found = advance_all([(constraint.live, tokens) for constraint, tokens in work])
         return [_result(constraint, allowed) for (constraint, _), allowed in zip(work, found, strict=True)]
     except Exception:
         log.exception("the masks of %d sequences could not be made side by side; each is made by itself", len(work))
-        return [_advance_alone(constraint, count, tokens) for (constraint, tokens), count in zip(work, counts, strict=True)]
+        return [_advance_alone(constraint) for constraint, _ in work]
 
 
-def _advance_alone(constraint: Constraint, count: int, tokens: Sequence[int]) -> Advanced:
-    """Advances from the first `count` tokens on, whatever became of an attempt to do so with others."""
+def _advance_alone(constraint: Constraint) -> Advanced:
+    """Does so whatever became of an attempt with others."""
     try:
-        live = constraint.live
-        live.tokens[count:] = tokens
-        return _result(constraint, live.again())
+        return _result(constraint, constraint.live.again())
     except Exception as error:
         # Whatever it was, this sequence cannot go on, and none may be kept waiting.
         log.exception("a mask could not be made")

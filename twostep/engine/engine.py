@@ -8,8 +8,7 @@ A step:
 
   1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts;
               batch ones get what the others leave (step_plan.py), and give way for them (scheduler.py)
-  2. launch   without the lock: blocks that are shared and will be written to are copied, saved ones are copied back, the batch is queued
-              on the device (step_launcher.py); then the blocks of those that gave way are copied out (swap_space.py)
+  2. launch   without the lock: the batch is queued on the device (step_launcher.py)
   3. result   without the lock: others submit, reserve, commit and cancel meanwhile
   4. settle   under the lock: count what was computed, make full blocks findable, append and report tokens, free what ended
 
@@ -35,13 +34,13 @@ from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.host_tier import HostCopies, HostLoad, HostTier
+from twostep.engine.host_copies import HostCopies
+from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.pacing import UNSEEN_S, Pacing
 from twostep.engine.scheduler import Scheduler
 from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_launcher import LaunchedStep, MarkedStep, StepLauncher
-from twostep.engine.swap_space import SwapSpace
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.step_curve import StepCurve
@@ -66,15 +65,16 @@ class Engine:
         self._clock = clock
         self._sleep = sleep
         self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
-        self._tier = HostTier(self._pool, config.host_cache_bytes // shape.block_bytes, ahead_share=config.host_ahead_share)
-        self._swap = SwapSpace(runner, mode=config.preemption_mode, num_bytes=config.swap_bytes, clock=clock)
+        self._tier = HostTier(
+            self._pool, config.host_cache_bytes // shape.block_bytes, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share
+        )
         self._constrained = ConstrainedSequences()
-        blocks = BlockManager(self._pool, self._tier, self._swap, block_size=shape.block_size)
+        blocks = BlockManager(self._pool, self._tier, block_size=shape.block_size)
         self._scheduler = Scheduler(blocks, self._constrained, config)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
-        self._launcher = StepLauncher(runner, self._swap, clock)
+        self._launcher = StepLauncher(runner, clock)
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
@@ -85,21 +85,16 @@ class Engine:
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
 
-    def reconfigure(self, *, max_num_batched_tokens: int, max_num_seqs: int, swap_bytes: int) -> bool:
+    def reconfigure(self, *, max_num_batched_tokens: int, max_num_seqs: int) -> bool:
         """Sets other bounds; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
-        otherwise False, and nothing changes. Nothing may be submitted or reserved until it returns, which on a GPU takes some
-        milliseconds where host memory is made. Raises SetupError for bounds that make no sense together."""
-        config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, swap_bytes=swap_bytes)
+        otherwise False, and nothing changes. Raises SetupError for bounds that make no sense together."""
+        config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         config.check(self._runner.kv_shape.block_size)
         with self._changed:
             if not self._scheduler.idle:
                 return False
             self._scheduler.reconfigure(config)
-            resized = swap_bytes != self._config.swap_bytes
             self._config = config
-        if resized:
-            # The engine's thread touches it in steps only, and there are none.
-            self._swap.resize(swap_bytes)
         return True
 
     # ---- work in ----------------------------------------------------------------------------------------------------
@@ -131,7 +126,7 @@ class Engine:
         """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation
         does not change, and who read the block without owning it compares."""
         with self._changed:
-            return self._pool.generations(block_ids)
+            return [self._pool.generation(block) for block in block_ids]
 
     def release(self, seq_id: str) -> bool:
         """Gives back a held sequence's blocks (full ones stay findable as cached prefix); one submitted with `hold` that is not
@@ -241,7 +236,6 @@ class Engine:
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
-        self._save_preempted()
         self.host_copies.copy_all()
         work = None
         while work is None:
@@ -252,11 +246,10 @@ class Engine:
                 if work is not None:
                     self._steps += 1
                 step = self._steps
-            # Planning may have made a sequence give way, which makes room for others.
-            if work is None and not self._save_preempted() and not self.host_copies.copy_all():
+            # A sequence that was let in may wait for blocks from the host.
+            if work is None and not self.host_copies.copy_all():
                 return False
         self._launched.append(self._launcher.launch(work, step=step, since=since))
-        self._save_preempted()
         return True
 
     def _settle(self) -> StepOutput:
@@ -281,7 +274,6 @@ class Engine:
             done = launched.workload
             if sampled is not None:
                 self._pacing.settled(done, ended_at - since, collected.blocked_s)
-                self._swap.computed(done.prompt_tokens, done.decodes, ended_at - since)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,
@@ -387,17 +379,6 @@ class Engine:
         """Under the lock."""
         self._scheduler.loaded(load, ok=ok)
         self._note_work()
-
-    def _save_preempted(self) -> bool:
-        """Copies out the blocks of those that gave way. False: there are none."""
-        with self._changed:
-            saves = self._scheduler.take_saves()
-        for save in saves:
-            ok = self._swap.save(save)
-            with self._changed:
-                self._scheduler.saved(save, ok=ok)
-                self._note_work()
-        return bool(saves)
 
     def _take_failures(self) -> Sequence[SequenceFailure]:
         with self._changed:

@@ -171,9 +171,6 @@ class FakeRunner:
     def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
         return lambda: None
 
-    def copy_block(self, source: int, target: int) -> None:
-        self._bytes[target] = self._bytes[source]
-
     def _write_slowly(self, batch: Batch) -> None:
         """Layer by layer, each at the end of its share of the step's time."""
         num_layers = self._shape.num_layers

@@ -81,6 +81,7 @@ class LiveGrammar:
 
     def advance(self, tokens: Sequence[int]) -> AllowedTokens:
         """Returns what may follow these."""
+        self.tokens += tokens
         return advance_all([(self, tokens)])[0]
 
     def again(self) -> AllowedTokens:
@@ -91,55 +92,33 @@ class LiveGrammar:
 
 
 def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[AllowedTokens]:
-    """Returns what may follow these tokens, one at least, in each grammar; all of one vocabulary, and no grammar twice. Many are looked at
-    side by side, without the GIL."""
+    """Returns what may follow in each grammar, whose `tokens` end in these, one at least; all of one vocabulary, and no grammar twice. Many
+    are looked at side by side, without the GIL."""
     vocabulary = grammars[0][0].vocabulary
-    for live, tokens in grammars:
-        live.tokens += tokens
     vocabulary.consume([(live.matcher, tokens) for live, tokens in grammars])
     found = vocabulary.allowed([live.matcher for live, _ in grammars])
     return [live.again() if allowed.failure else allowed for (live, _), allowed in zip(grammars, found, strict=True)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stops:
-    """A sequence's stop tokens, int32 [words]: all of them, and those that may come wherever the answer may end, from `min_tokens` on."""
-
-    every: npt.NDArray[np.int32]
-    asked: npt.NDArray[np.int32]
-    min_tokens: int
-
-
 class Constraint:
-    """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which is its thread's while `mask` is
-    None."""
+    """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which belongs to the thread that makes masks
+    while `mask` is None."""
 
     def __init__(self, state: GrammarState, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """`state`: after the tokens generated before. Raises InvalidRequest where no token could end the answer, or none can follow."""
-        words = len(state.allowed.bits)
         asked = frozenset(params.stop_token_ids) | (frozenset[int]() if params.ignore_eos else eos_token_ids)
         every = eos_token_ids | asked
         if not every:
             raise InvalidRequest("the model has no end-of-sequence token that could end an answer in a grammar; give stop_token_ids")
-        self._stops = _Stops(make_bits(words, every), make_bits(words, asked), params.min_tokens)
-        self._state = state
-        self._live: LiveGrammar | None = None
+        words = len(state.allowed.bits)
+        # All stop tokens, and those that may come wherever the answer may end, from `min_tokens` on: int32 [words].
+        self._every, self._asked = make_bits(words, every), make_bits(words, asked)
+        self._min_tokens = params.min_tokens
+        self.live = LiveGrammar(state)
         # The mask of the token to be sampled next; None: it is being made, or a step has it.
-        self.mask = self._mask(state.allowed, len(state.tokens))
+        self.mask = self.mask_after(state.allowed)
         if self.mask is None:
             raise InvalidRequest(f"grammar: {DEAD_END}")
-
-    @property
-    def live(self) -> LiveGrammar:
-        """Where the sequence's grammar is. The state that others share stays as it is."""
-        if self._live is None:
-            self._live = LiveGrammar(self._state)
-        return self._live
-
-    @property
-    def num_tokens(self) -> int:
-        """How far the answer has been followed."""
-        return len(self._state.tokens if self._live is None else self._live.tokens)
 
     def take(self) -> npt.NDArray[np.int32]:
         """Returns the mask, for the step that samples the next token."""
@@ -149,16 +128,12 @@ class Constraint:
 
     def mask_after(self, allowed: AllowedTokens) -> npt.NDArray[np.int32] | None:
         """Returns which tokens may come after those followed so far, int32 [words]; None: none may."""
-        return self._mask(allowed, len(self.live.tokens))
-
-    def _mask(self, allowed: AllowedTokens, position: int) -> npt.NDArray[np.int32] | None:
-        stops = self._stops
-        mask = allowed.bits & ~stops.every
+        mask = allowed.bits & ~self._every
         if allowed.complete:
-            if position >= stops.min_tokens:
-                mask |= stops.asked
+            if len(self.live.tokens) >= self._min_tokens:
+                mask |= self._asked
             if not mask.any():
-                return stops.every if stops.every.any() else None
+                mask = self._every
         return mask if mask.any() else None
 
 

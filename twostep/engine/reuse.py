@@ -57,9 +57,9 @@ class ReuseOrder:
             self._reused[digest] = None
             self._reused.move_to_end(digest)
 
-    def reused(self, hashes: Sequence[bytes]) -> Sequence[bool]:
-        """Returns of each whether it was asked for at least twice lately."""
-        return [self._asked.get(digest) or self._asked_before.get(digest, False) for digest in hashes]
+    def reused(self, digest: bytes) -> bool:
+        """Returns whether it was asked for at least twice lately."""
+        return self._asked.get(digest) or self._asked_before.get(digest, False)
 
     def put(self, digest: bytes, *, reused: bool) -> None:
         """It is in from now on, used most recently. The caller has made room."""

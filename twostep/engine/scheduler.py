@@ -11,11 +11,13 @@ A step is planned from the running sequences, which take blocks as they grow, th
                              ▲                                  │ an urgent prompt is short of blocks
                              └── batch sequences are preempted ◀─┘
 
-Where there are too few blocks, the sequences that are least urgent and arrived last give way (preemption.py):
+Blocks are taken as sequences grow, not for prompt and max_tokens beforehand: most answers end early, so many more run at once. Where there
+are too few, the sequence that is least urgent and arrived last gives way (as in Kwon et al.: Efficient memory management for large language
+model serving with PagedAttention, 2023, section 4.5). Its full blocks stay findable, in the pool or the host tier; what is gone when it
+comes back is computed again, as a prompt. The oldest never gives way, so that all get done in turn:
 
-    RUNNING ──give way──▶ in launched steps still ──settle──┬─ recompute ─────────────────────▶ PREEMPTED: waits, oldest first
-                                                            └─ swap: blocks are copied out ───▶     │
-    RUNNING ◀──────────── room for it: admitted before any new prompt ──────────────────────────────┘
+    RUNNING ──give way──▶ in launched steps still ──settle──▶ PREEMPTED: waits, oldest first
+    RUNNING ◀──────── room for it: admitted before any new prompt ────┘
 
 Batch work gives way to urgent work in three ways, from the cheapest on: it is passed over, left out of a step that others fill, its KV
 staying where it is; those passed over take no seats from others; and the batch sequences that came last are preempted when an urgent prompt
@@ -44,10 +46,9 @@ from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
 from twostep.engine.host_tier import HostLoad
-from twostep.engine.preemption import watermark
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step
-from twostep.engine.step_work import BlockSave, StepResult, StepWork, plan_chunks
+from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step, watermark
+from twostep.engine.step_work import StepResult, StepWork, plan_chunks
 from twostep.engine.types import EngineStats, FailureKind, PrefillProgress, Reservation, SequenceFailure, TokenOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
@@ -95,11 +96,7 @@ class Scheduler:
         self._preempted: dict[str, EngineSequence] = {}
         # Running ones that are to give way once the launched steps that they are in are settled.
         self._yielding: dict[str, EngineSequence] = {}
-        # Preempted ones whose blocks are being copied out: owned, and pinned as if by a step, until `saved`.
-        self._saving: dict[str, BlockSave] = {}
-        # Those of them whose copy has not begun.
-        self._to_save: list[BlockSave] = []
-        # Blocks kept for a sequence that is not here yet, or waits: how many, and until when.
+        # Blocks kept for a sequence that is not here yet: how many, and until when.
         self._kept: dict[str, tuple[int, float]] = {}
         # Running ones left out of the step planned last, that could have gone on.
         self._passed_over: list[EngineSequence] = []
@@ -126,18 +123,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` may find something to do, a planned step is to be settled, blocks are to be copied out, or a sequence is over."""
-        return bool(self._planned or self._yielding or self._saving or self._constrained.failed) or (
+        """Whether `plan` may find something to do, a planned step is to be settled, or a sequence is over."""
+        return bool(self._planned or self._yielding or self._constrained.failed) or (
             bool(self._running or self._waiting or self._preempted) and not self._blocked
         )
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._waiting or self._num_preempted)
-
-    @property
-    def _num_preempted(self) -> int:
-        return len(self._preempted) + sum(save.sequence.state is SequenceState.PREEMPTED for save in self._saving.values())
+        return bool(self._waiting or self._preempted)
 
     def live(self, seq_id: str) -> EngineSequence | None:
         """Returns the sequence, unless it has ended."""
@@ -152,7 +145,7 @@ class Scheduler:
         blocks, pool = self._blocks, self._pool
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + self._num_preempted,
+            num_waiting=len(self._waiting) + len(self._preempted),
             num_reserved=states[SequenceState.RESERVED],
             num_held=states[SequenceState.HELD],
             num_blocks=pool.num_blocks,
@@ -164,7 +157,7 @@ class Scheduler:
             max_step_s=0.0 if self.curve is None or bound == math.inf else bound,
             num_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
             num_preemptions=self._num_preemptions,
-            swapped_bytes=blocks.swap.swapped_bytes,
+            swapped_bytes=blocks.tier.copied_bytes,
             num_queried_tokens=blocks.num_queried_tokens,
             num_hit_tokens=blocks.num_hit_tokens,
             num_host_blocks=blocks.tier.num_blocks,
@@ -173,7 +166,7 @@ class Scheduler:
         )
 
     def _num_queued_tokens(self, least: RequestClass) -> int:
-        """Returns the tokens that are here and not computed, neither found nor saved, but for those that decoding adds: of requests no
+        """Returns the tokens that are here and not computed, nor found, but for those that decoding adds: of requests no
         more urgent than `least`."""
         waiting = (s for s in chain(self._waiting.values(), self._preempted.values()) if s.request.request_class >= least)
         running = (s for s in self._running.values() if not s.decodes and s.request.request_class >= least)
@@ -191,7 +184,7 @@ class Scheduler:
         if num_waiting >= self._config.max_waiting and not first:
             raise ResourceExhausted(f"{num_waiting} prompts are waiting here already; try another worker, or later")
         self._arrive(sequence)
-        sequence.num_matched = min(self._blocks.num_found(sequence), len(sequence.tokens) - 1)
+        self._blocks.match(sequence)
         sequence.priority.pause(now)
         if first:
             self._waiting = {sequence.seq_id: sequence} | self._waiting
@@ -244,8 +237,6 @@ class Scheduler:
             queue.pop(seq_id, None)
         self._kept.pop(seq_id, None)
         sequence.gives_way = False
-        # If it is being copied out, that goes on.
-        self._blocks.forget_saved(sequence)
         self._constrained.ended(sequence)
         sequence.state = SequenceState.ENDED
         self._blocked = False
@@ -298,7 +289,7 @@ class Scheduler:
         if len(ready) < len(active):
             active = [sequence for sequence in active if sequence.is_plannable]
         plan = self._plan(active, ready, now)
-        if plan.short is not None and self._preempt_for(plan, plan.short, now):
+        if plan.short is not None and plan.short.rank < _BATCH and self._preempt_for(plan, plan.short, now):
             # No sequence that gives way is in this step; what came free at once is for it.
             active, ready = ([sequence for sequence in some if sequence.is_plannable] for some in (active, ready))
             plan = self._plan(active, ready, now)
@@ -374,7 +365,7 @@ class Scheduler:
 
     def _candidates(self, now: float, *, below: int) -> Iterator[WaitingPrompt[EngineSequence]]:
         """Yields those of ranks below `below`, by rank; of one rank, preempted sequences, then waiting prompts, in the order they came;
-        with what is cached or saved of them now. Lazy: a class waits in the order it came, so its first one has the lowest rank."""
+        with what is cached of them now. Lazy: a class waits in the order it came, so its first one has the lowest rank."""
 
         def place(sequence: EngineSequence) -> tuple[int, bool, int]:
             return sequence.priority.rank, sequence.state is SequenceState.WAITING, sequence.arrival
@@ -399,9 +390,8 @@ class Scheduler:
     def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> StepWork | None:
         """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence."""
         admitted = [candidate.item for candidate in plan.admitted]
-        copies, loads = self._blocks.admit(admitted)
+        self._blocks.admit(admitted)
         for sequence in admitted:
-            self._kept.pop(sequence.seq_id, None)
             sequence.priority.serve(now)
             del (self._preempted if sequence.state is SequenceState.PREEMPTED else self._waiting)[sequence.seq_id]
             self._run(sequence)
@@ -411,7 +401,7 @@ class Scheduler:
         sequences = [*plan.decodes, *(chunk.item for chunk in prompts)]
         if not sequences:
             return None
-        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], copies, loads)
+        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts])
         self._constrained.take_masks(work)
         return work
 
@@ -437,7 +427,7 @@ class Scheduler:
         if self._num_seats(below) <= 0:
             raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
         if self._most_urgent_leaving <= rank or any(s.priority.rank <= rank for s in self._preempted.values()):
-            raise ResourceExhausted(f"{self._num_preempted or 'some'} sequences wait here for room to go on; try another worker, or later")
+            raise ResourceExhausted(f"{len(self._preempted) or 'some'} sequences wait here for room to go on; try another worker, or later")
         short = self._short
         if short is not None and short.state is SequenceState.WAITING and short.priority.rank <= rank:
             # Else small reservations would take one by one what comes free for it.
@@ -502,17 +492,16 @@ class Scheduler:
             return sequences
         stalled: set[str] = set()
         coming = self._num_coming
-        spoken_for = 0
         for sequence, need in sorted(short, key=lambda pair: _entitlement(pair[0])):
             if not sequence.is_plannable:
                 continue
-            while self._pool.num_available + coming - spoken_for < need and (victim := self._last_after(sequence)) is not None:
+            while not stalled and self._pool.num_available + coming < need and (victim := self._last_after(sequence)) is not None:
                 coming += self._give_way(victim)
-            if self._pool.num_available - spoken_for >= need:
-                self._blocks.extend(sequence, need)
-            else:
-                spoken_for += need
+            # Who comes after one that waits takes no block that is for that one.
+            if stalled or self._pool.num_available < need:
                 stalled.add(sequence.seq_id)
+            else:
+                self._blocks.extend(sequence, need)
         return [sequence for sequence in sequences if sequence.is_plannable and sequence.seq_id not in stalled]
 
     def _last_after(self, sequence: EngineSequence) -> EngineSequence | None:
@@ -525,16 +514,11 @@ class Scheduler:
     def _preempt_for(self, plan: StepPlan[EngineSequence], short: WaitingPrompt[EngineSequence], now: float) -> bool:
         """Makes batch sequences give way for the urgent prompt that is short of blocks, and for as many after it as would be in this step.
         False: none did."""
-        if short.rank >= _BATCH:
-            return False
         free = self._num_free(_BATCH, now) + self._num_coming
         least = sum(candidate.num_blocks for candidate in plan.admitted) + short.num_blocks
         active = [sequence for sequence in self._running.values() if sequence.is_plannable]
         wanted = sum(candidate.num_blocks for candidate in self._plan(active, active, now, unlimited=True).admitted)
-        if not self._preempt_batch(least - free, max(least, wanted) - free):
-            return False
-        self._kept[short.item.seq_id] = short.num_blocks, now + _KEPT_S
-        return True
+        return self._preempt_batch(least - free, max(least, wanted) - free)
 
     def _preempt_batch(self, least: int, wanted: int) -> bool:
         """Makes the batch sequences that arrived last give way until `wanted` blocks come free, now or later; none, and False, if all of
@@ -550,13 +534,14 @@ class Scheduler:
     def _give_way(self, sequence: EngineSequence) -> int:
         """Preempts it now, or when the steps it is in are settled. Returns how many blocks come free later than now."""
         if not sequence.num_steps:
-            return self._preempt(sequence)
+            self._preempt(sequence)
+            return 0
         sequence.gives_way = True
         self._yielding[sequence.seq_id] = sequence
         return self._blocks.num_exclusive(sequence)
 
-    def _preempt(self, sequence: EngineSequence) -> int:
-        """Takes a running sequence that is in no step out of the batch. Returns how many blocks come free later than now."""
+    def _preempt(self, sequence: EngineSequence) -> None:
+        """Takes a running sequence that is in no step out of the batch, and puts it among those that wait to go on, with no blocks."""
         assert not sequence.num_steps
         assert not sequence.num_pending
         del self._running[sequence.seq_id]
@@ -564,57 +549,22 @@ class Scheduler:
         sequence.gives_way = False
         sequence.state = SequenceState.PREEMPTED
         self._num_preemptions += 1
-        save = self._blocks.swap.take(sequence)
-        if save is None:
-            self._requeue(sequence)
-            return 0
-        sequence.num_steps += 1
-        self._saving[sequence.seq_id] = save
-        self._to_save.append(save)
-        return self._blocks.num_exclusive(sequence)
-
-    def _requeue(self, sequence: EngineSequence) -> None:
-        """Puts it among those that wait to go on, with no blocks."""
         self._blocks.free(sequence)
         sequence.priority.pause(self._planned_at)
         self._preempted[sequence.seq_id] = sequence
         self._preempted = dict(sorted(self._preempted.items(), key=lambda item: item[1].arrival))
 
-    def _leaving(self) -> Iterator[EngineSequence]:
-        """Yields those that are about to give blocks back."""
-        return chain(self._yielding.values(), (save.sequence for save in self._saving.values()))
-
     @property
     def _most_urgent_leaving(self) -> int:
         """No newcomer is let in meanwhile that is not more urgent than this rank."""
-        return min((sequence.priority.rank for sequence in self._leaving()), default=len(RequestClass))
+        return min((sequence.priority.rank for sequence in self._yielding.values()), default=len(RequestClass))
 
     @property
     def _num_coming(self) -> int:
         """Blocks that are about to be given back."""
-        return sum(self._blocks.num_exclusive(sequence) for sequence in self._leaving())
+        return sum(self._blocks.num_exclusive(sequence) for sequence in self._yielding.values())
 
     # ---- what others have done --------------------------------------------------------------------------------------
-
-    def take_saves(self) -> list[BlockSave]:
-        """Returns what is to be copied out now; then comes `saved` for each."""
-        taken, self._to_save = self._to_save, []
-        return taken
-
-    def saved(self, save: BlockSave, *, ok: bool) -> None:
-        """Notes that the blocks are copied out. Not `ok`: they are not, and are computed again."""
-        sequence = save.sequence
-        ended = sequence.state is SequenceState.ENDED
-        del self._saving[sequence.seq_id]
-        sequence.num_steps -= 1
-        sequence.saved = save.saved
-        if not ok or ended:
-            self._blocks.forget_saved(sequence)
-        self._blocked = False
-        if ended:
-            self._forget(sequence)
-        else:
-            self._requeue(sequence)
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
         """Notes that what the host tier was asked for is in the sequence's blocks. Not `ok`: it is not, and is computed."""
@@ -689,7 +639,7 @@ class Scheduler:
     def _take_off(self, work: StepWork) -> None:
         assert self._planned[0] is work
         self._planned.popleft()
-        self._blocks.step_over(work)
+        self._pool.free(work.exchanged)
         self._blocked = False
 
     def _fail_row(self, sequence: EngineSequence) -> SequenceFailure:
@@ -722,25 +672,19 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises InternalError if pool, queues and counts disagree."""
         sequences = self._sequences.values()
-        used = [[*(copy.source for copy in work.copies), *work.exchanged] for work in self._planned]
-        self._pool.check_integrity([*(sequence.blocks for sequence in sequences), *used])
+        self._pool.check_integrity([*(sequence.blocks for sequence in sequences), *(work.exchanged for work in self._planned)])
         self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
         for sequence in sequences:
             num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading
-            num_uses += sequence.seq_id in self._saving
             if sequence.num_steps != num_uses:
                 raise InternalError(f"{sequence.seq_id} counts {sequence.num_steps} uses and has {num_uses}")
             if sequence.state is SequenceState.ENDED and not num_uses:
                 raise InternalError(f"{sequence.seq_id} has ended, is in no step and still owns blocks")
-        saved = [sequence.saved for sequence in sequences if sequence.saved is not None]
-        saved += [save.saved for save in self._saving.values()]
-        saved += [load.saved for work in self._planned for load in work.loads]
-        self._blocks.swap.check_integrity(saved)
         counted = Counter(sequence.state for sequence in sequences)
         listed = {
             SequenceState.WAITING: len(self._waiting),
             SequenceState.RUNNING: len(self._running),
-            SequenceState.PREEMPTED: self._num_preempted,
+            SequenceState.PREEMPTED: len(self._preempted),
         }
         for state, count in listed.items():
             if counted[state] != count:

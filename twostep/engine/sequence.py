@@ -19,17 +19,9 @@ class SequenceState(Enum):
     WAITING = "waiting"  # submitted, owns nothing
     RESERVED = "reserved"  # owns its blocks, whose content comes from elsewhere
     RUNNING = "running"  # owns its blocks, in the batch
-    PREEMPTED = "preempted"  # gave way to others; owns nothing, or its blocks until they are copied out
+    PREEMPTED = "preempted"  # gave way to others; owns nothing
     HELD = "held"  # prompt computed, owns its blocks, out of the batch
     ENDED = "ended"  # over; owns its blocks until the last step it is in is settled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedBlocks:
-    """The KV of a sequence's first `num_tokens` tokens, in rows of host memory (host_memory.py), in the sequence's order."""
-
-    rows: Sequence[int]
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -95,7 +87,7 @@ class EngineSequence:
     matched: list[int] = field(default_factory=list)
     # The same for those that follow in the host tier: their hashes.
     matched_in_host: Sequence[bytes] = ()
-    # While waiting: tokens whose KV it would start with, found or saved.
+    # While waiting: tokens whose KV it would start with.
     num_matched: int = 0
     num_computed: int = 0
     num_planned: int = 0
@@ -117,13 +109,11 @@ class EngineSequence:
     # What its tokens are held to; None: to nothing.
     constraint: Constraint | None = None
     gives_way: bool = False
-    # While preempted: what was copied out.
-    saved: SavedBlocks | None = None
     # Some of its blocks are being copied from the host tier: it is in no step.
     loading: bool = False
     # While reserved: tokens whose KV is there, where a copy from the host tier failed; what follows is to be computed. None: all will be.
     num_intact: int | None = None
-    # Steps planned and not yet settled or failed that it is in; one more while its blocks are copied out, or from the host tier.
+    # Steps planned and not yet settled or failed that it is in; one more while blocks of it are copied from the host tier.
     num_steps: int = 0
 
     @property

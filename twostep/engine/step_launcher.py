@@ -1,6 +1,6 @@
 """A planned step on the device: its blocks made ready, its batch launched, its result collected.
 
-launch    shared blocks that will be written to are copied, saved ones are copied back, then the batch is queued
+launch    the batch is made and queued
 collect   what the runner sampled, or why there is nothing: a step that fails, here or there, costs its sequences, not the engine
 
 A step of prompts that are handed over is marked after some of its layers, so that their KV can leave before the step's end:
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from twostep.engine.batch import InFlight, KvShape, LayerMark, Runner, Sampled
 from twostep.engine.step_work import StepWork, build_batch
-from twostep.engine.swap_space import SwapSpace
 from twostep.engine.types import LayerProgress
 from twostep.errors import InternalError
 from twostep.step_curve import StepWorkload
@@ -77,9 +76,8 @@ class CollectedStep:
 class StepLauncher:
     """Launches and collects on one engine's thread, without its lock: nothing else changes sequences and blocks of a planned step."""
 
-    def __init__(self, runner: Runner, swap: SwapSpace, clock: Callable[[], float]) -> None:
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
         self._runner = runner
-        self._swap = swap
         self._clock = clock
         # Gets each step that says how far its layers are; None: nothing asks.
         self.on_marked: Callable[[MarkedStep], None] | None = None
@@ -117,10 +115,6 @@ class StepLauncher:
         if mark_layers:
             for sequence in work.sequences:
                 sequence.leaves_early = sequence.leaves_early or sequence.hold
-        for copy in work.copies:
-            self._runner.copy_block(copy.source, copy.target)
-        for load in work.loads:
-            self._swap.load(load)
         in_flight = self._runner.launch(batch)
         if self.on_marked is not None and mark_layers and (marks := in_flight.layer_marks):
             self.on_marked(MarkedStep.of(work, marks))

@@ -16,6 +16,7 @@ while a prompt is running or could be admitted; and a sequence that waits long r
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,15 @@ from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 T = TypeVar("T")
+
+# Share of the pool that admission leaves for those that run.
+_WATERMARK = 0.01
+
+
+def watermark(*, num_blocks: int, num_growing: int, num_wanted: int) -> int:
+    """Returns the blocks that admission leaves for the sequences already there: one for each of the `num_growing` that will need more, at
+    least a hundredth of the pool, and never more than the `num_wanted` they can ever ask for. Else each newcomer would push one out."""
+    return min(num_wanted, max(num_growing, math.ceil(num_blocks * _WATERMARK)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,38 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import Batch, SamplingRow, TokenMasks
-from twostep.engine.block_pool import BlockCopy
-from twostep.engine.sequence import EngineSequence, SavedBlocks
+from twostep.engine.sequence import EngineSequence
 from twostep.engine.types import PrefillProgress, SequenceFailure, TokenOutput
 from twostep.step_curve import StepWorkload, chunk_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSave:
-    """The pool's `blocks` of a sequence are to be copied to the rows of `saved`."""
-
-    sequence: EngineSequence
-    blocks: Sequence[int]
-    saved: SavedBlocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLoad:
-    """Rows of `saved`, from the `first` on, are to be copied to the pool's `blocks`."""
-
-    saved: SavedBlocks
-    first: int
-    blocks: Sequence[int]
-
-    @property
-    def rows(self) -> Sequence[int]:
-        return self.saved.rows[self.first :]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """One planned step: one chunk of each of S sequences, its first `num_decodes` decodes, then prompts. `copies` and `loads` are made
-    before it runs.
+    """One planned step: one chunk of each of S sequences, its first `num_decodes` decodes, then prompts.
 
     starts      first token of each chunk
     num_tokens  at least 1 each
@@ -54,8 +30,6 @@ class StepWork:
     carried: Sequence[int]
     sampled: Sequence[bool]
     num_decodes: int
-    copies: Sequence[BlockCopy]
-    loads: Sequence[BlockLoad]
     # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
     # Of the sampled rows that are constrained: (row, its mask).
@@ -83,9 +57,7 @@ class StepResult:
     failures: Sequence[SequenceFailure] = ()
 
 
-def plan_chunks(
-    sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int], copies: Sequence[BlockCopy], loads: Sequence[BlockLoad]
-) -> StepWork:
+def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int]) -> StepWork:
     """Returns the step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned of each."""
     num_decodes = len(sequences) - len(prompt_tokens)
     num_tokens = [1] * num_decodes + list(prompt_tokens)
@@ -110,8 +82,6 @@ def plan_chunks(
         carried=carried,
         sampled=sampled,
         num_decodes=num_decodes,
-        copies=copies,
-        loads=loads,
     )
 
 

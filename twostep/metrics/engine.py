@@ -19,7 +19,7 @@ KV_BLOCKS = gauge(
 )
 STALLED = gauge("twostep_engine_stalled_seconds", "Since the last finished step while there is work; 0 when idle.", _ROLE)
 PREEMPTIONS = counter("twostep_num_preemptions_total", "How often a sequence gave its blocks to an older one.", _ROLE)
-SWAPPED = counter("twostep_kv_swapped_bytes_total", "KV copied to the host and back for sequences that gave way.", _ROLE)
+SWAPPED = counter("twostep_kv_swapped_bytes_total", "KV copied to host memory and back (--prefix-cache-space).", _ROLE)
 STEPS = counter("twostep_engine_steps_total", "Steps that were launched.", _ROLE)
 PREFIX_QUERIES = counter("twostep_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", _ROLE)
 PREFIX_HITS = counter("twostep_prefix_cache_hits_total", "Prompt tokens whose KV was found there.", _ROLE)

@@ -32,11 +32,13 @@ REMOVED: dict[str, str] = {
     "min-prefill": "give --prefill-min-workers",
     "object-store-bytes": "give --ray-store-bytes",
     "pod-health-port": "give --health-port",
+    "preemption-mode": "what gives way is computed again, but for what --prefix-cache-space keeps",
     "prefill-workers": "give --prefill",
     "router-lease": f"{_CONSTANT}5 s",
     "staged-steps": f"{_CONSTANT}4",
     "stall-timeout": f"{_CONSTANT}120 s",
     "stream-lease": f"{_CONSTANT}5 s",
+    "swap-space": "give --prefix-cache-space, which keeps sequences that give way, too",
     "switch-time": f"{_CONSTANT}0.1 s",
 }
 

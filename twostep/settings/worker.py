@@ -44,21 +44,11 @@ class WorkerSettings(TracedServiceSettings):
     gpu_memory_utilization: float = setting(
         0.9, "share of the whole card that this process may take: weights, steps, graphs, and the rest is KV cache", SHARE
     )
-    swap_space: float = setting(
-        4.0,
-        "GiB of host memory for the KV of sequences that give way when the KV cache is full; never more than the KV cache's size",
-        NOT_NEGATIVE,
-    )
     prefix_cache_space: float = setting(
         0.0,
-        "GiB of host memory for prefixes that the KV cache gives up; 0: none. It pays where prompts come back later than the KV cache can "
-        "keep them, and costs a copy of every prompt",
+        "GiB of host memory for prefixes that the KV cache gives up, and for sequences that give way when it is full; 0: none, they are "
+        "computed again. It pays where prompts come back later than the KV cache can keep them, and costs a copy of every prompt",
         NOT_NEGATIVE,
-    )
-    preemption_mode: str = setting(
-        "auto",
-        "how they come back: computed again, copied from the host, or what takes less time",
-        choices=("auto", "recompute", "swap"),
     )
     max_model_len: int = setting(0, "longest context in tokens; 0: the model's", Whole(0, 1 << 31))
     max_num_batched_tokens: int = setting(

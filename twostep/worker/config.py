@@ -77,11 +77,6 @@ def config_in_role(config: WorkerConfig, role: str) -> WorkerConfig:
     return replace(config, role=role, max_num_batched_tokens=budget, other_step_tokens=config.max_num_batched_tokens)
 
 
-def swap_bytes(config: WorkerConfig, pool_bytes: int) -> int:
-    """Host memory for sequences that give way. What is held for a hand-over never does: a prefill worker swaps nothing."""
-    return min(int(config.swap_space * 2**30), pool_bytes) if config.role == "decode" else 0
-
-
 def reachable_address(config: WorkerConfig, port: int) -> str:
     """host:port for others; `port`: the one it listens on."""
     host, _, given_port = config.advertise_address.rpartition(":")

@@ -25,7 +25,6 @@ from twostep import __version__
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.preemption import PreemptionMode
 from twostep.engine.types import StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.keys.vouch import vouch
@@ -36,7 +35,7 @@ from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.version_gate import VersionGate
-from twostep.worker.config import ROLES, WorkerConfig, config_in_role, reachable_address, swap_bytes
+from twostep.worker.config import ROLES, WorkerConfig, config_in_role, reachable_address
 from twostep.worker.curve_tracker import CurveTracker
 from twostep.worker.edge import SERVICE_NAMES, Edge, EdgeParts, KvTransports, Switchboard
 from twostep.worker.engine_loop import EngineLoop
@@ -82,8 +81,6 @@ class Worker:
         self._secret = secret
         self._secret_check = secret_check(secret)
         self._make_edge = make_edge
-        shape = model.runner.kv_shape
-        self._pool_bytes = shape.num_blocks * shape.block_bytes
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -91,8 +88,6 @@ class Worker:
                 max_num_seqs=config.max_num_seqs,
                 max_waiting=config.max_waiting,
                 hash_unit=config.hash_unit,
-                preemption_mode=PreemptionMode(config.preemption_mode),
-                swap_bytes=swap_bytes(config, self._pool_bytes),
                 host_cache_bytes=int(config.prefix_cache_space * 2**30),
                 max_step_s=(config.max_step_ms or 0.0) / 1e3,
                 ageing_s=config.ageing,
@@ -290,7 +285,6 @@ class Worker:
             self.engine.reconfigure,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
-            swap_bytes=swap_bytes(config, self._pool_bytes),
         ):
             if time.monotonic() >= give_up:
                 raise InternalError(f"a step that nobody waits for has not ended in {_ENGINE_IDLE_S:g} s; restart the worker")

@@ -170,8 +170,8 @@ class WorkerStats(_message.Message):
     blocks_moved: _builtins.int
     blocks_reused: _builtins.int
     num_preemptions: _builtins.int
-    """Since the process started: how often a sequence gave its blocks to an older one for a while, and the bytes copied to the host and
-    back for it. Those that wait to go on are among num_waiting.
+    """Since the process started: how often a sequence gave its blocks to an older one for a while (those that wait to go on are among
+    num_waiting), and the bytes of KV copied to host memory and back.
     """
     swapped_bytes: _builtins.int
     oldest_lease_s: _builtins.float
