@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -44,7 +43,8 @@ from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
-sys.path.append(str(Path(__file__).parent.parent / "streams"))
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("streams", "system")]
+from steady_load import SteadyLoad, fake_cases
 from whole_system import expected, fake_runner
 
 Code = grpc.StatusCode
@@ -161,44 +161,6 @@ def make(model_dir: Path, redis_url: str, tmp_path: Path) -> Make:
     return partial(role_system, model_dir, redis_url, tmp_path)
 
 
-class Load:
-    """Clients that ask one thing after another until the block ends; what goes wrong ends it, too."""
-
-    def __init__(self, system: RoleSystem, num_clients: int = 4) -> None:
-        self._system = system
-        self._stop = asyncio.Event()
-        self._num_answers = [0] * num_clients
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Load:
-        self._tasks = [asyncio.create_task(self._run(number, random.Random(1000 + number))) for number in range(len(self._num_answers))]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        await asyncio.gather(*self._tasks)
-
-    async def _run(self, number: int, rng: random.Random) -> None:
-        # No retries: whatever is lost, the router is to mend it.
-        async with AsyncClient(self._system.target, max_retries=0) as client:
-            while not self._stop.is_set():
-                prompt = [rng.randrange(3, self._system.vocab) for _ in range(rng.randrange(1, 300))]
-                await self._system.ask(client, prompt, rng.randrange(1, 40))
-                self._num_answers[number] += 1
-
-    async def round(self) -> None:
-        """Returns when each client has one more answer: what runs now is over then."""
-        before = list(self._num_answers)
-
-        def there() -> bool:
-            for task in self._tasks:
-                if task.done():
-                    task.result()
-            return all(now > then for now, then in zip(self._num_answers, before, strict=True))
-
-        await until(there, self._num_answers)
-
-
 def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
     """Its lease holds the worker until the call is cancelled, since nobody fetches."""
     sampling = sampling_to_proto(SamplingParams(max_tokens=4, temperature=0.0))
@@ -220,8 +182,10 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
     options: dict[str, Any] = {"make_edge": edges_of_both_roles(hub()), "local_prefill": drain_timeout_s > 0}
     async with make(*roles, **options) as system:
         await system.knows(2, 2)
-        async with Load(system) as load:
-            await load.round()
+        cases = fake_cases(system.vocab, 40, max_tokens=(1, 40))
+        # No retries: whatever is lost, the router is to mend it.
+        async with SteadyLoad([system.target], cases, num_clients=4, fresh=True, max_retries=0) as load:
+            await load.more(4)
             # Until nobody is left in a role but those that have come to it, and one of them back.
             for name, role, prefill, decode in (
                 ("w1", "decode", 1, 3),
@@ -233,8 +197,10 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
                 assert (await system.switch(name, role, drain_timeout_s)).role == role
                 await system.knows(prefill, decode)
                 # Nothing runs over two switches: where they take what runs from a worker, a router gives it up the third time.
-                await load.round()
+                await load.settled()
+                await load.more(1)
         await system.settled()
+    assert [(outcome.error, outcome.token_ids) for outcome in load.ended] == [("", tuple(outcome.case.expected)) for outcome in load.ended]
 
 
 # ---- what others see -------------------------------------------------------------------------------------------------------
@@ -440,14 +406,6 @@ async def test_a_worker_that_can_serve_no_role_ends(make: Make) -> None:
         # Its process sees that, and exits with status 1.
         assert worker.engine_failed.is_set()
         assert not worker.record().ready
-
-
-async def test_a_worker_without_kv_transports_stays_a_decode_worker(make: Make) -> None:
-    async with make("decode", kv_transfer="none") as system:
-        with pytest.raises(Incompatible, match="--kv-transfer none"):
-            await system.switch("w0", "prefill")
-        record = system.workers["w0"].record()
-        assert (record.role, record.ready, record.draining) == ("decode", True, False)
 
 
 async def test_transports_of_neither_role_leave_it_in_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
