@@ -314,28 +314,6 @@ async def test_tickets_that_do_not_verify(redis_url: str) -> None:
 # ---- streams that break ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("got", [0, 1, 6])
-async def test_a_stream_that_comes_back_goes_on_from_where_it_was(redis_url: str, got: int) -> None:
-    """`got`: tokens that the router had, the first one included."""
-    async with held_pair(redis_url, limits=SequencesConfig(router_lease_s=10 * WAIT_S)) as h:
-        await h.router.reserve("r", PROMPT, 40, prefill_here=True)
-        h.decode.allow(8 + got if got else 2)
-        if got:
-            await h.router.event("first_token")
-        for _ in range(got - 1):
-            await h.router.event("token")
-        await h.router.close()
-        # What is missed includes the first token, or some after it.
-        h.decode.allow(20)
-        await h.until_steps(20)
-        again = RouterDouble(h.pair)
-        await again.open(at("r", got, committed=got > 0))
-        h.let_go()
-        (await again.rest()).check(PROMPT, 40, first=got)
-        await again.close()
-        await h.pair.settled()
-
-
 async def test_another_stream_of_the_router_takes_over_and_gets_what_is_buffered(redis_url: str) -> None:
     async with held_pair(redis_url) as h:
         await h.router.begin()

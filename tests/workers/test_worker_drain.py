@@ -153,24 +153,6 @@ async def test_an_engine_that_keeps_failing_is_not_alive_and_every_caller_hears_
 # ---- refusals ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_queue_is_resource_exhausted(redis_url: str) -> None:
-    async with held_pair(redis_url, prefill_options={"max_waiting": 1, "max_num_batched_tokens": 4, "max_num_seqs": 4}) as h:
-        calls = [h.router.run(f"r{i}", prompt_of(40, seed=i), 5) for i in range(4)]
-
-        async def outcome(call: Any) -> Code:
-            try:
-                await call.read()
-            except grpc.aio.AioRpcError as error:
-                return error.code()
-            return Code.OK
-
-        assert Code.RESOURCE_EXHAUSTED in await asyncio.gather(*map(outcome, calls))
-        for call in calls:
-            call.cancel()
-        h.let_go()
-        await h.pair.settled()
-
-
 async def test_no_transport_is_unavailable_before_any_compute(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         with monkeypatch.context() as patch:
