@@ -31,7 +31,7 @@ from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import EdgeParts
+from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
@@ -101,14 +101,13 @@ class WholeSystem:
 
     async def settled(self, within_s: float = 60.0) -> None:
         """Waits until no worker holds anything; fails with what still is held."""
-        give_up = time.monotonic() + within_s
-        while True:
-            held = [
-                (s.num_running, s.num_waiting, s.num_reserved, s.num_held, s.num_leases, s.num_sequences, s.integrity_error)
-                for s in await self.stats()
-            ]
-            if not any(any(h) for h in held):
-                return
+        give_up, names = time.monotonic() + within_s, ("num_running", "num_waiting", "num_reserved", "num_held", "num_leases")
+        while held := [
+            (name, value)
+            for stats in await self.stats()
+            for name in (*names, "num_sequences", "integrity_error")
+            if (value := getattr(stats, name))
+        ]:
             assert time.monotonic() < give_up, held
             await asyncio.sleep(0.05)
 
@@ -133,7 +132,7 @@ async def whole_system(
         url = redis_server.url
         secret_file = tmp_path / "secret"
         secret_file.write_bytes(SECRET)
-        hub = LocalHub()
+        make_edge = _edges(LocalHub(), replace(limits or SequencesConfig(), local_prefill=aggregated))
         runner_of, brake = make_runner or (lambda: fake_runner(model_dir)), Brake()
 
         async def start(role: str, number: int, advertise: str = "") -> Worker:
@@ -157,10 +156,7 @@ async def whole_system(
                     otlp_endpoint=router_options.get("otlp_endpoint", ""),
                 )
             )
-            bounds = replace(limits or SequencesConfig(), local_prefill=aggregated)
-            worker = Worker(
-                config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, bounds), await first_epoch(url)
-            )
+            worker = Worker(config, model, SECRET, make_edge, await first_epoch(url))
             await worker.start()
             stack.push_async_callback(worker.stop, 0.5)
             return worker
@@ -185,14 +181,13 @@ async def _drain(routers: Sequence[Router]) -> None:
     await asyncio.gather(*(router.drain(0.0) for router in routers))
 
 
-def _prefill_edge(hub: LocalHub) -> Callable[[EdgeParts], PrefillEdge]:
-    return lambda parts: PrefillEdge(parts, Transports([_transport(parts, hub)]))
+def _edges(hub: LocalHub, limits: SequencesConfig) -> Callable[[EdgeParts], Edge]:
+    def make(parts: EdgeParts) -> Edge:
+        runner = parts.model.runner
+        life: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "budget_bytes": 64 << 20}
+        transports = Transports([LocalTransport(runner, runner.kv_shape.block_bytes, hub, **life)])
+        if parts.config.role == "prefill":
+            return PrefillEdge(parts, transports)
+        return DecodeEdge(parts, transports, limits=limits)
 
-
-def _decode_edge(hub: LocalHub, limits: SequencesConfig | None) -> Callable[[EdgeParts], DecodeEdge]:
-    return lambda parts: DecodeEdge(parts, Transports([_transport(parts, hub)]), limits=limits)
-
-
-def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
-    runner = parts.model.runner
-    return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=64 << 20)
+    return make

@@ -216,6 +216,7 @@ async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, 
     with pytest.raises(SetupError, match="--redis-url"):
         await lost.start()
     await taken.stop(0.1)
+    assert not taken.edge.transports.ready, "the worker that stops closes them"
     assert not _threads_of(["engine", "kv-local"]) - before
 
 

@@ -172,7 +172,7 @@ async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: s
         for name, prompt in prompts.items():
             await reserving(router, name, prompt, 25, prefill_here=True, request_class=BATCH)
         answers = {name: Answer() for name in prompts}
-        batch = [asyncio.create_task(router.collect(name, answer)) for name, answer in answers.items()]
+        batch = [asyncio.create_task(router.rest(name, answer)) for name, answer in answers.items()]
         runner.allow(4)
         await until(lambda: all(answer.tokens for answer in answers.values()))
         # 80 tokens are 20 blocks; 40 less two times 13 are not as many.
@@ -196,7 +196,7 @@ async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
     ):
         await reserving(router, "b", prompt_of(90), 40, prefill_here=True, request_class=BATCH)
         answer = Answer()
-        task = asyncio.create_task(router.collect("b", answer))
+        task = asyncio.create_task(router.rest("b", answer))
         runner.allow(3)
         await until(lambda: bool(answer.tokens))
         await refused(reserving(router, "c", prompt_of(80, seed=9), 10, request_class=BATCH), Code.RESOURCE_EXHAUSTED)
