@@ -51,6 +51,34 @@ def expected(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+async def start_worker(
+    model_dir: Path, redis_url: str, role: str, make_edge: Callable[[EdgeParts], Edge], runner: Runner, **options: Any
+) -> Worker:
+    card, layout = ModelCard.load(model_dir), layout_of(runner.kv_shape, model_fingerprint(model_dir))
+    model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
+    config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
+    worker = Worker(settle(config), model, SECRET, make_edge, await first_epoch(redis_url))
+    await worker.start()
+    return worker
+
+
+async def start_router(model_dir: Path, redis_url: str, secret_file: Path, **options: Any) -> Router:
+    defaults: dict[str, Any] = {
+        "model": model_dir,
+        "redis_url": redis_url,
+        "host": "127.0.0.1",
+        "port": 0,
+        "served_model_name": "m",
+        "secret_file": secret_file,
+        "no_worker_grace": 60.0,
+        "prefix_lookup_timeout": 30.0,
+        "redis_start_timeout": 60.0,
+    }
+    router = Router(RouterConfig(**defaults | options))
+    await router.start()
+    return router
+
+
 @dataclass(eq=False)
 class WholeSystem:
     model_dir: Path
@@ -66,23 +94,7 @@ class WholeSystem:
         return f"127.0.0.1:{self.routers[router].port}"
 
     async def add_router(self, **options: Any) -> Router:
-        router = Router(
-            RouterConfig(
-                **{
-                    "model": self.model_dir,
-                    "redis_url": self.redis_url,
-                    "host": "127.0.0.1",
-                    "port": 0,
-                    "served_model_name": "m",
-                    "secret_file": self.secret_file,
-                    "no_worker_grace": 60.0,
-                    "prefix_lookup_timeout": 30.0,
-                    "redis_start_timeout": 60.0,
-                }
-                | options
-            )
-        )
-        await router.start()
+        router = await start_router(self.model_dir, self.redis_url, self.secret_file, **options)
         self.routers.append(router)
         # Its first look at Redis has a deadline, which may be over on a busy machine.
         await until(lambda: len(router.pool.decode) == len(self.decodes), "it knows the workers")
@@ -136,28 +148,17 @@ async def whole_system(
         runner_of, brake = make_runner or (lambda: fake_runner(model_dir)), Brake()
 
         async def start(role: str, number: int, advertise: str = "") -> Worker:
-            runner = brake.on(runner_of())
-            model = ServedModel(
-                name="m",
-                runner=runner,
-                layout=layout_of(runner.kv_shape, model_fingerprint(model_dir)),
-                eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
-                tokenizer_dir=model_dir,
+            worker = await start_worker(
+                model_dir,
+                url,
+                role,
+                make_edge,
+                brake.on(runner_of()),
+                worker_id=f"{role}-{number}",
+                advertise_address=advertise,
+                local_prefill=aggregated,
+                otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )
-            config = settle(
-                WorkerConfig(
-                    role=role,
-                    worker_id=f"{role}-{number}",
-                    redis_url=url,
-                    advertise_address=advertise,
-                    transport_timeout=60.0,
-                    chunk_bytes=4096,
-                    local_prefill=aggregated,
-                    otlp_endpoint=router_options.get("otlp_endpoint", ""),
-                )
-            )
-            worker = Worker(config, model, SECRET, make_edge, await first_epoch(url))
-            await worker.start()
             stack.push_async_callback(worker.stop, 0.5)
             return worker
 

@@ -376,7 +376,6 @@ async def test_a_worker_publishes_its_curve_and_what_it_learns_of_it(redis_url: 
         assert learned is not None
         assert learned.fixed_s > 0.025
         assert WorkerRecord.from_json(pair.decode_worker.record().to_json()).curve == learned
-        await pair.settled()
 
 
 async def test_a_worker_tells_how_much_it_has_to_compute(redis_url: str) -> None:
@@ -396,7 +395,6 @@ async def test_a_worker_tells_how_much_it_has_to_compute(redis_url: str) -> None
         runner.let_go()
         await queued(0)
         assert (await asked).tokens == expected(prompt_of(60), 4)
-        await pair.settled()
 
 
 # ---- the budget of steps that mix prompts and tokens: at the knee, where it was left to the machine ------------------------

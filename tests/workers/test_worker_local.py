@@ -61,7 +61,6 @@ async def test_the_first_token_tells_what_was_cached(redis_url: str) -> None:
         assert first.first is not None
         assert second.first is not None
         assert (first.first.cached_tokens, second.first.cached_tokens) == (0, (len(PROMPT) + 19) // BLOCK * BLOCK)
-        await pair.settled()
 
 
 @pytest.mark.parametrize(("mode", "here"), [("recompute", False), ("swap", False), ("recompute", True)])
@@ -84,7 +83,6 @@ async def test_sequences_that_must_give_way_answer_alike(redis_url: str, mode: s
         _, decode = await pair.both()
         assert decode.num_preemptions
         assert bool(decode.swapped_bytes) == (mode == "swap")
-        await pair.settled()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------
@@ -102,7 +100,6 @@ async def test_what_waits_is_bounded(redis_url: str) -> None:
         h.let_go()
         for i in range(2):
             (await h.router.rest(f"waits-{i}")).check(PROMPT, 5)
-        await h.pair.settled()
 
 
 async def test_a_worker_may_compute_no_prompts(redis_url: str) -> None:
@@ -111,7 +108,6 @@ async def test_a_worker_may_compute_no_prompts(redis_url: str) -> None:
         assert (pair.prefill_worker.record().local_prefill, record.local_prefill, record.step_tokens) == (False, False, 24)
         await refused(router.reserve("r", PROMPT, 5, prefill_here=True), Code.FAILED_PRECONDITION)
         (await router.generate("r2", PROMPT, 5)).check(PROMPT, 5)
-        await pair.settled()
 
 
 async def test_there_is_no_ticket_for_a_prompt_computed_here(redis_url: str) -> None:
@@ -122,7 +118,6 @@ async def test_there_is_no_ticket_for_a_prompt_computed_here(redis_url: str) -> 
         call.cancel()
         h.let_go()
         (await h.router.rest()).check(PROMPT, 50)
-        await h.pair.settled()
 
 
 async def test_no_kv_transport_is_needed_for_it(redis_url: str) -> None:
@@ -137,7 +132,6 @@ async def test_no_kv_transport_is_needed_for_it(redis_url: str) -> None:
         record = pair.decode_worker.record()
         assert (record.ready, record.transports, record.local_prefill) == (True, (), True)
         (await router.generate_here("r", PROMPT, 10)).check(PROMPT, 10)
-        await pair.settled()
 
 
 # ---- classes: batch work gives its blocks to a reservation within one call -----------------------------------------------------
@@ -185,7 +179,6 @@ async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: s
         for name, prompt in prompts.items():
             answers[name].check(prompt, 25)
         assert pair.decode_worker.engine.stats().num_preemptions >= 1
-        await pair.settled()
 
 
 async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
@@ -204,7 +197,6 @@ async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
         await asyncio.wait_for(task, WAIT_S)
         answer.check(prompt_of(90), 40)
         assert pair.decode_worker.engine.stats().num_preemptions == 0
-        await pair.settled()
 
 
 async def test_a_promised_tpot_reaches_the_engine_and_must_be_one(redis_url: str) -> None:
@@ -215,4 +207,3 @@ async def test_a_promised_tpot_reaches_the_engine_and_must_be_one(redis_url: str
         assert sequence is not None
         assert sequence.request.tpot_s == 0.0125
         assert await router.cancel("r")
-        await pair.settled()

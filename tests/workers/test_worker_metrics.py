@@ -103,39 +103,6 @@ async def test_what_is_under_way_shows(redis_url: str) -> None:
         await router.cancel("hangs")
 
 
-@pytest.mark.system
-async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> None:
-    async with started(redis_url) as pair, routed(pair) as router:
-        answer = await router.generate("a", prompt_of(41), 4)
-        assert answer.committed is not None
-        # A prompt that no decode worker ever asks for.
-        call = router.run("hangs", prompt_of(20, seed=2), 4)
-        await call.read()
-
-        def one_hangs() -> bool:
-            # Each is asked at a moment of its own.
-            oldest = [told("twostep_kv_oldest_lease_seconds") or 0 for told in both(pair)]
-            return oldest[0] > 0.5 and oldest[1] == 0
-
-        await until(one_hangs)
-        prefill, decode = both(pair)
-        assert prefill("twostep_kv_leases", role="prefill") == 1
-        call.cancel()
-        await pair.settled()
-        prefill, decode = both(pair)
-        moved = {"transport": "local", "direction": "fetch"}
-        assert decode("twostep_kv_transfers_total", status="ok", **moved) == 1
-        assert decode("twostep_kv_transfer_bytes_total", **moved) == answer.committed.bytes > 0
-        assert decode("twostep_kv_transfer_chunks_total", **moved) == answer.committed.chunks
-        assert decode("twostep_kv_transfer_blocks_total", **moved) == answer.committed.blocks_moved
-        assert decode("twostep_kv_transfer_exposed_seconds_sum", **moved) == pytest.approx(answer.committed.fetch_s)
-        for name in ("queue_seconds", "copy_seconds", "duration_seconds"):
-            assert decode(f"twostep_kv_transfer_{name}_count", **moved) == 1
-        assert decode("twostep_kv_transfer_bytes_per_second_count", transport="local") == 1
-        assert decode("twostep_kv_transfer_scatter_seconds_count", transport="local") == 1
-        assert prefill("twostep_kv_transfers_total", direction="publish", transport="local", status="ok") == 1
-
-
 async def test_figures_that_cannot_be_had_once_are_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,9 +155,8 @@ def test_what_was_longer_ago_than_the_window_is_forgotten() -> None:
     meter.observe(Counts(), 0.0)
     assert meter.observe(Counts(tokens=1000), 1.0).tokens == 1000
     assert meter.observe(Counts(tokens=1000), 5.0).tokens == 200
-    for second in range(6, 12):
-        rates = meter.observe(Counts(tokens=1000), float(second))
-    assert rates.tokens == 0
+    rates = [meter.observe(Counts(tokens=1000), float(second)).tokens for second in range(6, 12)]
+    assert rates == pytest.approx([1000 / 6, 1000 / 7, 125, 1000 / 9, 100, 0])
 
 
 def test_a_new_edge_that_counts_from_zero_takes_nothing_away() -> None:

@@ -168,7 +168,6 @@ async def test_a_lost_answer_is_asked_for_again(redis_url: str, monkeypatch: pyt
             assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
             assert lost == 3
             call.cancel()
-        await w.pair.settled()
 
 
 async def cached_on_decode(w: World) -> int:
@@ -244,7 +243,6 @@ async def test_a_row_without_a_token_before_the_source_has_answered_is_the_reque
             assert events[1].token.token_id == answer[1]
             assert (events[2].failed.code, events[2].failed.retryable) == ("OUT_OF_RANGE", False)
         call.cancel()
-        await w.pair.settled()
 
 
 async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +259,6 @@ async def test_what_is_confirmed_while_it_decodes_is_a_cached_prefix(redis_url: 
         assert await cached_on_decode(w) == len(PROMPT)
         call.cancel()
         await w.router.cancel("r")
-        runner.let_go()
-        await w.pair.settled()
 
 
 async def test_a_step_that_fails_before_the_source_has_answered_is_not_the_sources_fault(
@@ -280,4 +276,3 @@ async def test_a_step_that_fails_before_the_source_has_answered_is_not_the_sourc
         assert (failed.code, failed.retryable) == ("INTERNAL", True)
         go_on.set()
         call.cancel()
-        await w.pair.settled()

@@ -15,18 +15,14 @@ import grpc
 import grpc.aio
 import pytest
 from bare_deployment import SECRET, RedisServer
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from one_sided import OneSidedHub
 from redis.asyncio import Redis
-from worker_harness import WAIT_S, edges_of_both_roles, held_by, refused, until
+from worker_harness import WAIT_S, edges_of_both_roles, health, held_by, refused, until
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
-from router.config import RouterConfig
 from router.server import Router
 from twostep import AsyncClient
-from twostep.checkpoint.fingerprint import model_fingerprint
-from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
@@ -38,14 +34,12 @@ from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2
 from twostep.rpc.worker_role import switch_role
 from twostep.sampling_params import SamplingParams
 from twostep.text.model_card import ModelCard
-from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
-from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
 sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("streams", "system")]
 from steady_load import SteadyLoad, fake_cases
-from whole_system import expected, fake_runner
+from whole_system import expected, fake_runner, start_router, start_worker
 
 Code = grpc.StatusCode
 
@@ -113,36 +107,19 @@ async def role_system(
     **options: Any,
 ) -> AsyncIterator[RoleSystem]:
     """Workers `w0`, `w1`, ... that begin in these roles; several of them behind a router."""
-    card, make_edge = ModelCard.load(model_dir), make_edge or edges_of_both_roles(LocalHub())
-    system = RoleSystem(card.vocab_size)
+    make_edge = make_edge or edges_of_both_roles(LocalHub())
+    system = RoleSystem(ModelCard.load(model_dir).vocab_size)
     async with AsyncExitStack() as stack:
         # What a worker says at once, it would say a heartbeat later if it stood still for a second while Redis answers.
         stack.enter_context(pytest.MonkeyPatch.context()).setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
         for number, role in enumerate(roles):
-            runner = fake_runner(model_dir)
-            layout = layout_of(runner.kv_shape, model_fingerprint(model_dir))
-            model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids)
-            defaults: dict[str, Any] = {"transport_timeout": WAIT_S, "chunk_bytes": 4096, "router_lease": WAIT_S, "lease_ttl": WAIT_S}
-            config = settle(WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options)))
-            worker = Worker(config, model, SECRET, make_edge, await first_epoch(redis_url))
-            await worker.start()
+            config: dict[str, Any] = {"worker_id": f"w{number}", "router_lease": WAIT_S, "lease_ttl": WAIT_S} | options
+            worker = await start_worker(model_dir, redis_url, role, make_edge, fake_runner(model_dir), **config)
             stack.push_async_callback(_stop, worker)
             system.workers[worker.worker_id] = worker
         if len(roles) > 1:
             (tmp_path / "secret").write_bytes(SECRET)
-            system.router = Router(
-                RouterConfig(
-                    model=model_dir,
-                    redis_url=redis_url,
-                    host="127.0.0.1",
-                    port=0,
-                    served_model_name="m",
-                    secret_file=tmp_path / "secret",
-                    no_worker_grace=WAIT_S,
-                    prefix_lookup_timeout=5.0,
-                )
-            )
-            await system.router.start()
+            system.router = await start_router(model_dir, redis_url, tmp_path / "secret")
             stack.push_async_callback(system.router.drain, 0.0)
         yield system
 
@@ -234,13 +211,8 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         make("prefill") as system,
         open_channel(system.workers["w0"].address) as channel,
     ):
-        health = health_pb2_grpc.HealthStub(channel)
         first = await introduced(channel, CallSigner(SECRET, "test"))
         prefill, decode = prefill_pb2_grpc.PrefillStub(first), decode_pb2_grpc.DecodeStub(first)
-
-        async def serving(service: str) -> bool:
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
         run = prompt_to_hand_over()
         cancel = decode_pb2.CancelRequest(request_id="r", attempt=1)
@@ -253,15 +225,13 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         assert (await call.read()).HasField("accepted")
         switching = asyncio.create_task(system.switch("w0", "decode"))
         await until(lambda: system.workers["w0"].record().draining, "it drains")
-        assert await serving("liveness")
-        assert not await serving("readiness")
+        assert await health(system.workers["w0"]) == (True, False)
         assert "is becoming a decode worker" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE)
         stats = await system.stats("w0")
         assert (stats.role, stats.ready, stats.draining) == ("prefill", False, True)
         call.cancel()
         assert (await switching).role == "decode"
-        assert await serving("liveness")
-        assert await serving("readiness")
+        assert await health(system.workers["w0"]) == (True, True)
         assert "look it up again" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE), "signed for the life before"
         second = await introduced(channel, CallSigner(SECRET, "test"))
         prefill, decode = prefill_pb2_grpc.PrefillStub(second), decode_pb2_grpc.DecodeStub(second)

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from one_sided import OneSidedHub, OneSidedTransport
 
 from decode_worker.edge import DecodeEdge
@@ -29,6 +30,7 @@ from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.rpc.call_signing import channel_to_worker
+from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.sampling_params import SamplingParams
@@ -59,6 +61,16 @@ async def refused(call: Awaitable[Any], *codes: grpc.StatusCode) -> str:
         await call
     assert caught.value.code() in codes, caught.value
     return caught.value.details() or ""
+
+
+async def health(worker: Worker) -> tuple[bool, bool]:
+    """Liveness and readiness, as its health port tells them."""
+    async with open_channel(f"127.0.0.1:{worker.server.health_port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        asked = [health_pb2.HealthCheckRequest(service=service) for service in ("liveness", "readiness")]
+        answers = [(await stub.Check(request, timeout=WAIT_S)).status for request in asked]
+    live, ready = (status == health_pb2.HealthCheckResponse.SERVING for status in answers)
+    return live, ready
 
 
 RUNNER: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512}
@@ -484,10 +496,16 @@ async def started(
 
 @asynccontextmanager
 async def routed(pair: Pair, router_id: str = "router-1") -> AsyncIterator[RouterDouble]:
+    """Ends once nothing is held on either side, where both still serve; fails with what still is."""
     router = RouterDouble(pair, router_id)
     await router.open()
     try:
         yield router
+        for runner in (pair.prefill_runner, pair.decode_runner):
+            if isinstance(runner, HeldRunner):
+                runner.let_go()
+        if not any(worker.record().draining or worker.engine_failed.is_set() for worker in (pair.prefill_worker, pair.decode_worker)):
+            await pair.settled()
     finally:
         await router.close()
 
