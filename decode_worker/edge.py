@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from decode_worker.paths import Discovery, Paths
@@ -17,10 +16,9 @@ from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.v1 import worker_pb2
-from twostep.worker.edge import EdgeParts
+from twostep.worker.edge import EdgeParts, until
 
 _FLUSH_S = 2.0
-_POLL_S = 0.02
 
 
 class DecodeEdge:
@@ -73,10 +71,7 @@ class DecodeEdge:
         await self.sequences.close()
         await self._puller.close()
         # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
-        for _ in range(int(_FLUSH_S / _POLL_S)):
-            if self.sequences.num_streams == 0:
-                break
-            await asyncio.sleep(_POLL_S)
+        await until(lambda: self.sequences.num_streams == 0, _FLUSH_S)
         await self._discovery.close()
         await self._paths.close()
         await self._peers.close()

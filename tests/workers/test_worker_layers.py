@@ -57,10 +57,7 @@ async def test_chunks_leave_while_the_step_runs(redis_url: str, budget: int) -> 
     runner = Watched(step_s=0.4)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 8}
     prompt = prompt_of(101)
-    async with (
-        started(redis_url, prefill_runner=runner, decode_runner=make_runner(num_layers=NUM_LAYERS), prefill_options=options) as pair,
-        routed(pair) as router,
-    ):
+    async with layered(redis_url, runner, **options) as pair, routed(pair) as router:
         answer = await router.generate("r", prompt, 9)
         answer.check(prompt, 9)
         assert answer.done is not None
@@ -76,10 +73,7 @@ async def test_many_prompts_with_cached_prefixes_share_steps(redis_url: str) -> 
     runner = Watched(step_s=0.1)
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
     prompts = [prompt_of(80, seed=i % 3) + prompt_of(3 * i, seed=i) for i in range(9)]
-    async with (
-        started(redis_url, prefill_runner=runner, decode_runner=make_runner(num_layers=NUM_LAYERS), prefill_options=options) as pair,
-        routed(pair) as router,
-    ):
+    async with layered(redis_url, runner, **options) as pair, routed(pair) as router:
         for n in range(2):
             answers = await asyncio.gather(*(router.generate(f"r{n}-{i}", prompt, 5) for i, prompt in enumerate(prompts)))
             assert [a.tokens for a in answers] == [expected(prompt, 5) for prompt in prompts]
