@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from decode_worker.paths import Discovery, Paths
@@ -17,51 +16,29 @@ from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.v1 import worker_pb2
-from twostep.worker.edge import EdgeParts
+from twostep.worker.edge import EdgeParts, until
 
-# Costs only time, so a source need not be asked first.
-_ALWAYS_TAKEN = "zstd"
 _FLUSH_S = 2.0
-_POLL_S = 0.02
 
 
 class DecodeEdge:
     """See twostep.worker.edge.Edge."""
 
-    def __init__(
-        self,
-        parts: EdgeParts,
-        transports: Transports,
-        *,
-        limits: SequencesConfig | None = None,
-    ) -> None:
+    def __init__(self, parts: EdgeParts, transports: Transports, *, limits: SequencesConfig | None = None) -> None:
         self.transports = transports
         spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self._peers = Peers(parts.config.tls, CallSigner(parts.secret, parts.worker_id))
         self._paths = Paths(transports, self._peers, parts.secret, self._telemetry)
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
-        self._puller = Puller(
-            transports,
-            parts.model.layout,
-            parts.model.runner,
-            self._peers,
-            self._paths,
-            self._telemetry,
-            wires=_wires(parts.config.kv_wire),
+        self._puller = Puller(parts, transports, self._peers, self._paths, self._telemetry)
+        limits = limits or SequencesConfig(
+            local_prefill=parts.config.local_prefill,
+            reservation_lease_s=parts.config.lease_ttl,
+            router_lease_s=parts.config.router_lease,
         )
-        self.sequences = Sequences(
-            parts.engine,
-            self._puller,
-            limits
-            or SequencesConfig(
-                local_prefill=parts.config.local_prefill,
-                reservation_lease_s=parts.config.lease_ttl,
-                router_lease_s=parts.config.router_lease,
-            ),
-            secret=parts.secret,
-            block_size=parts.model.layout.block_size,
-        )
+        block_size = parts.model.layout.block_size
+        self.sequences = Sequences(parts.engine, self._puller, limits, secret=parts.secret, block_size=block_size)
         self._service = DecodeService(self.sequences, parts.reader, spans, epoch=parts.epoch)
         self.services: Mapping[str, object] = {"twostep.v1.Decode": self._service}
 
@@ -94,10 +71,7 @@ class DecodeEdge:
         await self.sequences.close()
         await self._puller.close()
         # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
-        for _ in range(int(_FLUSH_S / _POLL_S)):
-            if self.sequences.num_streams == 0:
-                break
-            await asyncio.sleep(_POLL_S)
+        await until(lambda: self.sequences.num_streams == 0, _FLUSH_S)
         await self._discovery.close()
         await self._paths.close()
         await self._peers.close()
@@ -116,8 +90,3 @@ class DecodeEdge:
             stats.paths.add(
                 worker_id=path.worker_id, epoch=path.epoch, transport=path.transport, bytes_per_s=path.bytes_per_s, error=path.error
             )
-
-
-def _wires(asked: str) -> Sequence[str]:
-    """Forms of KV that are taken besides raw: lossy ones only where the configuration says so."""
-    return tuple(dict.fromkeys(wire for wire in (asked, _ALWAYS_TAKEN) if wire != "raw"))

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from twostep.engine.types import TokenOutput
 from twostep.errors import Cancelled, ResourceExhausted, TwostepError
 from twostep.rpc.v1 import decode_pb2, prefill_pb2
-from twostep.worker.requests import fill_token, token_to_proto
+from twostep.worker.requests import fill_token
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,11 @@ class History:
 
     def __init__(self, attempt: AttemptId, *, max_tokens: int) -> None:
         self.attempt = attempt
-        self.committed: decode_pb2.Committed | None = None
-        # Stands for it if the prompt is computed here.
-        self.first_token: prefill_pb2.FirstToken | None = None
-        self.failed: decode_pb2.DecodeFailed | None = None
         self.ended_at: float | None = None
+        # What comes once, as it is sent. A prompt computed here has a first token, any other is committed.
+        self._committed: decode_pb2.DecodeEvent | None = None
+        self._first: decode_pb2.DecodeEvent | None = None
+        self._failed: decode_pb2.DecodeEvent | None = None
         # Of consecutive positions, which end before `_next_position`.
         self._tokens: deque[bytes] = deque(maxlen=max_tokens)
         self._next_position: int | None = None
@@ -47,12 +48,13 @@ class History:
     def begin(self, token: TokenOutput, event: decode_pb2.DecodeEvent, *, cached_tokens: int, queue_s: float, prefill_s: float) -> None:
         """Takes the first token of a prompt computed here. Fills the empty `event` with what the router is sent."""
         assert self._next_position is None, "the first token comes first"
-        self.first_token = prefill_pb2.FirstToken(
-            token=token_to_proto(token), cached_tokens=cached_tokens, queue_s=queue_s, prefill_s=prefill_s
-        )
-        self._next_position = token.position + 1
+        first = event.first_token
+        fill_token(first.token, token)
+        first.cached_tokens, first.queue_s, first.prefill_s = cached_tokens, queue_s, prefill_s
         event.request_id, event.attempt = self.attempt
-        event.first_token.CopyFrom(self.first_token)
+        self._first = decode_pb2.DecodeEvent()
+        self._first.CopyFrom(event)
+        self._next_position = token.position + 1
 
     def add(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
         """Takes the next token. Fills the empty `event` with what the router is sent."""
@@ -68,20 +70,18 @@ class History:
         """Nothing follows."""
         self.ended_at = time.monotonic()
 
-    def event(self) -> decode_pb2.DecodeEvent:
-        return decode_pb2.DecodeEvent(request_id=self.attempt[0], attempt=self.attempt[1])
+    def commit(self, committed: decode_pb2.Committed) -> decode_pb2.DecodeEvent:
+        """Returns what the router is sent of it."""
+        self._committed = self._event(committed=committed)
+        return self._committed
 
-    def committed_event(self) -> decode_pb2.DecodeEvent:
-        assert self.committed is not None
-        event = self.event()
-        event.committed.CopyFrom(self.committed)
-        return event
+    def fail(self, failed: decode_pb2.DecodeFailed) -> decode_pb2.DecodeEvent:
+        """Returns what the router is sent of it: the first failure counts."""
+        self._failed = self._failed or self._event(failed=failed)
+        return self._failed
 
-    def failed_event(self) -> decode_pb2.DecodeEvent:
-        assert self.failed is not None
-        event = self.event()
-        event.failed.CopyFrom(self.failed)
-        return event
+    def _event(self, **what: Any) -> decode_pb2.DecodeEvent:
+        return decode_pb2.DecodeEvent(request_id=self.attempt[0], attempt=self.attempt[1], **what)
 
     @property
     def _first_position(self) -> int:
@@ -94,18 +94,14 @@ class History:
     def since(self, position: decode_pb2.StreamPosition) -> Iterator[decode_pb2.DecodeEvent]:
         """Yields what a router that has got so far has missed, in order. Nothing is to be added meanwhile."""
         assert self.reaches(position.next_position)
-        if self.committed is not None and not position.committed:
-            yield self.committed_event()
-        if self.first_token is not None and position.next_position <= self.first_token.token.position:
-            event = self.event()
-            event.first_token.CopyFrom(self.first_token)
-            yield event
+        if self._committed is not None and not position.committed:
+            yield self._committed
+        if self._first is not None and position.next_position <= self._first.first_token.token.position:
+            yield self._first
         for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
-            event = self.event()
-            event.token.CopyFrom(prefill_pb2.Token.FromString(token))
-            yield event
-        if self.failed is not None:
-            yield self.failed_event()
+            yield self._event(token=prefill_pb2.Token.FromString(token))
+        if self._failed is not None:
+            yield self._failed
 
 
 class Replay:

@@ -99,8 +99,7 @@ class Paths:
 
     async def close(self) -> None:
         self._closed = True
-        for key in list(self._known):
-            await self._forget(key)
+        await self.forget(list(self._known))
 
     def learn(self, source: Source) -> None:
         """There is such a worker: its paths are tried if they were not. One too many waits for its first ticket: it takes the place of no
@@ -114,8 +113,10 @@ class Paths:
     async def forget(self, keys: Collection[tuple[str, int]]) -> None:
         """Forgets these (worker id, epoch): they are gone."""
         for key in keys:
-            if key in self._known:
-                await self._forget(key)
+            known = self._known.pop(key, None)
+            if known is not None and known.task is not None:
+                known.task.cancel()
+                await asyncio.wait([known.task])
 
     async def offered(self, source: Source, *, host_only: bool = False) -> tuple[str, ...]:
         """Returns what may be used from there now, best first. Waits a little where nothing is known to work. Raises Unavailable, and
@@ -171,12 +172,6 @@ class Paths:
         reasons = {name: result.error for name, result in known.results.items() if not result.usable}
         not_ready = {transport.name: "not ready here" for transport in self._transports if not transport.ready}
         return "; ".join(f"{name}: {why}" for name, why in (reasons | not_ready).items()) or "not tried yet"
-
-    async def _forget(self, key: tuple[str, int]) -> None:
-        known = self._known.pop(key)
-        if known.task is not None:
-            known.task.cancel()
-            await asyncio.wait([known.task])
 
     def _store(self, known: _Known, transport: str, *, bytes_per_s: float = 0.0, error: str = "") -> None:
         source, before = known.source, known.results.get(transport)
@@ -312,9 +307,8 @@ class Discovery:
     async def _look(self) -> None:
         texts = (await look(self._redis, [worker_id for worker_id, _ in self._missed])).records.values()
         found = {(r.worker_id, r.epoch): r for text in texts if (r := self._read(text)) is not None}
-        ours = {key: r for key, r in found.items() if r.role == "prefill" and r.address}
-        # The others are no sources: their workers would refuse to be asked.
-        ours = {key: r for key, r in ours.items() if together(__version__, r.version)}
+        # Workers of versions further away are no sources: they would refuse to be asked.
+        ours = {k: r for k, r in found.items() if r.role == "prefill" and r.address and together(__version__, r.version)}
         for record in ours.values():
             self._paths.learn(Source(worker_id=record.worker_id, epoch=record.epoch, address=record.address))
         self._missed = {key: count + 1 for key, count in self._missed.items()} | dict.fromkeys(ours, 0)

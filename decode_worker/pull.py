@@ -25,14 +25,14 @@ from kv_transfer import reader as rd
 from kv_transfer.lease import Tick
 from kv_transfer.telemetry import CopyClock, Direction, TransferRecord, TransferTelemetry, reason_of
 from kv_transfer.ticket import Ticket, fingerprint, layout_from_proto
-from kv_transfer.transport import BlockStore, ChunkInfo, KvTransport
+from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
-from twostep.cluster.records import LayoutRecord
 from twostep.errors import Cancelled, Incompatible, InternalError, ResourceExhausted, TwostepError, Unavailable
 from twostep.process.tracing import Metadata
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
+from twostep.worker.edge import EdgeParts
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ _ACKNOWLEDGE_S = 2.0
 _ASK_AGAIN_S = 0.2
 # How often the source is told of the end, if it does not answer. Its lease expires by itself in the end.
 _MAX_TOLD = 3
+_CHUNK_S = 30.0
+# Costs only time, so a source need not be asked first.
+_ALWAYS_TAKEN = "zstd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,31 +80,18 @@ class PullHooks:
 
 
 class Puller:
-    """Has what all pulls of a worker share. Belongs to one event loop."""
+    """Has what all pulls of a worker share. Belongs to one event loop. `wires`: forms of KV taken besides raw, best first
+    (kv_transfer.wire_encoding); lossy ones only where the configuration says so."""
 
-    def __init__(
-        self,
-        transports: Transports,
-        layout: LayoutRecord,
-        store: BlockStore,
-        peers: Peers,
-        paths: Paths,
-        telemetry: TransferTelemetry,
-        *,
-        chunk_timeout_s: float = 30.0,
-        wires: Sequence[str] = (),
-    ) -> None:
-        """`transports`: those this side can fetch with. `store`: the pool, of `layout`. `wires`: forms of KV taken besides raw, best first
-        (kv_transfer.wire_encoding)."""
+    def __init__(self, parts: EdgeParts, transports: Transports, peers: Peers, paths: Paths, telemetry: TransferTelemetry) -> None:
         self.transports = transports
-        self.layout = layout
-        self.fingerprint = fingerprint(layout)
-        self.store = store
+        self.layout = parts.model.layout
+        self.fingerprint = fingerprint(self.layout)
+        self.store = parts.model.runner
         self.peers = peers
         self.paths = paths
         self.telemetry = telemetry
-        self.chunk_timeout_s = chunk_timeout_s
-        self.wires = tuple(wires)
+        self.wires = tuple(dict.fromkeys(wire for wire in (parts.config.kv_wire, _ALWAYS_TAKEN) if wire != RAW))
         self._telling: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -328,7 +318,7 @@ class Pull:
         self._queue_s += start - self._announced_at.get(chunk.index, start)
         try:
             with self._copying.running():
-                deadline = start + self._puller.chunk_timeout_s
+                deadline = start + _CHUNK_S
                 if self._conversion is not None:
                     scatter_s = await self._conversion.fetch(self._endpoint, self._ticket.lease_id, chunk, deadline=deadline)
                 else:

@@ -232,10 +232,9 @@ class Sequences:
         sequence = self._sequences.get(attempt_id(*history.attempt))
         if sequence is not None:
             self._fail(sequence, ResourceExhausted(message))
+        if history.ended_at is None:
             return []
-        if history.failed is None:
-            history.failed = decode_pb2.DecodeFailed(code="RESOURCE_EXHAUSTED", message=message, retryable=True)
-        return [history.failed_event()] if history.ended_at is not None else []
+        return [history.fail(decode_pb2.DecodeFailed(code="RESOURCE_EXHAUSTED", message=message, retryable=True))]
 
     def reserve(
         self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "", prefill_here: bool = False
@@ -336,7 +335,7 @@ class Sequences:
         self.blocks_reused += num_reused
         if sequence.span is not None:
             sequence.span.committed()
-        sequence.history.committed = decode_pb2.Committed(
+        committed = decode_pb2.Committed(
             transport=kv.transport,
             bytes=kv.num_bytes,
             chunks=kv.num_chunks,
@@ -344,7 +343,7 @@ class Sequences:
             blocks_reused=num_reused,
             fetch_s=kv.fetch_s,
         )
-        self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.committed_event()]))
+        self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.commit(committed)]))
         withheld, sequence.withheld = sequence.withheld, []
         self._send_tokens(withheld)
         if sequence.withheld_error is not None:
@@ -422,9 +421,9 @@ class Sequences:
             if outbox is None or outbox.history(history.attempt) is not history:
                 return  # its router has cancelled it, or is gone
             retryable = not isinstance(error, _FINAL_ERRORS)
-            history.failed = decode_pb2.DecodeFailed(code=status_of(error).grpc, message=error.message[:1000], retryable=retryable)
+            failed = decode_pb2.DecodeFailed(code=status_of(error).grpc, message=error.message[:1000], retryable=retryable)
             outbox.end(history)
-            outbox.put(decode_pb2.StepEvents(step=self._step, events=[history.failed_event()]), force=True)
+            outbox.put(decode_pb2.StepEvents(step=self._step, events=[history.fail(failed)]), force=True)
 
         ending.add_done_callback(report)
 

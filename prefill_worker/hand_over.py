@@ -214,28 +214,28 @@ class HandOvers:
 
     def on_step(self, output: StepOutput) -> None:
         for progress in output.progress:
-            hand_over = self._live.get(progress.seq_id)
-            if hand_over is not None and not hand_over.lease.state.ended:
+            if (hand_over := self._under_way(progress.seq_id)) is not None:
                 hand_over.on_progress(progress, output.began_at)
                 self._start_publisher(hand_over)
         for token in output.tokens:
-            hand_over = self._live.get(token.seq_id)
-            if hand_over is not None and not hand_over.lease.state.ended:
+            if (hand_over := self._under_way(token.seq_id)) is not None:
                 hand_over.on_token(token)
                 if token.finish_reason is not None:
                     self.abort(hand_over, "the first token ended the request")
         for failure in output.failures:
-            hand_over = self._live.get(failure.seq_id)
-            if hand_over is not None:
+            if (hand_over := self._under_way(failure.seq_id)) is not None:
                 self.abort(hand_over, failure.message, failure.as_error())
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
         """While a step runs: what of it is done already."""
         for each in progress:
-            hand_over = self._live.get(each.seq_id)
-            if hand_over is not None and not hand_over.lease.state.ended:
+            if (hand_over := self._under_way(each.seq_id)) is not None:
                 hand_over.on_layers(each)
                 self._start_publisher(hand_over)
+
+    def _under_way(self, seq_id: str) -> HandOver | None:
+        hand_over = self._live.get(seq_id)
+        return None if hand_over is None or hand_over.lease.state.ended else hand_over
 
     def _start_publisher(self, hand_over: HandOver) -> None:
         """Once the transport is chosen."""

@@ -70,35 +70,29 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 await hand_over.wait_change()
             if hand_over.first_token is None:
                 raise hand_over.error or Unavailable(f"the hand-over ended before the first token ({hand_over.lease.reason}); try again")
-            yield prefill_pb2.PrefillEvent(first_token=_first_token(hand_over))
+            first_token = prefill_pb2.FirstToken(
+                token=token_to_proto(hand_over.first_token),
+                cached_tokens=hand_over.num_cached_tokens,
+                queue_s=hand_over.queue_s,
+                prefill_s=hand_over.prefill_s,
+            )
+            yield prefill_pb2.PrefillEvent(first_token=first_token)
             while not hand_over.lease.finished:
                 await hand_over.wait_change()
-            yield prefill_pb2.PrefillEvent(done=self._done(hand_over))
+            done = prefill_pb2.PrefillDone(
+                state=kv_pb2.LeaseState.ValueType(hand_over.lease.state),
+                transport=hand_over.transport.name if hand_over.transport is not None else "",
+                bytes=hand_over.num_bytes,
+                chunks=len(hand_over.published),
+                blocks=hand_over.published_blocks,
+                publish_s=hand_over.publish_s,
+            )
+            yield prefill_pb2.PrefillEvent(done=done)
         finally:
             self.num_running -= 1
             self._hand_overs.abort(hand_over, "the router ended the call")
             if self._spans is not None and span is not None:
                 self._spans.end(hand_over, span)
-
-    def _done(self, hand_over: HandOver) -> prefill_pb2.PrefillDone:
-        return prefill_pb2.PrefillDone(
-            state=kv_pb2.LeaseState.ValueType(hand_over.lease.state),
-            transport=hand_over.transport.name if hand_over.transport is not None else "",
-            bytes=hand_over.num_bytes,
-            chunks=len(hand_over.published),
-            blocks=hand_over.published_blocks,
-            publish_s=hand_over.publish_s,
-        )
-
-
-def _first_token(hand_over: HandOver) -> prefill_pb2.FirstToken:
-    assert hand_over.first_token is not None
-    return prefill_pb2.FirstToken(
-        token=token_to_proto(hand_over.first_token),
-        cached_tokens=hand_over.num_cached_tokens,
-        queue_s=hand_over.queue_s,
-        prefill_s=hand_over.prefill_s,
-    )
 
 
 class KvService(kv_pb2_grpc.KvServicer):

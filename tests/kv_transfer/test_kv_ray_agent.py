@@ -29,7 +29,7 @@ from kv_transfer.ray.transport import RayTransport
 from kv_transfer.transport import ChunkInfo
 from twostep.errors import ResourceExhausted, Unavailable
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
-from twostep.worker.worker import until
+from twostep.worker.edge import until
 
 
 async def test_every_call_of_an_ended_session_is_unavailable(tmp_path: Path) -> None:

@@ -87,11 +87,8 @@ async def serving(
 
 
 @both_ways
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(
-    fake_model_dir: Path, tmp_path: Path, seed: int, aggregated: bool
-) -> None:
-    rng = random.Random(seed)
+async def test_cuts_within_the_lease_are_replayed_and_cost_no_attempt(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
+    rng = random.Random(1)
     async with serving(fake_model_dir, tmp_path, aggregated=aggregated) as (system, client, vocab_size):
         stream = next(iter(system.routers[0].pool.decode.values())).stream
         under_way = UnderWay()
@@ -156,20 +153,6 @@ async def test_after_the_lease_the_request_moves_to_another_worker(fake_model_di
         answer = await (await cut_while_decoding(system, client, 300))
         assert time.monotonic() - started >= 1.0
         assert (list(answer.token_ids), answer.attempts) == (expected(PROMPT, 300, vocab_size), 2)
-
-
-@both_ways
-async def test_a_worker_that_kept_too_little_says_so_and_the_request_begins_again(
-    fake_model_dir: Path, tmp_path: Path, aggregated: bool
-) -> None:
-    limits = SequencesConfig(router_lease_s=1000.0, max_replay_tokens=8)
-    async with serving(fake_model_dir, tmp_path, aggregated=aggregated, limits=limits) as (system, client, vocab_size):
-        task = await cut_while_decoding(system, client, 400)
-        cut_at = system.brake.num_steps
-        await until(lambda: system.brake.num_steps > cut_at + 20, "more is decoded than is kept")
-        system.proxies[0].down = False
-        answer = await task
-        assert (list(answer.token_ids), answer.attempts) == (expected(PROMPT, 400, vocab_size), 2)
 
 
 @both_ways

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from otlp_receiver import Collector, Received, collecting
@@ -150,24 +149,6 @@ async def test_an_attempt_that_was_lost_is_in_the_trace(fake_model_dir: Path, tm
     assert {span.parent_id for span in workers} == {request.span_id}
     assert sorted(span.attributes["twostep.attempt"] for span in workers) == [1, 2]
     assert [span.failed for span in sorted(workers, key=lambda span: span.start)] == [True, False]
-
-
-async def test_a_collector_that_is_away_costs_a_line_and_nothing_else(
-    fake_model_dir: Path, tmp_path: Path, collector: Collector, caplog: pytest.LogCaptureFixture
-) -> None:
-    collector.refusal = grpc.StatusCode.PERMISSION_DENIED
-    async with whole_system(fake_model_dir, tmp_path, aggregated=True, otlp_endpoint=collector.endpoint) as system:
-        for _ in range(3):
-            await generate(system)
-        await system.settled()
-        tracer = system.routers[0].tracer
-        assert tracer is not None
-    assert collector.num_calls > 0
-    assert collector.spans == []
-    lost = [record for record in caplog.records if "spans for the collector" in record.message]
-    assert len(lost) == 2, "each process says it once"
-    assert tracer.counts().lost == 3 * 5
-    assert tracer.counts().exported == 0
 
 
 async def test_an_applications_span_is_the_root_of_what_its_sdk_asks(fake_model_dir: Path, tmp_path: Path, collector: Collector) -> None:

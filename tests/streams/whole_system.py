@@ -31,7 +31,7 @@ from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import EdgeParts
+from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
@@ -51,6 +51,34 @@ def expected(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+async def start_worker(
+    model_dir: Path, redis_url: str, role: str, make_edge: Callable[[EdgeParts], Edge], runner: Runner, **options: Any
+) -> Worker:
+    card, layout = ModelCard.load(model_dir), layout_of(runner.kv_shape, model_fingerprint(model_dir))
+    model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
+    config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
+    worker = Worker(settle(config), model, SECRET, make_edge, await first_epoch(redis_url))
+    await worker.start()
+    return worker
+
+
+async def start_router(model_dir: Path, redis_url: str, secret_file: Path, **options: Any) -> Router:
+    defaults: dict[str, Any] = {
+        "model": model_dir,
+        "redis_url": redis_url,
+        "host": "127.0.0.1",
+        "port": 0,
+        "served_model_name": "m",
+        "secret_file": secret_file,
+        "no_worker_grace": 60.0,
+        "prefix_lookup_timeout": 30.0,
+        "redis_start_timeout": 60.0,
+    }
+    router = Router(RouterConfig(**defaults | options))
+    await router.start()
+    return router
+
+
 @dataclass(eq=False)
 class WholeSystem:
     model_dir: Path
@@ -66,23 +94,7 @@ class WholeSystem:
         return f"127.0.0.1:{self.routers[router].port}"
 
     async def add_router(self, **options: Any) -> Router:
-        router = Router(
-            RouterConfig(
-                **{
-                    "model": self.model_dir,
-                    "redis_url": self.redis_url,
-                    "host": "127.0.0.1",
-                    "port": 0,
-                    "served_model_name": "m",
-                    "secret_file": self.secret_file,
-                    "no_worker_grace": 60.0,
-                    "prefix_lookup_timeout": 30.0,
-                    "redis_start_timeout": 60.0,
-                }
-                | options
-            )
-        )
-        await router.start()
+        router = await start_router(self.model_dir, self.redis_url, self.secret_file, **options)
         self.routers.append(router)
         # Its first look at Redis has a deadline, which may be over on a busy machine.
         await until(lambda: len(router.pool.decode) == len(self.decodes), "it knows the workers")
@@ -101,14 +113,13 @@ class WholeSystem:
 
     async def settled(self, within_s: float = 60.0) -> None:
         """Waits until no worker holds anything; fails with what still is held."""
-        give_up = time.monotonic() + within_s
-        while True:
-            held = [
-                (s.num_running, s.num_waiting, s.num_reserved, s.num_held, s.num_leases, s.num_sequences, s.integrity_error)
-                for s in await self.stats()
-            ]
-            if not any(any(h) for h in held):
-                return
+        give_up, names = time.monotonic() + within_s, ("num_running", "num_waiting", "num_reserved", "num_held", "num_leases")
+        while held := [
+            (name, value)
+            for stats in await self.stats()
+            for name in (*names, "num_sequences", "integrity_error")
+            if (value := getattr(stats, name))
+        ]:
             assert time.monotonic() < give_up, held
             await asyncio.sleep(0.05)
 
@@ -133,35 +144,21 @@ async def whole_system(
         url = redis_server.url
         secret_file = tmp_path / "secret"
         secret_file.write_bytes(SECRET)
-        hub = LocalHub()
+        make_edge = _edges(LocalHub(), replace(limits or SequencesConfig(), local_prefill=aggregated))
         runner_of, brake = make_runner or (lambda: fake_runner(model_dir)), Brake()
 
         async def start(role: str, number: int, advertise: str = "") -> Worker:
-            runner = brake.on(runner_of())
-            model = ServedModel(
-                name="m",
-                runner=runner,
-                layout=layout_of(runner.kv_shape, model_fingerprint(model_dir)),
-                eos_token_ids=ModelCard.load(model_dir).eos_token_ids,
-                tokenizer_dir=model_dir,
+            worker = await start_worker(
+                model_dir,
+                url,
+                role,
+                make_edge,
+                brake.on(runner_of()),
+                worker_id=f"{role}-{number}",
+                advertise_address=advertise,
+                local_prefill=aggregated,
+                otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )
-            config = settle(
-                WorkerConfig(
-                    role=role,
-                    worker_id=f"{role}-{number}",
-                    redis_url=url,
-                    advertise_address=advertise,
-                    transport_timeout=60.0,
-                    chunk_bytes=4096,
-                    local_prefill=aggregated,
-                    otlp_endpoint=router_options.get("otlp_endpoint", ""),
-                )
-            )
-            bounds = replace(limits or SequencesConfig(), local_prefill=aggregated)
-            worker = Worker(
-                config, model, SECRET, _prefill_edge(hub) if role == "prefill" else _decode_edge(hub, bounds), await first_epoch(url)
-            )
-            await worker.start()
             stack.push_async_callback(worker.stop, 0.5)
             return worker
 
@@ -185,14 +182,13 @@ async def _drain(routers: Sequence[Router]) -> None:
     await asyncio.gather(*(router.drain(0.0) for router in routers))
 
 
-def _prefill_edge(hub: LocalHub) -> Callable[[EdgeParts], PrefillEdge]:
-    return lambda parts: PrefillEdge(parts, Transports([_transport(parts, hub)]))
+def _edges(hub: LocalHub, limits: SequencesConfig) -> Callable[[EdgeParts], Edge]:
+    def make(parts: EdgeParts) -> Edge:
+        runner = parts.model.runner
+        life: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "budget_bytes": 64 << 20}
+        transports = Transports([LocalTransport(runner, runner.kv_shape.block_bytes, hub, **life)])
+        if parts.config.role == "prefill":
+            return PrefillEdge(parts, transports)
+        return DecodeEdge(parts, transports, limits=limits)
 
-
-def _decode_edge(hub: LocalHub, limits: SequencesConfig | None) -> Callable[[EdgeParts], DecodeEdge]:
-    return lambda parts: DecodeEdge(parts, Transports([_transport(parts, hub)]), limits=limits)
-
-
-def _transport(parts: EdgeParts, hub: LocalHub) -> LocalTransport:
-    runner = parts.model.runner
-    return LocalTransport(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=64 << 20)
+    return make

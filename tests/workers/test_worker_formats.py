@@ -73,7 +73,6 @@ async def test_zstd_moves_the_same_bytes_in_fewer(redis_url: str, decode_block: 
         again = await router.generate("s", longer, 5)
         assert again.tokens == expected(longer, 5)
         assert again.num_decode_cached == len(prompt) // decode_block * decode_block
-        await pair.settled()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("raw", "int8"), ("int8", "fp8")])
@@ -107,7 +106,6 @@ async def test_the_first_watch_decides_the_form(redis_url: str) -> None:
             await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket)).read()
         call.cancel()
         await router.cancel("r")
-        await pair.settled()
 
 
 # ---- real models ------------------------------------------------------------------------------------------------------------------
@@ -177,7 +175,6 @@ async def test_decode_goes_on_from_converted_kv_and_shares_none_of_it(redis_url:
             (blocks,) = read
             want = convert(blocks, *(layout_of(runner.kv_shape, "fake") for runner in (prefill, decode)))
             assert sorted(map(bytes, written.values())) == sorted(map(bytes, want))
-        await pair.settled()
 
 
 async def test_what_is_exact_here_is_kept_beside_what_is_not(redis_url: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +187,6 @@ async def test_what_is_exact_here_is_kept_beside_what_is_not(redis_url: str, tin
             await router.generate("exact", prompt, 2)
         for name in ("r", "s"):
             assert (await router.generate(name, longer, 4)).num_decode_cached == LENGTH // BLOCK * BLOCK
-        await pair.settled()
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------------------
@@ -284,7 +280,6 @@ async def test_tokens_are_right_and_prefixes_are_kept(redis_url: str, prefill: i
             answer = await router.generate(f"s{number}", longer, 6)
             answer.check(longer, 6)
             assert answer.num_decode_cached == len(prompt) // decode * decode
-        await pair.settled()
 
 
 async def test_what_reads_the_pool_itself_is_not_offered(redis_url: str) -> None:
@@ -312,4 +307,3 @@ async def test_what_cannot_be_converted_is_refused_with_the_reason(redis_url: st
         name = next(iter(differing))
         assert {"num_kv_heads": "KV heads"}.get(name, name) in failed.message
         call.cancel()
-        await pair.settled()

@@ -11,15 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, regex_case, save_tokenizer, schema_case
+from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, save_tokenizer, schema_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker_harness import WAIT_S, RouterDouble, make_runner, routed, started
 
-from twostep.engine import constrained as constrained_sequences
 from twostep.engine import grammar as engine_grammar
 from twostep.engine.fake import fake_next_token
-from twostep.engine.grammar import AllowedTokens, Constraint
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 from twostep.text.grammar import source_of
@@ -89,7 +87,6 @@ def test_the_pair_gives_the_answers_worked_out(
                     case.judge(reference.text(tokens[:-1]))
 
             await asyncio.gather(*(one(i, *item) for i, item in enumerate(work)))
-            await pair.settled()
 
     asyncio.run(serve())
 
@@ -105,7 +102,6 @@ async def test_another_attempt_goes_on_in_the_grammar(redis_url: str, tokenizer_
                 answer = await ask(f"{ask.__name__}-{cut}", [*prompt, *tokens[:cut]], 60, **options)
                 assert answer.tokens == tokens[cut:]
                 assert answer.positions == list(range(cut, len(tokens)))
-        await pair.settled()
 
 
 async def refused(router: RouterDouble, **options: Any) -> list[grpc.aio.AioRpcError]:
@@ -130,7 +126,6 @@ async def test_what_is_no_grammar_is_an_invalid_request(redis_url: str, tokenize
         # As are tokens that are no beginning of its sentences.
         for error in await refused(router, grammar=Grammar(GrammarKind.REGEX, "[0-9]+"), num_prompt_tokens=1):
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await pair.settled()
 
 
 async def test_a_worker_without_llguidance_or_tokenizer_says_so(
@@ -145,30 +140,6 @@ async def test_a_worker_without_llguidance_or_tokenizer_says_so(
         for error in await refused(router, grammar=grammar):
             assert (error.code(), "pip install" in (error.details() or "")) == (grpc.StatusCode.FAILED_PRECONDITION, True)
         assert (await router.generate("free", prompt_of(5, 1), 4)).tokens == free_answer(prompt_of(5, 1), 4)
-
-
-async def test_a_grammar_that_fails_ends_its_answer_and_no_other(
-    redis_url: str, tokenizer_file: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them in a row than failed steps would end the worker's engine."""
-    real = constrained_sequences._result
-
-    def result(which: Constraint, allowed: AllowedTokens) -> constrained_sequences.Advanced:
-        return constrained_sequences.Advanced(None, "too many states") if which.live.tokens[1:] else real(which, allowed)
-
-    async with pair_of(redis_url, tokenizer_file) as pair, routed(pair) as router:
-        prompt = prompt_of(9, 2)
-        monkeypatch.setattr(constrained_sequences, "_result", result)
-        for i in range(5):
-            answer = await router.generate(f"r{i}", prompt, 30, grammar=regex_case("[0-9]{9}").grammar)
-            assert answer.failed is not None
-            assert (answer.failed.code, answer.failed.retryable) == ("INVALID_ARGUMENT", False)
-            assert "too many states" in answer.failed.message
-        monkeypatch.setattr(constrained_sequences, "_result", real)
-        assert (await router.generate("free", prompt, 12)).tokens == free_answer(prompt, 12)
-        case = object_case()
-        assert (await router.generate("held", prompt, 12, grammar=case.grammar)).tokens == want(reference, case, prompt, 12)[0]
-        await pair.settled()
 
 
 async def test_compiling_holds_up_neither_loop_nor_engine(redis_url: str, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +159,3 @@ async def test_compiling_holds_up_neither_loop_nor_engine(redis_url: str, tokeni
         assert not held.done()
         go.set()
         assert len((await held).tokens) == 6
-        await pair.settled()

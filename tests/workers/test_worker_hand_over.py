@@ -48,7 +48,6 @@ async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_u
         steps = [m.step for m in router.messages if any(e.WhichOneof("event") == "token" for e in m.events)]
         assert len(steps) == len(set(steps))
         assert max(len(m.events) for m in router.messages) > 1
-        await pair.settled()
 
 
 async def test_blocks_that_decode_holds_are_not_moved_again(redis_url: str) -> None:
@@ -72,7 +71,6 @@ async def test_blocks_that_decode_holds_are_not_moved_again(redis_url: str) -> N
         request = router.request("salted", shared, 2) | {"cache_salt": "other", "router_id": router.router_id}
         assert (await pair.decode.Reserve(decode_pb2.ReserveRequest(**request))).num_cached_tokens == 0
         await router.cancel("salted")
-        await pair.settled()
 
 
 async def test_a_decode_cache_longer_than_the_prompt_is_refused_and_a_part_of_a_block_is_published_whole(redis_url: str) -> None:
@@ -84,7 +82,6 @@ async def test_a_decode_cache_longer_than_the_prompt_is_refused_and_a_part_of_a_
         assert (await router.event("committed", "s")).committed.blocks_moved == 3
         (await router.rest("s")).check(prompt_of(10), 3, first=1)
         call.cancel()
-        await pair.settled()
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -109,7 +106,6 @@ async def test_answers_end_where_they_must_and_go_on_where_another_attempt_was(r
                 assert answer.first.token.finish_reason == (length if name == "at once" else stop)
         again = {"attempt": 2, "num_prompt_tokens": len(PROMPT), "ignore_eos": True}
         (await generate("r", [*PROMPT, *tokens[:5]], 12, **again)).check(PROMPT, 12, first=5)
-        await pair.settled()
 
 
 async def test_the_first_token_does_not_wait_for_the_publishing(redis_url: str) -> None:
@@ -130,7 +126,6 @@ async def test_the_first_token_does_not_wait_for_the_publishing(redis_url: str) 
         hog.cancel()
         assert (await watch.read()).WhichOneof("event") == "chunk"
         call.cancel()
-        await pair.settled()
 
 
 async def test_chunks_are_published_while_the_prefill_runs(redis_url: str) -> None:
@@ -147,8 +142,6 @@ async def test_chunks_are_published_while_the_prefill_runs(redis_url: str) -> No
         assert (await pair.both())[0].num_running == 1  # still computing
         call.cancel()
         await refused(read_to_end(watch), grpc.StatusCode.UNAVAILABLE)
-        runner.let_go()
-        await pair.settled()
 
 
 async def test_hand_overs_share_a_budget_that_holds_only_one_of_them(redis_url: str) -> None:
@@ -172,7 +165,6 @@ async def test_hand_overs_share_a_budget_that_holds_only_one_of_them(redis_url: 
             call.cancel()
         await pair.settled()
         (await router.generate("last", prompt_of(10 * BLOCK, seed=9), 4)).check(prompt_of(10 * BLOCK, seed=9), 4)
-        await pair.settled()
 
 
 async def test_logprobs_travel(redis_url: str) -> None:
@@ -181,7 +173,6 @@ async def test_logprobs_travel(redis_url: str) -> None:
         tokens = [e.token for m in router.messages for e in m.events if e.WhichOneof("event") == "token"]
         assert [t.logprobs.top[1].token_id for t in tokens] == [t.token_id + 1 for t in tokens]
         assert [t.logprobs.top[1].logprob for t in tokens] == [-1.0, -1.0]
-        await pair.settled()
 
 
 # ---- phases: they are of real time, of the engine's thread and of the loop's ---------------------------------------------------
@@ -214,4 +205,3 @@ async def test_phases_say_where_the_time_went(redis_url: str) -> None:
         assert behind.queue_s >= 0.2
         for first in (ahead, behind):
             assert 0 < first.queue_s + first.prefill_s <= took
-        await pair.settled()

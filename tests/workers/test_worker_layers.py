@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from worker_harness import BLOCK, WAIT_S, expected, make_runner, prompt_of, routed, started
+from worker_harness import BLOCK, expected, make_runner, prompt_of, routed, started
 
 from twostep.engine import step_launcher
 from twostep.engine.batch import Batch, InFlight
@@ -29,8 +29,9 @@ def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_launcher, "MARK_BYTES", 1024)
 
 
-def layered(**options: Any) -> FakeRunner:
-    return make_runner(num_layers=NUM_LAYERS, **options)
+def layered(redis_url: str, runner: FakeRunner, **options: Any) -> Any:
+    decode = make_runner(num_layers=NUM_LAYERS)
+    return started(redis_url, prefill_runner=runner, decode_runner=decode, prefill_options=options)
 
 
 class Watched(FakeRunner):
@@ -56,16 +57,15 @@ async def test_chunks_leave_while_the_step_runs(redis_url: str, budget: int) -> 
     runner = Watched(step_s=0.4)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 8}
     prompt = prompt_of(101)
-    async with started(redis_url, prefill_runner=runner, decode_runner=layered(), prefill_options=options) as pair, routed(pair) as router:
+    async with layered(redis_url, runner, **options) as pair, routed(pair) as router:
         answer = await router.generate("r", prompt, 9)
-        assert answer.tokens == expected(prompt, 9)
+        answer.check(prompt, 9)
         assert answer.done is not None
         assert answer.done.chunks > 2 * (-(-101 // budget))
         # What was exposed is the last of eight layers' share, on a machine with others on it.
         assert max(runner.marked) >= 4
         stats = await pair.both()
         assert [s.blocks_moved for s in stats] == [26, 26]
-        await pair.settled()
 
 
 async def test_many_prompts_with_cached_prefixes_share_steps(redis_url: str) -> None:
@@ -73,44 +73,34 @@ async def test_many_prompts_with_cached_prefixes_share_steps(redis_url: str) -> 
     runner = Watched(step_s=0.1)
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
     prompts = [prompt_of(80, seed=i % 3) + prompt_of(3 * i, seed=i) for i in range(9)]
-    async with started(redis_url, prefill_runner=runner, decode_runner=layered(), prefill_options=options) as pair, routed(pair) as router:
+    async with layered(redis_url, runner, **options) as pair, routed(pair) as router:
         for n in range(2):
             answers = await asyncio.gather(*(router.generate(f"r{n}-{i}", prompt, 5) for i, prompt in enumerate(prompts)))
             assert [a.tokens for a in answers] == [expected(prompt, 5) for prompt in prompts]
         assert sum(map(bool, runner.marked)) >= 2
-        await pair.settled()
 
 
 async def test_cancelled_between_layers(redis_url: str) -> None:
     runner = Watched(step_s=0.4)
     prompt = prompt_of(100)
-    async with started(redis_url, prefill_runner=runner, decode_runner=layered()) as pair, routed(pair) as router:
+    async with layered(redis_url, runner) as pair, routed(pair) as router:
         for n in range(4):
-            name = f"r{n}"
-            await router.reserve(name, prompt, 5)
-            call = router.run(name, prompt, 5)
-            accepted = await call.read()
-            await router.attach(name, accepted.accepted.ticket)
+            call, _ = await router.begin(f"r{n}", prompt, 5)
             await asyncio.sleep(0.1 * n)
             call.cancel()
-            await router.cancel(name)
+            await router.cancel(f"r{n}")
             await pair.settled()
-        assert (await router.generate("after", prompt, 5)).tokens == expected(prompt, 5)
-        await pair.settled()
+        (await router.generate("after", prompt, 5)).check(prompt, 5)
 
 
 async def test_a_step_that_fails_in_its_last_layer_commits_nothing(redis_url: str) -> None:
     runner = Watched(step_s=0.3)
     runner.fail = True
     prompt = prompt_of(100)
-    async with started(redis_url, prefill_runner=runner, decode_runner=layered()) as pair, routed(pair) as router:
-        await router.reserve("r", prompt, 5)
-        call = router.run("r", prompt, 5)
-        await router.attach("r", (await call.read()).accepted.ticket)
-        event = await asyncio.wait_for(router.inbox("r").get(), WAIT_S)
-        assert event.WhichOneof("event") == "failed"
+    async with layered(redis_url, runner) as pair, routed(pair) as router:
+        await router.begin("r", prompt, 5)
+        await router.event("failed")
         assert runner.marked[0] >= 4
         await pair.settled()
         runner.fail = False
-        assert (await router.generate("after", prompt, 5)).tokens == expected(prompt, 5)
-        await pair.settled()
+        (await router.generate("after", prompt, 5)).check(prompt, 5)

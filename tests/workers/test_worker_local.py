@@ -1,28 +1,33 @@
-"""Prompts that the decode worker computes itself, beside those handed over. Their ends: test_worker_cancel.py."""
+"""Prompts that the decode worker computes itself, beside those handed over, and who gives way to whom. Ends: test_worker_cancel.py."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from worker_harness import (
     BLOCK,
     PROMPT,
+    WAIT_S,
     Answer,
     HeldRunner,
+    RouterDouble,
     held_pair,
     local_transports,
     prompt_of,
     refused,
     routed,
     started,
+    until,
 )
 
+from decode_worker.sequences import Sequences
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
-from twostep.engine.batch import Batch, Sampled
+from twostep.errors import ResourceExhausted
+from twostep.rpc.v1 import decode_pb2, inference_pb2
 from twostep.worker.edge import EdgeParts
 
 Code = grpc.StatusCode
@@ -56,37 +61,6 @@ async def test_the_first_token_tells_what_was_cached(redis_url: str) -> None:
         assert first.first is not None
         assert second.first is not None
         assert (first.first.cached_tokens, second.first.cached_tokens) == (0, (len(PROMPT) + 19) // BLOCK * BLOCK)
-        await pair.settled()
-
-
-class Noting(HeldRunner):
-    """Notes how many tokens of each sequence a step computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[list[int]] = []
-
-    def run(self, batch: Batch) -> Sampled:
-        self.counts.append(np.diff(batch.query_start).tolist())
-        return super().run(batch)
-
-
-async def test_a_long_prompt_leaves_every_step_a_token_for_each_that_decodes(redis_url: str) -> None:
-    runner, options = Noting(), {"max_num_batched_tokens": 8, "max_num_seqs": 8}
-    async with started(redis_url, decode_runner=runner, decode_options=options) as pair, routed(pair) as router:
-        runner.allow(1)
-        await router.reserve("short", [1, 2, 3], 200, prefill_here=True)
-        await router.event("first_token", "short")
-        await router.reserve("long", prompt_of(200), 3, prefill_here=True)
-        runner.let_go()
-        (await router.rest("long")).check(prompt_of(200), 3)
-        # 200 tokens in chunks of 7, beside one decode of a budget of 8: 29 steps, none without a token of the other.
-        through = [counts for counts in runner.counts if max(counts) > 3]
-        assert [sorted(counts) for counts in through] == [[1, 7]] * 28 + [[1, 4]]
-        sent = [e.request_id for m in router.messages for e in m.events if e.HasField("token") or e.HasField("first_token")]
-        assert sent.index("long") >= 28, "its neighbour's tokens are sent meanwhile"
-        await router.cancel("short")
-        await pair.settled()
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -108,7 +82,6 @@ async def test_sequences_that_must_give_way_answer_alike(redis_url: str, here: b
             (await router.rest(name)).check(prompt, 40, first=0 if here else 1)
         _, decode = await pair.both()
         assert decode.num_preemptions
-        await pair.settled()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------
@@ -126,27 +99,6 @@ async def test_what_waits_is_bounded(redis_url: str) -> None:
         h.let_go()
         for i in range(2):
             (await h.router.rest(f"waits-{i}")).check(PROMPT, 5)
-        await h.pair.settled()
-
-
-async def test_hand_overs_do_not_starve_a_prompt_that_waits_for_blocks(redis_url: str) -> None:
-    """24 blocks: two answers hold 5 each and grow, and the long prompt needs 16."""
-    async with held_pair(redis_url, decode_blocks=24) as h:
-        small, long = prompt_of(16), prompt_of(64, seed=3)
-        for name in ("a", "b"):
-            await h.router.reserve(name, small, 25, prefill_here=True)
-            h.decode.allow(4)
-            await h.router.event("first_token", name)
-        await h.router.reserve("long", long, 3, prefill_here=True)
-        # The next step is planned without it.
-        planned = (await h.pair.both())[1].steps
-        h.decode.allow(1)
-        await h.until_steps(planned + 1)
-        await refused(h.router.reserve("small", small, 5), Code.RESOURCE_EXHAUSTED)
-        h.let_go()
-        (await h.router.rest("long")).check(long, 3)
-        (await h.router.generate("small", small, 5)).check(small, 5)
-        await h.pair.settled()
 
 
 async def test_a_worker_may_compute_no_prompts(redis_url: str) -> None:
@@ -155,7 +107,6 @@ async def test_a_worker_may_compute_no_prompts(redis_url: str) -> None:
         assert (pair.prefill_worker.record().local_prefill, record.local_prefill, record.step_tokens) == (False, False, 24)
         await refused(router.reserve("r", PROMPT, 5, prefill_here=True), Code.FAILED_PRECONDITION)
         (await router.generate("r2", PROMPT, 5)).check(PROMPT, 5)
-        await pair.settled()
 
 
 async def test_there_is_no_ticket_for_a_prompt_computed_here(redis_url: str) -> None:
@@ -166,7 +117,6 @@ async def test_there_is_no_ticket_for_a_prompt_computed_here(redis_url: str) -> 
         call.cancel()
         h.let_go()
         (await h.router.rest()).check(PROMPT, 50)
-        await h.pair.settled()
 
 
 async def test_no_kv_transport_is_needed_for_it(redis_url: str) -> None:
@@ -181,4 +131,78 @@ async def test_no_kv_transport_is_needed_for_it(redis_url: str) -> None:
         record = pair.decode_worker.record()
         assert (record.ready, record.transports, record.local_prefill) == (True, (), True)
         (await router.generate_here("r", PROMPT, 10)).check(PROMPT, 10)
-        await pair.settled()
+
+
+# ---- classes: batch work gives its blocks to a reservation within one call -----------------------------------------------------
+
+BATCH = inference_pb2.REQUEST_CLASS_BATCH
+
+
+def reserving(router: RouterDouble, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Any:
+    request = router.request(name, prompt, max_tokens) | {"router_id": router.router_id} | fields
+    return router.pair.decode.Reserve(decode_pb2.ReserveRequest(**request), timeout=WAIT_S)
+
+
+async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, take = asyncio.Event(), Sequences.reserve
+
+    def reserved(self: Sequences, *args: Any, **options: Any) -> Any:
+        try:
+            return take(self, *args, **options)
+        except ResourceExhausted:
+            tried.set()
+            raise
+
+    monkeypatch.setattr(Sequences, "reserve", reserved)
+    # In which the batch sequences, who are held up here, give way.
+    monkeypatch.setattr("decode_worker.service._GIVING_WAY_S", WAIT_S)
+    runner = HeldRunner(num_blocks=40)
+    async with (
+        started(redis_url, decode_runner=runner, decode_options={"max_num_batched_tokens": 64, "max_num_seqs": 8}) as pair,
+        routed(pair) as router,
+    ):
+        prompts = {f"b{i}": prompt_of(50, seed=i + 2) for i in range(2)}
+        for name, prompt in prompts.items():
+            await reserving(router, name, prompt, 25, prefill_here=True, request_class=BATCH)
+        answers = {name: Answer() for name in prompts}
+        batch = [asyncio.create_task(router.rest(name, answer)) for name, answer in answers.items()]
+        runner.allow(4)
+        await until(lambda: all(answer.tokens for answer in answers.values()))
+        # 80 tokens are 20 blocks; 40 less two times 13 are not as many.
+        asked = asyncio.create_task(router.generate("s", prompt_of(80), 10))
+        await asyncio.wait_for(tried.wait(), WAIT_S)
+        runner.let_go()
+        answer = await asked
+        answer.check(prompt_of(80), 10)
+        await asyncio.wait_for(asyncio.gather(*batch), WAIT_S)
+        for name, prompt in prompts.items():
+            answers[name].check(prompt, 25)
+        assert pair.decode_worker.engine.stats().num_preemptions >= 1
+
+
+async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
+    runner = HeldRunner(num_blocks=40)
+    async with (
+        started(redis_url, decode_runner=runner, decode_options={"max_num_batched_tokens": 64, "max_num_seqs": 8}) as pair,
+        routed(pair) as router,
+    ):
+        await reserving(router, "b", prompt_of(90), 40, prefill_here=True, request_class=BATCH)
+        answer = Answer()
+        task = asyncio.create_task(router.rest("b", answer))
+        runner.allow(3)
+        await until(lambda: bool(answer.tokens))
+        await refused(reserving(router, "c", prompt_of(80, seed=9), 10, request_class=BATCH), Code.RESOURCE_EXHAUSTED)
+        runner.let_go()
+        await asyncio.wait_for(task, WAIT_S)
+        answer.check(prompt_of(90), 40)
+        assert pair.decode_worker.engine.stats().num_preemptions == 0
+
+
+async def test_a_promised_tpot_reaches_the_engine_and_must_be_one(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        await refused(reserving(router, "r", prompt_of(20), 4, tpot_ms=0.0), Code.INVALID_ARGUMENT)
+        await reserving(router, "r", prompt_of(20), 4, tpot_ms=12.5)
+        sequence = pair.decode_worker.engine._scheduler.live("r/1")
+        assert sequence is not None
+        assert sequence.request.tpot_s == 0.0125
+        assert await router.cancel("r")

@@ -1,20 +1,27 @@
-"""A worker's /metrics, of its engine and its edge, also while either is stuck. Ages are of real time."""
+"""What a worker tells of its work: /metrics of its engine and its edge, and rates in its heartbeats. Ages are of real time."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scraping import Scrape, scrape
-from worker_harness import BLOCK, WAIT_S, HeldRunner, Pair, expected, prompt_of, routed, started, until
+from worker_harness import BLOCK, WAIT_S, HeldRunner, Pair, expected, make_runner, prompt_of, routed, started, until
 
+from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
 from twostep.engine.engine import Engine
+from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import worker_pb2
+from twostep.step_curve import StepCurve
 from twostep.worker.config import WorkerConfig
-from twostep.worker.telemetry import Telemetry
+from twostep.worker.telemetry import Counts, RateMeter, Telemetry
 
 
 def both(pair: Pair) -> tuple[Scrape, Scrape]:
@@ -96,39 +103,6 @@ async def test_what_is_under_way_shows(redis_url: str) -> None:
         await router.cancel("hangs")
 
 
-@pytest.mark.system
-async def test_both_sides_of_a_hand_over_and_one_that_hangs(redis_url: str) -> None:
-    async with started(redis_url) as pair, routed(pair) as router:
-        answer = await router.generate("a", prompt_of(41), 4)
-        assert answer.committed is not None
-        # A prompt that no decode worker ever asks for.
-        call = router.run("hangs", prompt_of(20, seed=2), 4)
-        await call.read()
-
-        def one_hangs() -> bool:
-            # Each is asked at a moment of its own.
-            oldest = [told("twostep_kv_oldest_lease_seconds") or 0 for told in both(pair)]
-            return oldest[0] > 0.5 and oldest[1] == 0
-
-        await until(one_hangs)
-        prefill, decode = both(pair)
-        assert prefill("twostep_kv_leases", role="prefill") == 1
-        call.cancel()
-        await pair.settled()
-        prefill, decode = both(pair)
-        moved = {"transport": "local", "direction": "fetch"}
-        assert decode("twostep_kv_transfers_total", status="ok", **moved) == 1
-        assert decode("twostep_kv_transfer_bytes_total", **moved) == answer.committed.bytes > 0
-        assert decode("twostep_kv_transfer_chunks_total", **moved) == answer.committed.chunks
-        assert decode("twostep_kv_transfer_blocks_total", **moved) == answer.committed.blocks_moved
-        assert decode("twostep_kv_transfer_exposed_seconds_sum", **moved) == pytest.approx(answer.committed.fetch_s)
-        for name in ("queue_seconds", "copy_seconds", "duration_seconds"):
-            assert decode(f"twostep_kv_transfer_{name}_count", **moved) == 1
-        assert decode("twostep_kv_transfer_bytes_per_second_count", transport="local") == 1
-        assert decode("twostep_kv_transfer_scatter_seconds_count", transport="local") == 1
-        assert prefill("twostep_kv_transfers_total", direction="publish", transport="local", status="ok") == 1
-
-
 async def test_figures_that_cannot_be_had_once_are_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,3 +128,98 @@ async def test_figures_that_cannot_be_had_once_are_asked_for_again(
     finally:
         await telemetry.close()
     assert [record.levelname for record in caplog.records if "the table changed" in record.getMessage()].count("WARNING") == 1
+
+
+# ---- heartbeats ---------------------------------------------------------------------------------------------------------------
+
+_LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
+_RECORD = WorkerRecord(
+    worker_id="d0",
+    role="decode",
+    address="127.0.0.1:1",
+    epoch=7,
+    model="m",
+    layout=_LAYOUT,
+    hash_unit=64,
+    secret_check="x",
+    num_blocks=16,
+    max_num_seqs=4,
+    max_model_len=256,
+    load=WorkerLoad(num_running=3, tokens_per_s=12.5, fetched_bytes_per_s=1e9, queried_tokens_per_s=100.0, hit_tokens_per_s=75.0),
+    curve=StepCurve(fixed_s=0.01, per_row_s=1e-5),
+)
+
+
+def test_what_was_longer_ago_than_the_window_is_forgotten() -> None:
+    meter = RateMeter(window_s=10.0)
+    meter.observe(Counts(), 0.0)
+    assert meter.observe(Counts(tokens=1000), 1.0).tokens == 1000
+    assert meter.observe(Counts(tokens=1000), 5.0).tokens == 200
+    rates = [meter.observe(Counts(tokens=1000), float(second)).tokens for second in range(6, 12)]
+    assert rates == pytest.approx([1000 / 6, 1000 / 7, 125, 1000 / 9, 100, 0])
+
+
+def test_a_new_edge_that_counts_from_zero_takes_nothing_away() -> None:
+    """A change of roles makes a new edge; the engine goes on counting."""
+    meter = RateMeter(window_s=10.0)
+    meter.observe(Counts(fetched_bytes=10_000, tokens=5), 0.0)
+    meter.observe(Counts(fetched_bytes=10_400, tokens=6), 1.0)
+    rates = meter.observe(Counts(fetched_bytes=100, tokens=7), 2.0)
+    assert (rates.fetched_bytes, rates.tokens) == (250, 1)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 10**6)), min_size=2, max_size=200))
+def test_rates_are_what_was_counted_since_some_heartbeat(steps: list[tuple[float, int]]) -> None:
+    """Against the definition, from all that was ever observed; and what is kept is bounded."""
+    meter, now, total = RateMeter(window_s=10.0), 0.0, 0
+    seen: list[tuple[float, int]] = []
+    for gap, more in steps:
+        now, total = now + gap, total + more
+        rate = meter.observe(Counts(tokens=total), now).tokens
+        possible = [(total - before) / (now - then) for then, before in seen if now > then]
+        seen.append((now, total))
+        assert rate == 0 or any(rate == pytest.approx(p) for p in possible)
+        # What is kept is bounded: there is no other way to see it.
+        assert len(meter._seen) <= 10.0 / 0.25 + 3
+
+
+def test_a_record_goes_there_and_back() -> None:
+    assert WorkerRecord.from_json(_RECORD.to_json()) == _RECORD
+
+
+def test_a_layout_that_says_more_is_refused() -> None:
+    """It may change what the bytes of the KV mean."""
+    raw = json.loads(_RECORD.to_json())
+    raw["layout"]["interleaved"] = True
+    with pytest.raises(InvalidRequest, match="interleaved"):
+        WorkerRecord.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "null", '"d0"', "{}"])
+def test_what_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        WorkerRecord.from_json(text)
+    for part in ("load", "curve"):
+        with pytest.raises(InvalidRequest):
+            WorkerRecord.from_json(json.dumps(json.loads(_RECORD.to_json()) | {part: json.loads(text) or 3}))
+
+
+# ---- of real workers -------------------------------------------------------------------------------------------------------
+
+
+async def test_heartbeats_tell_what_was_computed_found_and_fetched(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever all this takes, it is in the window.
+    monkeypatch.setattr("twostep.worker.telemetry.RateMeter", partial(RateMeter, window_s=10 * WAIT_S))
+    async with started(redis_url) as pair, routed(pair) as router:
+        for name in ("a", "b"):
+            await router.generate(name, prompt_of(41), 20)
+        await pair.settled()
+        prefill, decode = pair.prefill_worker.record().load, pair.decode_worker.record().load
+        assert prefill.tokens_per_s > 0
+        # The second prompt's first 40 of 41 tokens were cached, and those of both were looked up.
+        assert prefill.hit_tokens_per_s == pytest.approx(prefill.queried_tokens_per_s * 40 / 82)
+        assert prefill.fetched_bytes_per_s == 0
+        assert decode.tokens_per_s > 0
+        block_bytes = make_runner().kv_shape.block_bytes
+        # Of the first prompt all 11 blocks, of the second the last one, in the same time as 38 tokens were decoded.
+        assert decode.fetched_bytes_per_s == pytest.approx(decode.tokens_per_s * 12 * block_bytes / 38)

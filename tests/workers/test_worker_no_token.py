@@ -7,12 +7,10 @@ import asyncio
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scraping import scrape
-from worker_harness import WAIT_S, Pair, RouterDouble, expected, make_runner, prompt_of, read_to_end, refused, routed, started
+from worker_harness import WAIT_S, Pair, RouterDouble, expected, health, make_runner, prompt_of, read_to_end, refused, routed, started
 
 from twostep.errors import SetupError
-from twostep.rpc.channel import open_channel
 from twostep.worker import model as worker_model
 from twostep.worker.config import WorkerConfig
 
@@ -79,11 +77,7 @@ async def test_a_worker_without_a_token_for_anybody_sends_all_of_them_elsewhere(
         for name in answers:
             assert await router.failure(name) == ("UNAVAILABLE", True)
         await asyncio.wait_for(pair.decode_worker.engine_failed.wait(), WAIT_S)
-        async with open_channel(f"127.0.0.1:{pair.decode_worker.server.health_port}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            for service in ("liveness", "readiness"):
-                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
-                assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health(pair.decode_worker) == (False, False)
         assert not pair.decode_worker.record().ready
         await refused(router.reserve("late", prompt_of(5), 3), grpc.StatusCode.UNAVAILABLE)
 

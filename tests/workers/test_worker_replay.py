@@ -56,12 +56,12 @@ def test_a_history_gives_back_what_it_was_given_from_any_position_it_keeps() -> 
     assert history.reaches(0)
     assert list(history.since(at(7))) == []
     told = [added(history, position) for position in range(4, 12)]
-    history.committed = decode_pb2.Committed(transport="local")
+    history.commit(decode_pb2.Committed(transport="local"))
     assert [history.reaches(p) for p in (0, 6, 7, 12)] == [False, False, True, True]
     assert list(history.since(at(7, committed=True))) == told[3:]
     assert list(history.since(at(12, committed=True))) == []
     assert [e.WhichOneof("event") for e in history.since(at(11))] == ["committed", "token"]
-    history.failed = decode_pb2.DecodeFailed(code="UNAVAILABLE")
+    history.fail(decode_pb2.DecodeFailed(code="UNAVAILABLE"))
     assert [e.WhichOneof("event") for e in history.since(at(12, committed=True))] == ["failed"]
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
-from twostep.errors import ResourceExhausted
 from twostep.prefix import prefix_hashes
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2
@@ -65,19 +64,6 @@ async def test_a_prompt_is_the_same_however_it_was_read(reader: RequestReader, n
     assert set(engine.cached_prefixes()) == set(prefix_hashes(request.prefix_key, request.token_ids, BLOCK_SIZE))
     again = engine.reserve(await reader.read(reserve(num_tokens, "again")))
     assert again.num_cached_tokens == num_tokens // BLOCK_SIZE * BLOCK_SIZE
-
-
-async def test_a_request_that_finds_no_room_is_tried_again_as_it_is(reader: RequestReader) -> None:
-    engine = make_engine(num_blocks=INLINE // BLOCK_SIZE + 8)
-    in_the_way, request = await reader.read(reserve(200, "other")), await reader.read(reserve(INLINE + 1))
-    engine.reserve(in_the_way)
-    with pytest.raises(ResourceExhausted):
-        engine.reserve(request)
-    engine.cancel(in_the_way.seq_id)
-    engine.reserve(request)
-    engine.commit(request.seq_id, [1])
-    engine.cancel(request.seq_id)
-    assert set(engine.cached_prefixes()) == set(prefix_hashes(request.prefix_key, request.token_ids, BLOCK_SIZE))
 
 
 async def test_others_go_on_while_a_long_prompt_is_read(reader: RequestReader) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -16,18 +15,14 @@ import grpc
 import grpc.aio
 import pytest
 from bare_deployment import SECRET, RedisServer
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from one_sided import OneSidedHub
 from redis.asyncio import Redis
-from worker_harness import WAIT_S, edges_of_both_roles, held_by, refused, until
+from worker_harness import WAIT_S, edges_of_both_roles, health, held_by, refused, until
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
-from router.config import RouterConfig
 from router.server import Router
 from twostep import AsyncClient
-from twostep.checkpoint.fingerprint import model_fingerprint
-from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
@@ -39,13 +34,12 @@ from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2
 from twostep.rpc.worker_role import switch_role
 from twostep.sampling_params import SamplingParams
 from twostep.text.model_card import ModelCard
-from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
-from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
-sys.path.append(str(Path(__file__).parent.parent / "streams"))
-from whole_system import expected, fake_runner
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("streams", "system")]
+from steady_load import SteadyLoad, fake_cases
+from whole_system import expected, fake_runner, start_router, start_worker
 
 Code = grpc.StatusCode
 
@@ -113,36 +107,19 @@ async def role_system(
     **options: Any,
 ) -> AsyncIterator[RoleSystem]:
     """Workers `w0`, `w1`, ... that begin in these roles; several of them behind a router."""
-    card, make_edge = ModelCard.load(model_dir), make_edge or edges_of_both_roles(LocalHub())
-    system = RoleSystem(card.vocab_size)
+    make_edge = make_edge or edges_of_both_roles(LocalHub())
+    system = RoleSystem(ModelCard.load(model_dir).vocab_size)
     async with AsyncExitStack() as stack:
         # What a worker says at once, it would say a heartbeat later if it stood still for a second while Redis answers.
         stack.enter_context(pytest.MonkeyPatch.context()).setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
         for number, role in enumerate(roles):
-            runner = fake_runner(model_dir)
-            layout = layout_of(runner.kv_shape, model_fingerprint(model_dir))
-            model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids)
-            defaults: dict[str, Any] = {"transport_timeout": WAIT_S, "chunk_bytes": 4096, "router_lease": WAIT_S, "lease_ttl": WAIT_S}
-            config = settle(WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options)))
-            worker = Worker(config, model, SECRET, make_edge, await first_epoch(redis_url))
-            await worker.start()
+            config: dict[str, Any] = {"worker_id": f"w{number}", "router_lease": WAIT_S, "lease_ttl": WAIT_S} | options
+            worker = await start_worker(model_dir, redis_url, role, make_edge, fake_runner(model_dir), **config)
             stack.push_async_callback(_stop, worker)
             system.workers[worker.worker_id] = worker
         if len(roles) > 1:
             (tmp_path / "secret").write_bytes(SECRET)
-            system.router = Router(
-                RouterConfig(
-                    model=model_dir,
-                    redis_url=redis_url,
-                    host="127.0.0.1",
-                    port=0,
-                    served_model_name="m",
-                    secret_file=tmp_path / "secret",
-                    no_worker_grace=WAIT_S,
-                    prefix_lookup_timeout=5.0,
-                )
-            )
-            await system.router.start()
+            system.router = await start_router(model_dir, redis_url, tmp_path / "secret")
             stack.push_async_callback(system.router.drain, 0.0)
         yield system
 
@@ -159,44 +136,6 @@ Make = Callable[..., AbstractAsyncContextManager[RoleSystem]]
 @pytest.fixture
 def make(model_dir: Path, redis_url: str, tmp_path: Path) -> Make:
     return partial(role_system, model_dir, redis_url, tmp_path)
-
-
-class Load:
-    """Clients that ask one thing after another until the block ends; what goes wrong ends it, too."""
-
-    def __init__(self, system: RoleSystem, num_clients: int = 4) -> None:
-        self._system = system
-        self._stop = asyncio.Event()
-        self._num_answers = [0] * num_clients
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Load:
-        self._tasks = [asyncio.create_task(self._run(number, random.Random(1000 + number))) for number in range(len(self._num_answers))]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        await asyncio.gather(*self._tasks)
-
-    async def _run(self, number: int, rng: random.Random) -> None:
-        # No retries: whatever is lost, the router is to mend it.
-        async with AsyncClient(self._system.target, max_retries=0) as client:
-            while not self._stop.is_set():
-                prompt = [rng.randrange(3, self._system.vocab) for _ in range(rng.randrange(1, 300))]
-                await self._system.ask(client, prompt, rng.randrange(1, 40))
-                self._num_answers[number] += 1
-
-    async def round(self) -> None:
-        """Returns when each client has one more answer: what runs now is over then."""
-        before = list(self._num_answers)
-
-        def there() -> bool:
-            for task in self._tasks:
-                if task.done():
-                    task.result()
-            return all(now > then for now, then in zip(self._num_answers, before, strict=True))
-
-        await until(there, self._num_answers)
 
 
 def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
@@ -220,8 +159,10 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
     options: dict[str, Any] = {"make_edge": edges_of_both_roles(hub()), "local_prefill": drain_timeout_s > 0}
     async with make(*roles, **options) as system:
         await system.knows(2, 2)
-        async with Load(system) as load:
-            await load.round()
+        cases = fake_cases(system.vocab, 40, max_tokens=(1, 40))
+        # No retries: whatever is lost, the router is to mend it.
+        async with SteadyLoad([system.target], cases, num_clients=4, fresh=True, max_retries=0) as load:
+            await load.more(4)
             # Until nobody is left in a role but those that have come to it, and one of them back.
             for name, role, prefill, decode in (
                 ("w1", "decode", 1, 3),
@@ -233,8 +174,10 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
                 assert (await system.switch(name, role, drain_timeout_s)).role == role
                 await system.knows(prefill, decode)
                 # Nothing runs over two switches: where they take what runs from a worker, a router gives it up the third time.
-                await load.round()
+                await load.settled()
+                await load.more(1)
         await system.settled()
+    assert [(outcome.error, outcome.token_ids) for outcome in load.ended] == [("", tuple(outcome.case.expected)) for outcome in load.ended]
 
 
 # ---- what others see -------------------------------------------------------------------------------------------------------
@@ -268,13 +211,8 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         make("prefill") as system,
         open_channel(system.workers["w0"].address) as channel,
     ):
-        health = health_pb2_grpc.HealthStub(channel)
         first = await introduced(channel, CallSigner(SECRET, "test"))
         prefill, decode = prefill_pb2_grpc.PrefillStub(first), decode_pb2_grpc.DecodeStub(first)
-
-        async def serving(service: str) -> bool:
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
         run = prompt_to_hand_over()
         cancel = decode_pb2.CancelRequest(request_id="r", attempt=1)
@@ -287,15 +225,13 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         assert (await call.read()).HasField("accepted")
         switching = asyncio.create_task(system.switch("w0", "decode"))
         await until(lambda: system.workers["w0"].record().draining, "it drains")
-        assert await serving("liveness")
-        assert not await serving("readiness")
+        assert await health(system.workers["w0"]) == (True, False)
         assert "is becoming a decode worker" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE)
         stats = await system.stats("w0")
         assert (stats.role, stats.ready, stats.draining) == ("prefill", False, True)
         call.cancel()
         assert (await switching).role == "decode"
-        assert await serving("liveness")
-        assert await serving("readiness")
+        assert await health(system.workers["w0"]) == (True, True)
         assert "look it up again" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE), "signed for the life before"
         second = await introduced(channel, CallSigner(SECRET, "test"))
         prefill, decode = prefill_pb2_grpc.PrefillStub(second), decode_pb2_grpc.DecodeStub(second)
@@ -440,14 +376,6 @@ async def test_a_worker_that_can_serve_no_role_ends(make: Make) -> None:
         # Its process sees that, and exits with status 1.
         assert worker.engine_failed.is_set()
         assert not worker.record().ready
-
-
-async def test_a_worker_without_kv_transports_stays_a_decode_worker(make: Make) -> None:
-    async with make("decode", kv_transfer="none") as system:
-        with pytest.raises(Incompatible, match="--kv-transfer none"):
-            await system.switch("w0", "prefill")
-        record = system.workers["w0"].record()
-        assert (record.role, record.ready, record.draining) == ("decode", True, False)
 
 
 async def test_transports_of_neither_role_leave_it_in_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,6 @@ async def test_paths_are_known_before_the_first_request(redis_url: str) -> None:
         assert moved["local"] == (0, False, 0)
         assert {t.name: (t.num_transfers, t.num_bytes) for t in stats[0].transports} == {n: (c, b) for n, (c, _, b) in moved.items()}
         assert set(w.pair.prefill_worker.record().transports) == {FAST, "local"}
-        await w.pair.settled()
 
 
 async def test_no_request_waits_for_a_probe_while_there_is_another_way(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +138,6 @@ async def test_nothing_in_common_fails_with_the_reason(redis_url: str, monkeypat
         answer = await _failed(w)
         assert (answer.code, answer.retryable) == ("UNAVAILABLE", True)
         assert "cuda_ipc: not ready on the prefill worker" in answer.message
-        await w.pair.settled()
 
 
 async def _failed(w: World) -> Any:
@@ -160,7 +158,6 @@ async def test_another_way_is_taken_when_one_breaks_and_back(redis_url: str) -> 
         w.fast["decode"].broken = ""
         await w.until_path(FAST, lambda p: p.bytes_per_s > 0)
         assert await w.transport_of("t") == FAST
-        await w.pair.settled()
 
 
 async def test_a_probe_that_fails_unexpectedly_costs_one_try(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +217,6 @@ async def test_a_watch_that_names_no_transport_takes_none_that_must_be_asked(red
         await refused(w.pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, transports=["pigeon"])).read(), grpc.StatusCode.UNAVAILABLE)
         call.cancel()
         await w.router.cancel("r")
-        await w.pair.settled()
 
 
 async def test_a_transport_that_cannot_start_is_left_out_where_it_may_be() -> None:

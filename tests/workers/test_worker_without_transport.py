@@ -7,12 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_harness import WAIT_S, Pair, life_of, prompt_of, routed, started, until
+from worker_harness import Pair, health, life_of, prompt_of, routed, started, until
 
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
-from twostep.rpc.channel import open_channel
 from twostep.worker.edge import EdgeParts
 
 pytestmark = pytest.mark.usefixtures("patient_paths")
@@ -51,28 +49,22 @@ async def world(redis_url: str, **decode_options: object) -> AsyncIterator[tuple
         yield pair, ray
 
 
-async def serving(address: str) -> bool:
-    async with open_channel(address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=WAIT_S)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 async def until_ready(pair: Pair, *, prefill: bool) -> None:
     await until(lambda: (pair.prefill_worker.record().not_ready_reason == "") is prefill)
-    assert await serving(pair.prefill_worker.address) is prefill
+    assert (await health(pair.prefill_worker))[1] is prefill
 
 
 async def test_they_start_and_join_later_by_themselves(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "twostep.worker")
     async with world(redis_url) as (pair, ray), routed(pair) as router:
         epochs = pair.prefill_worker.epoch, pair.decode_worker.epoch
-        assert not await serving(pair.prefill_worker.address)
+        assert not (await health(pair.prefill_worker))[1]
         record = pair.prefill_worker.record()
         assert record.ready, "the process is; nobody is placed on it without a transport"
         assert (record.transports, record.draining) == ((), False)
         assert record.not_ready_reason == "no KV transport works (--kv-transfer auto): local: Ray does not answer"
         # A decode worker computes prompts of its own meanwhile.
-        assert await serving(pair.decode_worker.address)
+        assert (await health(pair.decode_worker))[1]
         assert pair.decode_worker.record().not_ready_reason == ""
         (await router.generate_here("here", PROMPT, 3)).check(PROMPT, 3)
         ray.away = False
@@ -91,8 +83,8 @@ async def test_they_start_and_join_later_by_themselves(redis_url: str, caplog: p
 
 async def test_a_decode_worker_that_computes_no_prompts_is_not_ready_either(redis_url: str) -> None:
     async with world(redis_url, local_prefill=False) as (pair, ray):
-        assert not await serving(pair.decode_worker.address)
+        assert not (await health(pair.decode_worker))[1]
         assert "Ray does not answer" in pair.decode_worker.record().not_ready_reason
         ray.away = False
         await until(lambda: pair.decode_worker.record().not_ready_reason == "")
-        assert await serving(pair.decode_worker.address)
+        assert (await health(pair.decode_worker))[1]

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from one_sided import OneSidedHub, OneSidedTransport
 
 from decode_worker.edge import DecodeEdge
@@ -29,6 +30,7 @@ from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.rpc.call_signing import channel_to_worker
+from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.sampling_params import SamplingParams
@@ -59,6 +61,16 @@ async def refused(call: Awaitable[Any], *codes: grpc.StatusCode) -> str:
         await call
     assert caught.value.code() in codes, caught.value
     return caught.value.details() or ""
+
+
+async def health(worker: Worker) -> tuple[bool, bool]:
+    """Liveness and readiness, as its health port tells them."""
+    async with open_channel(f"127.0.0.1:{worker.server.health_port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        asked = [health_pb2.HealthCheckRequest(service=service) for service in ("liveness", "readiness")]
+        answers = [(await stub.Check(request, timeout=WAIT_S)).status for request in asked]
+    live, ready = (status == health_pb2.HealthCheckResponse.SERVING for status in answers)
+    return live, ready
 
 
 RUNNER: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512}
@@ -204,6 +216,12 @@ class Answer:
     positions: list[int] = field(default_factory=list)
     num_decode_cached: int = 0
 
+    def add(self, token: prefill_pb2.Token) -> bool:
+        """Returns whether it was the last."""
+        self.tokens.append(token.token_id)
+        self.positions.append(token.position)
+        return bool(token.finish_reason)
+
     def check(self, prompt: Sequence[int], count: int, first: int = 0) -> None:
         """Fails unless it is the fake model's answer, from the token `first` on."""
         assert self.failed is None, self.failed
@@ -291,12 +309,6 @@ class RouterDouble:
         failed = (await self.event("failed", request_id)).failed
         return failed.code, failed.retryable
 
-    async def rest(self, request_id: str = "r") -> Answer:
-        """What is still to come of it."""
-        answer = Answer()
-        await self.collect(request_id, answer)
-        return answer
-
     async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
         """The whole life of a request, as a router lives it."""
         answer = Answer()
@@ -309,45 +321,37 @@ class RouterDouble:
                     await self.attach(request_id, event.accepted.ticket, options.get("attempt", 1))
                 case "first_token":
                     answer.first = event.first_token
-                    answer.tokens.append(event.first_token.token.token_id)
-                    answer.positions.append(event.first_token.token.position)
-                    if event.first_token.token.finish_reason:
+                    if answer.add(event.first_token.token):
                         await self.cancel(request_id)
                 case "done":
                     answer.done = event.done
         assert answer.first is not None
         if not answer.first.token.finish_reason:
-            await self.collect(request_id, answer, options.get("attempt", 1))
+            await self.rest(request_id, answer, options.get("attempt", 1))
         return answer
 
     async def generate_here(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
         """The whole life of a request whose prompt the decode worker computes."""
-        answer = Answer()
         await self.reserve(request_id, prompt, max_tokens, prefill_here=True, **options)
-        await self.collect(request_id, answer, options.get("attempt", 1))
-        return answer
+        return await self.rest(request_id, attempt=options.get("attempt", 1))
 
-    async def collect(self, request_id: str, answer: Answer, attempt: int = 1) -> None:
-        """Until the last token, or a failure."""
+    async def rest(self, request_id: str = "r", answer: Answer | None = None, attempt: int = 1) -> Answer:
+        """What is still to come of it: until the last token, or a failure."""
+        answer = answer or Answer()
         while True:
             event = await asyncio.wait_for(self.inbox(request_id, attempt).get(), WAIT_S)
             match event.WhichOneof("event"):
                 case "committed":
                     answer.committed = event.committed
+                    continue
                 case "failed":
                     answer.failed = event.failed
-                    return
+                    return answer
                 case "first_token":
                     assert answer.first is None, "there is one first token"
                     answer.first = event.first_token
-                    token = event.first_token.token
-                case _:
-                    token = event.token
-            if event.HasField("token") or event.HasField("first_token"):
-                answer.tokens.append(token.token_id)
-                answer.positions.append(token.position)
-                if token.finish_reason:
-                    return
+            if answer.add(event.token if event.HasField("token") else event.first_token.token):
+                return answer
 
     async def hears_no_more_of(self, request_id: str) -> None:
         """What was sent of it so far may still be on its way; behind another request's events, on the same stream, there is none of it."""
@@ -492,10 +496,16 @@ async def started(
 
 @asynccontextmanager
 async def routed(pair: Pair, router_id: str = "router-1") -> AsyncIterator[RouterDouble]:
+    """Ends once nothing is held on either side, where both still serve; fails with what still is."""
     router = RouterDouble(pair, router_id)
     await router.open()
     try:
         yield router
+        for runner in (pair.prefill_runner, pair.decode_runner):
+            if isinstance(runner, HeldRunner):
+                runner.let_go()
+        if not any(worker.record().draining or worker.engine_failed.is_set() for worker in (pair.prefill_worker, pair.decode_worker)):
+            await pair.settled()
     finally:
         await router.close()
 

@@ -6,7 +6,9 @@ has the edges of both packages, and joins them where it begins (`prefill_worker/
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ _SERVICES: Mapping[str, Callable[..., None]] = {
     "twostep.v1.Decode": decode_pb2_grpc.add_DecodeServicer_to_server,
 }
 SERVICE_NAMES = tuple(_SERVICES)
+_POLL_S = 0.02
 
 
 class Named(Protocol):
@@ -116,6 +119,16 @@ class Edge(Protocol):
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         """Adds what the edge holds."""
         ...
+
+
+async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """False: `timeout_s` passed first."""
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= give_up:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
 
 class Switchboard:

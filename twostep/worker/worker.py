@@ -37,7 +37,7 @@ from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.version_gate import VersionGate
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role, reachable_address
 from twostep.worker.curve_tracker import CurveTracker
-from twostep.worker.edge import SERVICE_NAMES, Edge, EdgeParts, KvTransports, Switchboard
+from twostep.worker.edge import SERVICE_NAMES, Edge, EdgeParts, KvTransports, Switchboard, until
 from twostep.worker.engine_loop import EngineLoop
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import Grammars, RequestReader
@@ -52,21 +52,10 @@ _GOODBYE_S = 2.0
 # Launched steps end within it once nothing is left in them; one that does not hangs.
 _ENGINE_IDLE_S = 10.0
 _IDLE_POLL_S = 0.005
-_POLL_S = 0.02
 
 
 class RoleConflict(Exception):
     """Another change of the worker is under way, or came in between: a switch, a stop. Says what to do."""
-
-
-async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """False: `timeout_s` passed first."""
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() >= give_up:
-            return False
-        await asyncio.sleep(_POLL_S)
-    return True
 
 
 class Worker:
