@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from decode_worker.peers import Peers, Source
+from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
 from kv_transfer.ticket import ProbePass
-from kv_transfer.transport import HostFetch, KvTransport
+from kv_transfer.transport import KvTransport
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted, TwostepError, Unavailable
 from twostep.rpc.channel import error_from_rpc
@@ -158,7 +159,7 @@ class Paths:
         return tuple(
             transport.name
             for transport in self._transports.ready
-            if (isinstance(transport, HostFetch) or not host_only)
+            if (isinstance(transport, CopyingTransport) or not host_only)
             and (known.usable(transport.name) or (transport.copies_out and transport.name not in known.results))
         )
 
