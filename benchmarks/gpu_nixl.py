@@ -25,7 +25,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
+from kv_transfer.nixl.agent import NixlAgent, NixlRead
 from kv_transfer.nixl.endpoint import NixlEndpoint, laid_out
 from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
@@ -177,7 +177,6 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
         backend_params=params,
     )
     agent.start()
-    peer = NixlPeer(endpoint.agent, endpoint.metadata)
     print(f"endpoint {len(source.endpoint)} characters, metadata {len(endpoint.metadata)} bytes")
     rng = np.random.default_rng(6)
     far_ids, near_ids = rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS], rng.permutation(POOL_BLOCKS)[:NUM_BLOCKS]
@@ -190,7 +189,7 @@ def raw(source: Source, sizes: tuple[int, ...] = (BLOCK_BYTES, 512 << 10, 128 <<
 
     def read(near: np.ndarray, far: np.ndarray, at_once: int = 1) -> None:
         parts = zip(np.array_split(near, at_once), np.array_split(far, at_once), strict=True)
-        reads = [NixlRead(peer, n, MEMORY, f, MEMORY, None) for n, f in parts]
+        reads = [NixlRead(endpoint, f, n, MEMORY, None) for n, f in parts]
         for one in reads:
             agent.start_read(one)
         for one in reads:

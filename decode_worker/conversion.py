@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv_transfer.convert import Assembler, block_bytes
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, HostFetch, KvTransport
+from kv_transfer.pool_transport import CopyingTransport
+from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport
 from kv_transfer.waiting import finish
 from kv_transfer.wire_encoding import LOSSY, RAW, check_encoding, decode, wire_layout
 from twostep.cluster.convertible import check_joinable, keeps_keys
@@ -46,7 +47,7 @@ class Conversion:
     ) -> None:
         """Raises Incompatible."""
         check_joinable(source, ours)
-        if not isinstance(transport, HostFetch):
+        if not isinstance(transport, CopyingTransport):
             raise Incompatible(
                 f"{transport.name} moves blocks as they are, and these must be converted on the way; allow ray on both workers, or start "
                 "them with the same --block-size, --dtype and --kv-cache-dtype"

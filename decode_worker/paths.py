@@ -20,9 +20,10 @@ import grpc.aio
 from redis.exceptions import RedisError
 
 from decode_worker.peers import Peers, Source
+from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
 from kv_transfer.ticket import ProbePass
-from kv_transfer.transport import HostFetch, KvTransport
+from kv_transfer.transport import KvTransport
 from kv_transfer.transports import Transports
 from twostep import __version__
 from twostep.cluster.connection import connect
@@ -164,7 +165,7 @@ class Paths:
         return tuple(
             transport.name
             for transport in self._transports.ready
-            if (isinstance(transport, HostFetch) or not host_only)
+            if (isinstance(transport, CopyingTransport) or not host_only)
             and (known.usable(transport.name) or (transport.copies_out and transport.name not in known.results))
         )
 

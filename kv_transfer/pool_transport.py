@@ -102,6 +102,9 @@ class CopyingTransport(PoolTransport):
         return ChunkInfo.of(index, first_block, block_ids, layers, num_bytes=num_bytes, checksum=digest)
 
     async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
+        """Publishes as a chunk's bytes KV that travels in another form than the pool's, uint8 [n]; returns their checksum. `data` must not
+        change before this ends."""
+
         def fill(out: Bytes) -> int:
             out[:] = data
             return checksum(out)
@@ -116,6 +119,7 @@ class CopyingTransport(PoolTransport):
             return time.monotonic() - start
 
     async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
+        """Returns a chunk for the caller to convert, verified, uint8 [num_bytes] of its own; blocks of whatever size. Raises as `fetch`."""
         async with self._fetched(endpoint, lease_id, chunk, deadline=deadline) as data:
             await self._threads.run(_check_sum, chunk, data)
             return await self._threads.run(data.copy)

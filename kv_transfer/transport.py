@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,35 +117,15 @@ def probe_pattern(num_bytes: int) -> Bytes:
     return np.resize(np.arange(251, dtype=np.uint8), num_bytes)
 
 
-@runtime_checkable
-class HostFetch(Protocol):
-    """A transport that passes through the reader's host memory, where KV is fetched that must be converted on the way."""
-
-    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
-        """One published chunk, verified, uint8 [num_bytes] of the caller's own; blocks of whatever size. Raises as `fetch` does."""
-        ...
-
-
-@runtime_checkable
-class HostPublish(Protocol):
-    """A transport that passes through the source's host memory, where it is given KV that travels in another form than the pool's."""
-
-    async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
-        """Publishes a chunk's bytes, uint8 [n], as `publish` would what it reads; returns their checksum. `data` must not change after."""
-        ...
-
-
 class KvTransport(Protocol):
     """One side's end of a transport; a worker has one for each kind it can use."""
 
     @property
-    def name(self) -> str:
-        """ "local", "ray", "cuda_ipc" or "nixl"."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def copies_out(self) -> bool:
-        """Returns whether the source's blocks may be reused once a chunk is published."""
+        """The source's blocks may be reused once a chunk is published."""
         ...
 
     @property

@@ -9,7 +9,8 @@ import numpy as np
 
 from kv_transfer.chunking import ChunkRange
 from kv_transfer.convert import block_bytes
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, HostPublish, KvTransport
+from kv_transfer.pool_transport import CopyingTransport
+from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport
 from kv_transfer.waiting import FifoGate, finish
 from kv_transfer.wire_encoding import RAW, check_encoding, encode
 from twostep.cluster.records import LayoutRecord
@@ -36,13 +37,13 @@ class WireEncoder:
 
     def choose(self, transport: KvTransport, accepted: Sequence[str]) -> str:
         """The form of a lease that goes by this transport to a reader that takes `accepted` besides raw."""
-        return self._encoding if self._encoding in accepted and isinstance(transport, HostPublish) else RAW
+        return self._encoding if self._encoding in accepted and isinstance(transport, CopyingTransport) else RAW
 
     async def publish(
         self, transport: KvTransport, lease_id: str, chunk: ChunkRange, block_ids: Sequence[int], *, ttl_s: float, deadline: float
     ) -> ChunkInfo:
         """As KvTransport.publish; nothing reads the blocks any more when it ends."""
-        assert isinstance(transport, HostPublish), "chosen by `choose`"
+        assert isinstance(transport, CopyingTransport), "chosen by `choose`"
         await self._turns.take(self._take, deadline=deadline)
         try:
             data = await finish(asyncio.to_thread(self._encoded, chunk, tuple(block_ids)))

@@ -23,10 +23,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.nixl.endpoint import Descriptors
+from kv_transfer.nixl.endpoint import Descriptors, NixlEndpoint
 from kv_transfer.nixl.memory import Landing, Region
 from twostep.errors import SetupError, TwostepError, Unavailable
 
@@ -43,26 +42,15 @@ _MAX_PEERS = 256
 _CLOSE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class NixlPeer:
-    """An agent elsewhere, by its name, and its metadata, which the first read from it loads."""
-
-    name: str
-    metadata: bytes
-
-
 class NixlRead:
     """One read, from the event loop that wants it to the agent's thread that does it, and to its end.
 
     waiting ──▶ reading ──▶ landing ──▶ ended          `abandon` before it lands: the read goes on, and nothing lands
     """
 
-    def __init__(
-        self, peer: NixlPeer, near: Descriptors, near_memory: str, far: Descriptors, far_memory: str, landing: Landing | None
-    ) -> None:
-        self.peer = peer
+    def __init__(self, source: NixlEndpoint, far: Descriptors, near: Descriptors, near_memory: str, landing: Landing | None) -> None:
+        self.source, self.far = source, far
         self.near, self.near_memory = near, near_memory
-        self.far, self.far_memory = far, far_memory
         self.landing = landing
         # Ends when nothing of the read, nor of its landing, can be written any more; fails with Unavailable where the peer or the path
         # is gone, and with what the landing raised.
@@ -106,7 +94,7 @@ class NixlAgent:
         self._backend_params = backend_params
         self._commands: queue.SimpleQueue[NixlRead | None] = queue.SimpleQueue()
         self._on_way: list[NixlRead] = []
-        self._peers: OrderedDict[str, NixlPeer] = OrderedDict()
+        self._peers: OrderedDict[str, bytes] = OrderedDict()  # their metadata, which the first read from each loads
         # Peers whose reads failed: forgotten once their last read has ended, and connected to anew when asked for again.
         self._failed: set[str] = set()
         self._agent: Any = None
@@ -214,10 +202,10 @@ class NixlAgent:
 
     def _begin(self, read: NixlRead) -> None:
         try:
-            self._load_peer(read.peer)
+            self._load_peer(read.source)
             near = self._agent.get_xfer_descs(read.near, read.near_memory)
-            far = self._agent.get_xfer_descs(read.far, read.far_memory)
-            read.handle = self._agent.initialize_xfer("READ", near, far, read.peer.name)
+            far = self._agent.get_xfer_descs(read.far, read.source.memory)
+            read.handle = self._agent.initialize_xfer("READ", near, far, read.source.agent)
             read.posted_at = time.monotonic()
             state = self._agent.transfer(read.handle)
         except Exception as error:  # noqa: BLE001 - the caller raises it; the thread must live
@@ -247,7 +235,7 @@ class NixlAgent:
         if state == "PROC":
             return False
         if state != "DONE":
-            self._fail(read, Unavailable(f"reading from {read.peer.name} over nixl failed (the library reports an error); prefill again"))
+            self._fail(read, Unavailable(f"reading from {read.source.agent} over nixl failed (the library says no more); prefill again"))
             return True
         self._release(read)
         if not read.may_land():
@@ -274,9 +262,9 @@ class NixlAgent:
         """Ends the read. What the library raises, or we say of a peer, is taken for the peer's failure."""
         self._release(read)
         if isinstance(error, (*self._library_errors, TwostepError)):
-            self._failed.add(read.peer.name)
+            self._failed.add(read.source.agent)
         if isinstance(error, self._library_errors):
-            error = Unavailable(f"reading from {read.peer.name} over nixl failed ({error}); prefill again")
+            error = Unavailable(f"reading from {read.source.agent} over nixl failed ({error}); prefill again")
         read.ended.set_exception(error)
 
     def _release(self, read: NixlRead) -> None:
@@ -287,32 +275,32 @@ class NixlAgent:
 
     # ---- peers --------------------------------------------------------------------------------------------------------------
 
-    def _load_peer(self, peer: NixlPeer) -> None:
+    def _load_peer(self, source: NixlEndpoint) -> None:
         """Loads the peer's metadata where it is not known. Raises Unavailable, and what the library raises."""
-        if peer.name == self.name:
+        if source.agent == self.name:
             return
-        busy = {read.peer.name for read in self._on_way}
-        if peer.name in self._failed:
-            raise Unavailable(f"earlier reads from {peer.name} over nixl failed and are still ending; prefill again")
-        if self._peers.get(peer.name) == peer:
-            self._peers.move_to_end(peer.name)
+        busy = {read.source.agent for read in self._on_way}
+        if source.agent in self._failed:
+            raise Unavailable(f"earlier reads from {source.agent} over nixl failed and are still ending; prefill again")
+        if self._peers.get(source.agent) == source.metadata:
+            self._peers.move_to_end(source.agent)
             return
-        if peer.name in busy:
-            raise Unavailable(f"{peer.name} says that it is somewhere else now, but reads from it are on their way; prefill again")
-        self._forget(peer.name)
+        if source.agent in busy:
+            raise Unavailable(f"{source.agent} says that it is somewhere else now, but reads from it are on their way; prefill again")
+        self._forget(source.agent)
         for idle in [name for name in self._peers if name not in busy][: max(0, len(self._peers) - _MAX_PEERS + 1)]:
             self._forget(idle)
-        loaded = self._agent.add_remote_agent(peer.metadata)
+        loaded = self._agent.add_remote_agent(source.metadata)
         loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
-        if loaded != peer.name:
+        if loaded != source.agent:
             self._agent.remove_remote_agent(loaded)
-            raise Unavailable(f"the nixl endpoint of {peer.name} has the metadata of {loaded}; prefill again")
-        self._peers[peer.name] = peer
+            raise Unavailable(f"the nixl endpoint of {source.agent} has the metadata of {loaded}; prefill again")
+        self._peers[source.agent] = source.metadata
 
     def _forget_failed(self) -> None:
         """Not before the last read from it has ended: the library would say of the others that they are unknown, not that they ended."""
         if self._failed:
-            for name in self._failed - {read.peer.name for read in self._on_way}:
+            for name in self._failed - {read.source.agent for read in self._on_way}:
                 self._failed.discard(name)
                 self._forget(name)
 

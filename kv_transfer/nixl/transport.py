@@ -18,11 +18,10 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from kv_transfer.checksums import chunk_sum
-from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
+from kv_transfer.nixl.agent import NixlAgent, NixlRead
 from kv_transfer.nixl.endpoint import Descriptors, NixlEndpoint, laid_out
 from kv_transfer.nixl.memory import Landing, NixlMemory
 from kv_transfer.pool_transport import InPlaceTransport, check_arrived
@@ -38,16 +37,6 @@ _SWEEP_S = 0.1
 # After an error the library no longer says when the last byte has landed: so long its memory is let alone. A copy takes milliseconds.
 _GRACE_S = 2.0
 _PROBE_READS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Blocks of the source's pool, those of ours that they go to, which bytes of each, and how many that are together."""
-
-    far: Sequence[int]
-    near: Sequence[int]
-    part: slice
-    num_bytes: int
 
 
 class NixlTransport(InPlaceTransport):
@@ -140,29 +129,24 @@ class NixlTransport(InPlaceTransport):
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:
         source = NixlEndpoint.parse(endpoint)
-        pieces = self._pieces(chunk.source_blocks, self._check_fetch(chunk, block_ids, source), self._part(chunk.layers))
+        near, far, part = self._check_fetch(chunk, block_ids, source), chunk.source_blocks, self._part(chunk.layers)
+        # Several pieces make one chunk, so that one lands while another is on its way.
+        count = -(-len(far) // max(1, self._piece_bytes // (part.stop - part.start)))
+        cuts = pairwise(len(far) * n // count for n in range(count + 1)) if count else ()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._fetch_piece(source, piece, deadline)) for piece in pieces]
+                tasks = [group.create_task(self._fetch_piece(source, far[a:b], near[a:b], part, deadline)) for a, b in cuts]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         landings = [task.result() for task in tasks]
         check_arrived(chunk, chunk_sum([value for landing in landings for value in landing.sums]))
         return sum(landing.seconds for landing in landings)
 
-    def _pieces(self, far: Sequence[int], near: Sequence[int], part: slice) -> list[_Piece]:
-        """Returns what is read at once: several make one chunk, so that one lands while another is on its way."""
-        each = part.stop - part.start
-        at_once = max(1, self._piece_bytes // each)
-        count = -(-len(far) // at_once)
-        cuts = [len(far) * n // count for n in range(count + 1)] if count else []
-        return [_Piece(far[start:stop], near[start:stop], part, (stop - start) * each) for start, stop in pairwise(cuts)]
-
-    async def _fetch_piece(self, source: NixlEndpoint, piece: _Piece, deadline: float) -> Landing:
-        far = source.of_blocks(piece.far, piece.part)
-        slot = await self._take(source, piece.num_bytes, deadline)
-        landing = Landing(self._memory, slot.offset, piece.near, piece.part)
-        await self._read(source, far, slot, deadline, landing)
+    async def _fetch_piece(self, source: NixlEndpoint, far: Sequence[int], near: Sequence[int], part: slice, deadline: float) -> Landing:
+        """Fills bytes `part` of blocks of ours with those of blocks of the source's."""
+        slot = await self._take(source, len(near) * (part.stop - part.start), deadline)
+        landing = Landing(self._memory, slot.offset, near, part)
+        await self._read(source, source.of_blocks(far, part), slot, deadline, landing)
         self._give_back(slot)
         return landing
 
@@ -205,7 +189,7 @@ class NixlTransport(InPlaceTransport):
         """Fills the slot and lets it land. If that fails the slot is given back, once the read has ended. Raises Unavailable."""
         arena = self._memory.arena
         near = laid_out(arena.address + slot.offset, far[:, 1], arena.device)
-        read = NixlRead(NixlPeer(source.agent, source.metadata), near, arena.memory, far, source.memory, landing)
+        read = NixlRead(source, far, near, arena.memory, landing)
         self._agent.start_read(read)
         ended = asyncio.wrap_future(read.ended)
         try:

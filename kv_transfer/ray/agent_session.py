@@ -16,11 +16,10 @@ import json
 import logging
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,7 +114,7 @@ class AgentSession:
         self._oom_kills = oom_kills()
         self._silence: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cut_off = False
-        self._waiting: OrderedDict[object, float] = OrderedDict()  # calls under way, by when they began
+        self._waiting: dict[object, float] = {}  # calls under way, by when they began
         self._own_timeouts = AnswerTimeouts(least_s=_SILENT_S, most_s=_MOST_SILENT_S)
         self._source_timeouts = AnswerTimeouts(least_s=_STALLED_S, most_s=_MOST_STALLED_S)
         self._unused = asyncio.Event()  # no slot is taken
@@ -165,7 +164,9 @@ class AgentSession:
     async def _look(self, exited: asyncio.Future[Any]) -> str:
         """Asks once and pauses, at most until a sign that something is wrong. Says why the agent is lost; empty if it is not."""
         began = time.monotonic()
-        asking = asyncio.ensure_future(self.status(try_store=self._waits_long(began)))
+        # A call has been under way for so long that the object store may be what holds it up.
+        waits_long = bool(self._waiting) and began - next(iter(self._waiting.values())) >= _POLL_S
+        asking = asyncio.ensure_future(self.status(try_store=waits_long))
         try:
             waited_s = 0.0
             while not asking.done():
@@ -200,10 +201,6 @@ class AgentSession:
             return f"its helper process {how_it_ended(self.process.returncode, oom_kills_before=self._oom_kills)}{self._last_words()}"
         return ""
 
-    def _waits_long(self, now: float) -> bool:
-        """Returns whether a call has been under way for so long that the object store may be what holds it up."""
-        return bool(self._waiting) and now - next(iter(self._waiting.values())) >= _POLL_S
-
     @property
     def silence(self) -> str:
         """Says why nothing should be asked of it now; empty if it answers."""
@@ -235,27 +232,15 @@ class AgentSession:
 
     async def _look_at_own_side(self, endpoint: str) -> None:
         """Nothing came from there. Falls silent if that is for want of an object store, or of a network, on this side."""
-        reaches, answers = await asyncio.gather(self._reaches_ray(), self._store_answers())
+        reaches, answers = await asyncio.gather(self._reaches_ray(), _in_time(self.status(try_store=True)))
         if not reaches:
             self._cut_off = True
             self._fall_silent(f"neither {endpoint} nor Ray's head can be reached from here")
         elif not answers:
             self._fall_silent("its object store does not answer")
 
-    async def _store_answers(self) -> bool:
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                await self.status(try_store=True)
-        except (TimeoutError, TwostepError):
-            return False
-        return True
-
     async def _reaches_ray(self) -> bool:
-        try:
-            await reach(self._ray_address, _CONNECT_S)
-        except Unavailable:
-            return False
-        return True
+        return await _in_time(reach(self._ray_address, _CONNECT_S))
 
     async def close(self) -> None:
         """Ends the helper, and with it the actor and its objects; what waits for them gets Unavailable. Idempotent."""
@@ -300,23 +285,20 @@ class AgentSession:
         call, slot.call = slot.call, None
         if call is not None and not call.done():
             self._late_calls.add(call)
-            call.add_done_callback(partial(self._late_call_ended, slot))
+            call.add_done_callback(self._late_calls.discard)
+            call.add_done_callback(lambda _: self.give_back(slot))
             return
         self._slots.free(slot.offset)
         self._slots_freed.pump()
         if not self._slots.used_bytes:
             self._unused.set()
 
-    def _late_call_ended(self, slot: RingSlot, call: asyncio.Task[None]) -> None:
-        self._late_calls.discard(call)
-        self.give_back(slot)
-
     @property
     def ring_used_bytes(self) -> int:
         return self._slots.used_bytes
 
     async def put(self, lease_id: str, chunk: int, slot: RingSlot, *, ttl_s: float) -> None:
-        """The slot is the caller's again when this ends. Raises what the agent's error says."""
+        """Raises what the agent's error says."""
         request = kv_pb2.AgentPutRequest(lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, ttl_s=ttl_s)
         await self._call(lambda: self._stub.Put(request, timeout=_PUT_S))
 
@@ -398,7 +380,6 @@ class AgentSession:
             self._waiting.pop(call, None)
 
     async def pin_ring(self, pin: Pin) -> None:
-        """While the agent starts, which takes longer."""
         try:
             self._unpin = await asyncio.to_thread(pin, self._ring.bytes)
         except RuntimeError as error:
@@ -437,6 +418,16 @@ class AgentSession:
 
     def _last_words(self) -> str:
         return f" (its last words: {self._stderr[-1][:300]})" if self._stderr else ""
+
+
+async def _in_time(call: Coroutine[Any, Any, object]) -> bool:
+    """Returns whether a call that is short where all is well succeeds."""
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await call
+    except (TimeoutError, TwostepError):
+        return False
+    return True
 
 
 async def reach(ray_address: str, within_s: float) -> None:

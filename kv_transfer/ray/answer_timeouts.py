@@ -1,7 +1,5 @@
-"""Timeouts for answers, after which the peer that owes one is taken for lost: short where answers come fast, longer where they do not.
-
-A fixed time would be either long enough for a busy machine, and so for a dead peer too, or so short that a busy machine loses every
-hand-over. So it follows what was seen: the least is for a peer that answers at once; one that was slow lately gets twice what it took.
+"""Timeouts for answers, after which the peer that owes one is taken for lost: a peer that answers at once gets the least, one that was slow
+lately twice what it took. A fixed time would be too long for a dead peer, or lose every hand-over of a busy machine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Starts a small Ray head on this machine: the command, its environment, and how to see that it is up. Never imports ray.
 
-    head = RayHead(temp_dir=Path("/tmp/ts1"), port=free_port(), client_port=free_port())
-    head.prepare()
-    process = subprocess.Popen(head.argv(), env=head.env(os.environ), stdin=subprocess.DEVNULL, ...)
-    while not head.ready(): ...                      # 4-6 s
-    worker_env = head.env(os.environ)                # the same token lets KV agents join `head.address`
-
-`python -P -m kv_transfer.ray.head --temp-dir ...` does all of that by itself. The process runs `ray start --head --block` and ends when
-its parent does, however that ends; SIGTERM ends all of Ray's processes with it (under 1 s), and so does SIGKILL.
+`python -P -m kv_transfer.ray.head --temp-dir ...` prepares a RayHead and becomes it (4 to 6 s). The process runs `ray start --head --block`
+and ends when its parent does, however that ends; SIGTERM ends all of Ray's processes with it (under 1 s), and so does SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,6 +27,12 @@ from twostep.settings.ray_node import MIN_OBJECT_STORE_BYTES
 _SOCKET_SUFFIX = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _MAX_SOCKET_PATH = 107
 _WATCH_S = 0.5
+RAY_ENV = {
+    "RAY_enable_worker_prestart": "0",
+    # Ray runs actors at niceness 15, where a busy machine starves them; a KV agent is part of every request's way.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 # From SIGTERM to a hard end, which takes Ray's other processes along.
 _END_S = 20.0
 
@@ -146,14 +146,7 @@ def check_temp_dir(path: Path) -> None:
 
 def ray_env(token_path: Path) -> dict[str, str]:
     """Returns the environment of every process that talks to a Ray with token authentication."""
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_path),
-        "RAY_enable_worker_prestart": "0",
-        # Ray runs actors at niceness 15, where a busy machine starves them; a KV agent is part of every request's way.
-        "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path), **RAY_ENV}
 
 
 def main(arguments: list[str]) -> None:
@@ -168,7 +161,7 @@ def main(arguments: list[str]) -> None:
 
 
 def become_local_head(arguments: Sequence[str]) -> NoReturn:
-    """Prepares the directory (an existing token file in it is kept) and replaces this process, with Ray's environment from the start on."""
+    """Replaces this process, with Ray's environment from the start on."""
     parser = argparse.ArgumentParser(prog="python -P -m kv_transfer.ray.head", description="A small Ray head on this machine.")
     parser.add_argument("--temp-dir", type=Path, required=True, help="private and short")
     parser.add_argument("--port", type=int, required=True, help="what KV agents join")

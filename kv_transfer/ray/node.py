@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kv_transfer.ray.head import check_temp_dir, head_flags, ray_start
+from kv_transfer.ray.head import RAY_ENV, check_temp_dir, head_flags, ray_start
 from twostep.errors import SetupError
 from twostep.process.ending import how_it_ended, oom_kills
 from twostep.process.log import setup_logging
@@ -130,9 +130,7 @@ class NodeConfig(RayNodeSettings):
 def node_env(base: Mapping[str, str]) -> dict[str, str]:
     """Returns `base`, and what it does not say. Ray's own RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, RAY_REDIS_ADDRESS (of a head) are there."""
     return {
-        "RAY_enable_worker_prestart": "0",
-        "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
+        **RAY_ENV,
         # How long nodes, agents and their helpers go on while no GCS answers; Ray's own 60 s are less than a head may take to come back.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_BACKEND_LOG_LEVEL": "warning",

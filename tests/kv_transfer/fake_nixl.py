@@ -4,10 +4,10 @@ and fail, and what is registered, known and not released can be asked for."""
 from __future__ import annotations
 
 import ctypes
-import threading
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,7 +41,6 @@ class FakeLibrary:
         self.held: set[str] = set()
         self.dead: set[str] = set()
         self.live_handles = 0
-        self.lock = threading.Lock()
 
     def copied_late(self, handle: FakeHandle) -> None:
         for near, far in zip(handle.near.tolist(), handle.far.tolist(), strict=True):
@@ -120,13 +119,11 @@ def fake_nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     """In place of the real one, whether that is installed or not."""
     library = FakeLibrary()
     agent_class = type("nixl_agent", (FakeAgent,), {"library": library})
-    api, bindings, package = ModuleType("nixl._api"), ModuleType("nixl._bindings"), ModuleType("nixl")
-    api.nixl_agent = agent_class  # type: ignore[attr-defined]
-    api.nixl_agent_config = lambda **config: config  # type: ignore[attr-defined]
-    bindings.nixlBackendError = nixlBackendError  # type: ignore[attr-defined]
-    bindings.nixlRemoteDisconnectError = nixlRemoteDisconnectError  # type: ignore[attr-defined]
+    errors = SimpleNamespace(nixlBackendError=nixlBackendError, nixlRemoteDisconnectError=nixlRemoteDisconnectError)
+    api = SimpleNamespace(nixl_agent=agent_class, nixl_agent_config=lambda **config: config)
+    package = SimpleNamespace(_api=api, _bindings=errors)
     with monkeypatch.context() as patch:
-        for module in (package, api, bindings):
-            patch.setitem(__import__("sys").modules, module.__name__, module)
+        for name, module in (("nixl", package), ("nixl._api", api), ("nixl._bindings", errors)):
+            patch.setitem(sys.modules, name, module)
         yield library
     assert library.live_handles == 0

@@ -1,7 +1,4 @@
-"""A process whose pool others read over NIXL: says its endpoint and one chunk of it, and lives until its standard input ends.
-
-python nixl_source.py BACKEND_PARAMS_JSON NUM_BLOCKS BLOCK_BYTES
-"""
+"""A process whose pool others read over NIXL: says its endpoint and one chunk of it, and lives until its standard input ends."""
 
 from __future__ import annotations
 
@@ -17,22 +14,24 @@ import torch
 from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
 
-SEED = 11
+# Over TCP a read needs the source's process, so that a stopped one stops it. Other paths within a host do not.
+TCP = {"engine_config": "TLS=tcp"}
+NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
+CONTENTS = np.random.default_rng(11).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
 
 
-def contents(num_blocks: int, block_bytes: int) -> np.ndarray:
-    return np.random.default_rng(SEED).integers(0, 256, (num_blocks, block_bytes), np.uint8)
+def transport_of(pool: np.ndarray, arena_bytes: int) -> NixlTransport:
+    return NixlTransport(NixlMemory(torch.from_numpy(pool), arena_bytes=arena_bytes, probe_bytes=1 << 20), backend_params=TCP)
 
 
-async def main(params: dict[str, str], num_blocks: int, block_bytes: int) -> None:
-    memory = NixlMemory(torch.from_numpy(contents(num_blocks, block_bytes)), arena_bytes=1 << 20, probe_bytes=1 << 20)
-    transport = NixlTransport(memory, backend_params=params)
+async def main() -> None:
+    transport = transport_of(CONTENTS, 1 << 20)
     await transport.start()
-    chunk = await transport.publish("a", 0, 0, list(range(num_blocks)), ttl_s=300, deadline=time.monotonic() + 60)
+    chunk = await transport.publish("a", 0, 0, range(NUM_BLOCKS), ttl_s=300, deadline=time.monotonic() + 60)
     print(json.dumps([transport.endpoint, asdict(chunk)]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await transport.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main())

@@ -13,7 +13,8 @@ import pytest
 from kv_pairs import NUM_BLOCKS, SOON_S, TTL_S, MakePair, copying, in_s, one_sided, wait_for_objects
 
 from kv_transfer.checksums import block_sums, checksum, chunk_sum
-from kv_transfer.transport import ChunkInfo, HostFetch, HostPublish
+from kv_transfer.pool_transport import CopyingTransport
+from kv_transfer.transport import ChunkInfo
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable
 
@@ -27,7 +28,7 @@ async def test_a_transport_says_what_it_is(make_pair: MakePair, request: pytest.
     assert transport.ready
     assert transport.endpoint not in ("", pair.decode.transport.endpoint)
     # Others' bytes cannot be converted on their way.
-    assert isinstance(transport, HostFetch) == isinstance(transport, HostPublish) == transport.copies_out
+    assert isinstance(transport, CopyingTransport) == transport.copies_out
     assert transport.max_lease_bytes == (64 << 20 if transport.copies_out else 0)
 
 

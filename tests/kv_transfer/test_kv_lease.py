@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from kv_transfer.lease import (
     Event,
     FetchProgress,
     Freed,
-    Lease,
     LeaseState,
     LeaseTable,
     PublisherStarted,
@@ -28,17 +28,11 @@ from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.rpc.v1 import kv_pb2
 
 TTL_S = 10.0
-NUM_CHUNKS = 3
-READER = 77
 # Two blocks a chunk.
-CHUNKS = [ChunkPublished(i, (10 + i, 20 + i), (1, i)) for i in range(NUM_CHUNKS)]
-
-
-def commit_of(num_chunks: int = NUM_CHUNKS, **changes: Any) -> Commit:
-    """What a reader of so many chunks says."""
-    blocks = tuple(block for chunk in CHUNKS[:num_chunks] for block in chunk.source_blocks)
-    generations = tuple(generation for chunk in CHUNKS[:num_chunks] for generation in chunk.generations)
-    return replace(Commit(reader=READER, source_blocks=blocks, generations=generations), **changes)
+CHUNKS = [ChunkPublished(i, (10 + i, 20 + i), (1, i)) for i in range(3)]
+BLOCKS, GENERATIONS = (tuple(chain(*each)) for each in zip(*((c.source_blocks, c.generations) for c in CHUNKS), strict=True))
+COMMIT = Commit(reader=77, source_blocks=BLOCKS, generations=GENERATIONS)
+FREE = (Action.RELEASE_BLOCKS, Action.DROP_OBJECTS)
 
 
 def ticket(name: str = "a", *, expires_unix_ms: int = 0) -> Ticket:
@@ -48,99 +42,88 @@ def ticket(name: str = "a", *, expires_unix_ms: int = 0) -> Ticket:
 A = ticket().lease_id
 
 
-class Pool:
-    """The generations of blocks, each of which a test may reuse."""
+class Table(LeaseTable):
+    """Of a pool whose blocks a test may `reuse`."""
 
-    def __init__(self) -> None:
-        self.now = {block: generation for chunk in CHUNKS for block, generation in zip(chunk.source_blocks, chunk.generations, strict=True)}
+    def __init__(self, **limits: int) -> None:
+        self.reuse: defaultdict[int, int] = defaultdict(int)
+        now = dict(zip(BLOCKS, GENERATIONS, strict=True))
+        super().__init__(lambda blocks: [now[block] + self.reuse[block] for block in blocks], **limits)
 
-    def generations(self, blocks: Sequence[int]) -> list[int]:
-        return [self.now[block] for block in blocks]
+    def opened(self, name: str = "a", **options: Any) -> None:
+        self.open(ticket(name), now=0, ttl_s=TTL_S, **options)
 
-
-def table_of(pool: Pool | None = None, **limits: int) -> LeaseTable:
-    return LeaseTable((pool or Pool()).generations, **limits)
-
-
-def opened(table: LeaseTable, name: str = "a", **options: Any) -> Lease:
-    return table.open(ticket(name), now=0, ttl_s=TTL_S, **options)
-
-
-def published(table: LeaseTable, name: str = "a", *, copies_out: bool = False) -> None:
-    """Opens a lease and publishes all of it."""
-    lease = opened(table, name)
-    for event in (PublisherStarted(copies_out), *CHUNKS, PublisherStopped(NUM_CHUNKS)):
-        table.apply(lease.lease_id, event, now=0)
+    def published(self, name: str = "a", *, copies_out: bool = False) -> None:
+        """Opens a lease and publishes all of it."""
+        self.opened(name)
+        for event in (PublisherStarted(copies_out), *CHUNKS, PublisherStopped(len(CHUNKS))):
+            self.apply(ticket(name).lease_id, event, now=0)
 
 
 def test_the_straight_way() -> None:
-    table = table_of()
-    opened(table)
-    seen: list[tuple[LeaseState, tuple[Action, ...]]] = []
-    events: list[Event] = [
-        PublisherStarted(copies_out=True),
-        ChunkPublished(0),
-        ChunkPublished(1),
-        PublisherStopped(2),
-        FetchProgress(),
-        Commit(),
-        Freed(),
+    table = Table()
+    table.opened()
+    ways: list[tuple[Event, LeaseState, tuple[Action, ...]]] = [
+        (PublisherStarted(copies_out=True), LeaseState.PUBLISHING, ()),
+        (ChunkPublished(0), LeaseState.PUBLISHING, ()),
+        (ChunkPublished(1), LeaseState.PUBLISHING, ()),
+        (PublisherStopped(2), LeaseState.READY, (Action.RELEASE_BLOCKS,)),
+        (FetchProgress(), LeaseState.FETCHING, ()),
+        (Commit(), LeaseState.COMMITTED, (Action.DROP_OBJECTS,)),
+        (Freed(), LeaseState.RELEASED, ()),
+        (Commit(), LeaseState.RELEASED, ()),
     ]
-    for event in events:
+    for event, state, actions in ways:
         transition = table.apply(A, event, now=1)
-        seen.append((transition.lease.state, transition.actions))
-    assert seen == [
-        (LeaseState.PUBLISHING, ()),
-        (LeaseState.PUBLISHING, ()),
-        (LeaseState.PUBLISHING, ()),
-        (LeaseState.READY, (Action.RELEASE_BLOCKS,)),
-        (LeaseState.FETCHING, ()),
-        (LeaseState.COMMITTED, (Action.DROP_OBJECTS,)),
-        (LeaseState.RELEASED, ()),
-    ]
-    assert table.apply(A, Commit(), now=2).lease.state is LeaseState.RELEASED
+        assert (transition.lease.state, transition.actions) == (state, actions)
 
 
 def test_abort_under_a_publisher_frees_when_it_has_stopped() -> None:
-    table = table_of()
-    opened(table)
+    table = Table()
+    table.opened()
     table.apply(A, PublisherStarted(copies_out=True), now=0)
-    assert table.apply(A, Abort("gone"), now=0).actions == (Action.CANCEL_PUBLISHER,)
-    assert table.apply(A, Abort("gone"), now=0).actions == ()
+    assert [table.apply(A, Abort("gone"), now=0).actions for _ in range(2)] == [(Action.CANCEL_PUBLISHER,), ()]
     stopped = table.apply(A, PublisherStopped(None), now=0)
-    assert stopped.actions == (Action.RELEASE_BLOCKS, Action.DROP_OBJECTS)
-    assert (stopped.lease.state, stopped.lease.reason) == (LeaseState.ABORTED, "gone")
+    assert (stopped.actions, stopped.lease.state, stopped.lease.reason) == (FREE, LeaseState.ABORTED, "gone")
 
 
 def test_progress_renews_up_to_the_hard_deadline() -> None:
-    table = table_of()
-    opened(table, max_life_s=25)
+    table = Table()
+    table.opened(max_life_s=25)
     for now in (9.0, 18.0, 24.0):
         table.apply(A, FetchProgress(), now=now)
         assert table.sweep(now) == []
     (expired,) = table.sweep(25.0)
-    assert expired.lease.state is LeaseState.EXPIRED
-    assert expired.actions == (Action.RELEASE_BLOCKS, Action.DROP_OBJECTS)
+    assert (expired.lease.state, expired.actions) == (LeaseState.EXPIRED, FREE)
     assert table.sweep(26.0) == []
 
 
-def test_wrong_number_of_chunks_is_refused() -> None:
-    table = table_of()
-    opened(table)
-    table.apply(A, PublisherStarted(copies_out=True), now=0)
-    table.apply(A, ChunkPublished(1), now=0)
+@pytest.mark.parametrize(
+    ("copies_out", "events"),
+    [
+        (True, [ChunkPublished(1), PublisherStopped(2)]),  # a wrong number of chunks
+        (False, [ChunkPublished(0)]),  # a chunk that is read where it lies has generations
+        (False, [ChunkPublished(0, (1, 2), (1,))]),
+        (True, [ChunkPublished(0), Commit()]),  # before all of it was published
+    ],
+)
+def test_what_no_order_of_messages_explains_is_refused(copies_out: bool, events: list[Event]) -> None:
+    table = Table()
+    table.opened()
+    for event in (PublisherStarted(copies_out), *events[:-1]):
+        table.apply(A, event, now=0)
     with pytest.raises(InvalidRequest):
-        table.apply(A, PublisherStopped(2), now=0)
+        table.apply(A, events[-1], now=0)
 
 
 def test_the_table_is_bounded_and_remembers_how_leases_ended() -> None:
-    table = table_of(max_leases=2, max_remembered=1)
+    table = Table(max_leases=2, max_remembered=1)
     for name in "ab":
-        opened(table, name)
+        table.opened(name)
     with pytest.raises(ResourceExhausted):
-        opened(table, "c")
+        table.opened("c")
     with pytest.raises(InvalidRequest):
-        opened(table, "a")
+        table.opened("a")
     for name in "ab":
         for event in (Abort("stop"), Freed()):
             table.apply(ticket(name).lease_id, event, now=0)
@@ -148,68 +131,57 @@ def test_the_table_is_bounded_and_remembers_how_leases_ended() -> None:
     assert table.acknowledge(ticket("b"), FetchProgress(), now=0).state is LeaseState.ABORTED
     with pytest.raises(NotFound):
         table.apply(A, FetchProgress(), now=0)
-    forgotten = table.acknowledge(ticket("a"), commit_of(), now=0)
-    assert (forgotten.state, forgotten.transition) == (LeaseState.RELEASED, None)
-    assert forgotten.refusal
+    forgotten = table.acknowledge(ticket("a"), COMMIT, now=0)
+    assert (forgotten.state, forgotten.transition, bool(forgotten.refusal)) == (LeaseState.RELEASED, None, True)
     with pytest.raises(InvalidRequest):
-        opened(table, "b")
+        table.opened("b")
 
 
 def test_another_ticket_of_the_same_name_changes_nothing() -> None:
-    table = table_of()
-    published(table, copies_out=True)
-    for event in (commit_of(), Abort("gone"), FetchProgress()):
+    table = Table()
+    table.published(copies_out=True)
+    for event in (COMMIT, Abort("gone"), FetchProgress()):
         answer = table.acknowledge(ticket(expires_unix_ms=5), event, now=0)
         assert (answer.state, bool(answer.refusal), answer.transition) == (LeaseState.RELEASED, True, None)
     assert table.acknowledge(ticket(), FetchProgress(), now=0).state is LeaseState.FETCHING
 
 
 def test_only_the_first_reader_of_what_was_published_may_use_it() -> None:
-    pool = Pool()
-    table = table_of(pool)
-    published(table)
-    pool.now[22] += 1
-    reused = table.acknowledge(ticket(), commit_of(), now=0)
-    pool.now[22] -= 1
-    wrong = [
-        commit_of(generations=(1, 0, 1, 1, 1, 3)),
-        commit_of(source_blocks=(10, 20, 11, 21, 12, 23)),
-        commit_of(2),
-        Commit(reader=READER),
-    ]
-    for refused in (reused, *(table.acknowledge(ticket(), commit, now=0) for commit in wrong)):
+    table = Table()
+    table.published()
+    table.reuse[22] += 1
+    refusals = [table.acknowledge(ticket(), COMMIT, now=0)]
+    table.reuse[22] -= 1
+    for wrong in (
+        {"generations": (1, 0, 1, 1, 1, 3)},
+        {"source_blocks": (10, 20, 11, 21, 12, 23)},
+        {"source_blocks": BLOCKS[:4], "generations": GENERATIONS[:4]},
+        {"source_blocks": (), "generations": ()},
+    ):
+        refusals.append(table.acknowledge(ticket(), replace(COMMIT, **wrong), now=0))
+    for refused in refusals:
         assert refused.refusal
         assert refused.transition is not None
         assert (refused.state, refused.transition.actions) == (LeaseState.READY, ())
-    taken = table.acknowledge(ticket(), commit_of(), now=0)
+    taken = table.acknowledge(ticket(), COMMIT, now=0)
     assert taken.transition is not None
-    assert (taken.refusal, taken.transition.actions) == ("", (Action.RELEASE_BLOCKS, Action.DROP_OBJECTS))
+    assert (taken.refusal, taken.transition.actions) == ("", FREE)
     for _ in range(2):
-        assert table.acknowledge(ticket(), commit_of(reader=READER + 1), now=0).refusal
+        assert table.acknowledge(ticket(), replace(COMMIT, reader=78), now=0).refusal
         # Its first answer was lost, and its blocks have been given out since: the same again.
-        pool.now[22] += 1
-        assert not table.acknowledge(ticket(), commit_of(), now=0).refusal
+        table.reuse[22] += 1
+        assert not table.acknowledge(ticket(), COMMIT, now=0).refusal
         table.apply(A, Freed(), now=0)
 
 
 @pytest.mark.parametrize("copies_out", [False, True])
 def test_a_commit_after_the_end_is_refused(copies_out: bool) -> None:
-    table = table_of()
-    for name, end in (("a", Abort("gone")), ("b", Tick())):
-        published(table, name, copies_out=copies_out)
+    table = Table()
+    for name, end, state in (("a", Abort("gone"), LeaseState.ABORTED), ("b", Tick(), LeaseState.EXPIRED)):
+        table.published(name, copies_out=copies_out)
         table.apply(ticket(name).lease_id, end, now=2 * TTL_S)
-        answer = table.acknowledge(ticket(name), commit_of(), now=0)
-        assert answer.refusal
-        assert answer.state in (LeaseState.ABORTED, LeaseState.EXPIRED)
-
-
-def test_a_chunk_that_is_read_where_it_lies_has_generations() -> None:
-    table = table_of()
-    opened(table)
-    table.apply(A, PublisherStarted(copies_out=False), now=0)
-    for chunk in (ChunkPublished(0), ChunkPublished(0, (1, 2), (1,))):
-        with pytest.raises(InvalidRequest):
-            table.apply(A, chunk, now=0)
+        answer = table.acknowledge(ticket(name), COMMIT, now=0)
+        assert (answer.state, bool(answer.refusal)) == (state, True)
 
 
 def test_states_are_those_of_the_wire() -> None:

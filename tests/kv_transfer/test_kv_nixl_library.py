@@ -1,5 +1,5 @@
-"""The nixl transport over the library itself, host memory to host memory, where the package is installed; and processes that are killed
-or stopped while they are read."""
+"""The nixl transport over the library itself, where the package is installed: sources that are killed or stopped while they are read. (What
+goes well: the contract's tests of `nixl_library`.)"""
 
 from __future__ import annotations
 
@@ -11,117 +11,92 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nixl_source
 import numpy as np
 import pytest
-import torch
-from kv_pairs import in_s, wait_until
+from kv_pairs import Side, in_s, running, wait_until
 
-from kv_transfer.nixl.memory import NixlMemory
-from kv_transfer.nixl.transport import NixlTransport
 from kv_transfer.transport import ChunkInfo
-from twostep.errors import DataLoss, TwostepError, Unavailable
+from twostep.errors import Unavailable
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the nixl package is not installed")
 
-# Over TCP a read needs the source's process, so that a stopped one stops it. Other paths within a host do not.
-TCP = {"engine_config": "TLS=tcp"}
-LARGE = (64, 1 << 20)
 
+class Source:
+    """A process with a pool, and what a reader knows of it."""
 
-@asynccontextmanager
-async def transport_of(pool: np.ndarray, *, arena_bytes: int = 1 << 20, **params: str) -> AsyncIterator[NixlTransport]:
-    transport = NixlTransport(NixlMemory(torch.from_numpy(pool), arena_bytes=arena_bytes, probe_bytes=1 << 20), backend_params=params)
-    await transport.start()
-    try:
-        yield transport
-    finally:
-        await transport.close()
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": path}
+        command = [sys.executable, nixl_source.__file__]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self.process.stdout is not None
+        self.endpoint, fields = json.loads(self.process.stdout.readline())
+        self.chunk = ChunkInfo(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+    async def read_by(self, reader: Any, within_s: float = 60.0) -> float:
+        seconds: float = await reader.fetch(self.endpoint, "a", self.chunk, range(64), deadline=in_s(within_s))
+        return seconds
 
 
 @contextmanager
-def other_process(num_blocks: int, block_bytes: int, **params: str) -> Iterator[tuple[subprocess.Popen[str], str, ChunkInfo]]:
-    root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, nixl_source.__file__, json.dumps(params), str(num_blocks), str(block_bytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])},
-    )
+def other_process() -> Iterator[Source]:
+    source = Source()
     try:
-        assert process.stdout is not None
-        endpoint, fields = json.loads(process.stdout.readline())
-        yield process, endpoint, ChunkInfo(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        yield source
     finally:
-        process.kill()
-        process.communicate()
+        source.process.kill()
+        source.process.communicate()
 
 
-async def test_another_process_is_probed_and_read() -> None:
-    pool = np.zeros((8, 5000), np.uint8)
-    with other_process(8, 5000) as (_, endpoint, chunk):
-        async with transport_of(pool) as reader:
-            probe = await reader.probe(endpoint, deadline=in_s(60))
-            assert probe.num_bytes == 1 << 20
-            assert probe.bytes_per_s > 1e6
-            with pytest.raises(DataLoss):
-                await reader.fetch(endpoint, "a", replace(chunk, checksum=chunk.checksum ^ 1), range(8), deadline=in_s(60))
-            await reader.fetch(endpoint, "a", chunk, range(8), deadline=in_s(60))
-            np.testing.assert_array_equal(pool, nixl_source.contents(8, 5000))
+@pytest.fixture
+def pool() -> np.ndarray:
+    return np.zeros_like(nixl_source.CONTENTS)
 
 
-async def test_a_source_killed_in_mid_read_is_unavailable_and_another_is_read() -> None:
-    pool = np.zeros(LARGE, np.uint8)
-    async with transport_of(pool, arena_bytes=256 << 20, **TCP) as reader:
-        with other_process(*LARGE, **TCP) as (process, endpoint, chunk):
-            await reader.probe(endpoint, deadline=in_s(60))
-            reads = [asyncio.create_task(reader.fetch(endpoint, "a", chunk, range(64), deadline=in_s(60))) for _ in range(2)]
-            await wait_until(lambda: reader.arena.used_bytes > 0, every_s=0.001)
-            process.kill()
-            outcomes = await asyncio.gather(*reads, return_exceptions=True)
-            # One that was quicker than the kill is no failure, both are no test.
-            assert any(isinstance(o, Unavailable) for o in outcomes), outcomes
-            assert all(isinstance(o, float | Unavailable) for o in outcomes), outcomes
-            with pytest.raises(Unavailable):
-                await reader.fetch(endpoint, "a", chunk, range(64), deadline=in_s(60))
+@pytest.fixture
+async def reader(pool: np.ndarray) -> AsyncIterator[Any]:
+    transport: Any = nixl_source.transport_of(pool, 256 << 20)
+    async with running(Side(transport, transport)):
+        yield transport
+
+
+async def test_a_source_killed_in_mid_read_is_unavailable_and_another_is_read(reader: Any, pool: np.ndarray) -> None:
+    with other_process() as source:
+        await reader.probe(source.endpoint, deadline=in_s(60))
+        reads = [asyncio.create_task(source.read_by(reader)) for _ in range(2)]
+        await wait_until(lambda: reader.arena.used_bytes > 0, every_s=0.001)
+        source.process.kill()
+        outcomes = await asyncio.gather(*reads, return_exceptions=True)
+        # One that was quicker than the kill is no failure, both are no test.
+        assert any(isinstance(o, Unavailable) for o in outcomes), outcomes
+        assert all(isinstance(o, float | Unavailable) for o in outcomes), outcomes
+        with pytest.raises(Unavailable):
+            await source.read_by(reader)
+    await wait_until(lambda: reader.arena.used_bytes == 0)
+    with other_process() as source:
+        await source.read_by(reader)
+    np.testing.assert_array_equal(pool, nixl_source.CONTENTS)
+
+
+async def test_a_stopped_source_costs_its_calls_their_deadline_and_nothing_later(reader: Any, pool: np.ndarray) -> None:
+    with other_process() as source:
+        await reader.probe(source.endpoint, deadline=in_s(60))
+        read = asyncio.create_task(source.read_by(reader, 1.0))
+        await wait_until(lambda: reader.arena.used_bytes > 0, every_s=0.001)
+        source.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(Unavailable):
+            await read
+        assert reader.arena.quarantined_bytes == source.chunk.num_bytes
+        with pytest.raises(Unavailable):
+            await source.read_by(reader)
+        pool[:] = 7  # somebody else's by now
+        source.process.send_signal(signal.SIGCONT)
         await wait_until(lambda: reader.arena.used_bytes == 0)
-        with other_process(*LARGE, **TCP) as (_, endpoint, chunk):
-            await reader.fetch(endpoint, "a", chunk, range(64), deadline=in_s(60))
-            np.testing.assert_array_equal(pool, nixl_source.contents(*LARGE))
-
-
-async def test_a_stopped_source_costs_its_calls_their_deadline_and_nothing_later() -> None:
-    pool = np.zeros(LARGE, np.uint8)
-    async with transport_of(pool, arena_bytes=256 << 20, **TCP) as reader:
-        with other_process(*LARGE, **TCP) as (process, endpoint, chunk):
-            await reader.probe(endpoint, deadline=in_s(60))
-            read = asyncio.create_task(reader.fetch(endpoint, "a", chunk, range(64), deadline=in_s(1.0)))
-            await wait_until(lambda: reader.arena.used_bytes > 0, every_s=0.001)
-            process.send_signal(signal.SIGSTOP)
-            with pytest.raises(Unavailable, match="deadline"):
-                await read
-            assert reader.arena.quarantined_bytes == chunk.num_bytes
-            with pytest.raises(Unavailable, match="have not ended"):
-                await reader.fetch(endpoint, "a", chunk, range(64), deadline=in_s(60))
-            pool[:] = 7  # somebody else's by now
-            process.send_signal(signal.SIGCONT)
-            await wait_until(lambda: reader.arena.used_bytes == 0)
-            assert (pool == 7).all()
-            await reader.fetch(endpoint, "a", chunk, range(64), deadline=in_s(60))
-            np.testing.assert_array_equal(pool, nixl_source.contents(*LARGE))
-
-
-async def test_a_source_that_is_gone_is_unavailable_at_once() -> None:
-    with other_process(4, 64) as (process, endpoint, chunk):
-        process.kill()
-        process.wait()
-        async with transport_of(np.zeros((4, 64), np.uint8)) as reader:
-            for call in (reader.fetch(endpoint, "a", chunk, range(4), deadline=in_s(60)), reader.probe(endpoint, deadline=in_s(60))):
-                with pytest.raises(TwostepError) as caught:
-                    await call
-                assert isinstance(caught.value, Unavailable)
+        assert (pool == 7).all()
+        await source.read_by(reader)
+    np.testing.assert_array_equal(pool, nixl_source.CONTENTS)

@@ -1,4 +1,4 @@
-"""Tickets and layouts."""
+"""Tickets, passes and layouts."""
 
 from __future__ import annotations
 
@@ -31,32 +31,19 @@ tickets = st.builds(
 )
 
 
-@given(tickets)
-def test_survives_the_wire_and_verifies(ticket: Ticket) -> None:
-    signed = ticket.signed(SECRET)
+@given(tickets, tickets, st.integers(0, 31), st.integers(1, 255))
+def test_a_signature_survives_the_wire_and_fits_one_ticket_only(one: Ticket, other: Ticket, position: int, flip: int) -> None:
+    signed = one.signed(SECRET)
     arrived = Ticket.from_proto(kv_pb2.Ticket.FromString(signed.to_proto().SerializeToString()))
     assert arrived == signed
     arrived.check_signature(SECRET)
-    with pytest.raises(Unauthenticated):
-        arrived.check_signature(b"another secret")
-
-
-@given(tickets, tickets)
-def test_a_signature_fits_one_ticket_only(one: Ticket, other: Ticket) -> None:
-    moved = replace(other, mac=one.signed(SECRET).mac)
-    if replace(one, mac=b"") == replace(other, mac=b""):
-        moved.check_signature(SECRET)
-    else:
+    flipped = bytearray(signed.mac)
+    flipped[position] ^= flip
+    forged = [(arrived, b"another secret"), (replace(arrived, mac=bytes(flipped)), SECRET)]
+    forged += [(replace(other, mac=signed.mac), SECRET)] if one != other else []
+    for ticket, secret in forged:
         with pytest.raises(Unauthenticated):
-            moved.check_signature(SECRET)
-
-
-@given(tickets, st.integers(0, 31), st.integers(1, 255))
-def test_any_flipped_bit_of_the_signature_is_seen(ticket: Ticket, position: int, flip: int) -> None:
-    mac = bytearray(ticket.signed(SECRET).mac)
-    mac[position] ^= flip
-    with pytest.raises(Unauthenticated):
-        replace(ticket, mac=bytes(mac)).check_signature(SECRET)
+            ticket.check_signature(secret)
 
 
 def ticket_of(**changes: Any) -> Ticket:
@@ -69,20 +56,20 @@ def verify(ticket: Ticket, now: int = 999) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ticket", "error", "says"),
+    ("ticket", "error"),
     [
-        (replace(ticket_of(), attempt=2), Unauthenticated, "secret-file"),
-        (ticket_of(worker_id="x"), Incompatible, "x"),
-        (ticket_of(epoch=6), Unavailable, "6"),
-        (ticket_of(layout="other"), Incompatible, "other"),
-        (ticket_of(expires_unix_ms=999), Unavailable, "0 ms"),
-        (replace(ticket_of(), tenant="x"), Unauthenticated, "secret-file"),
-        (replace(ticket_of(worker_id="ab", address="c"), worker_id="a", address="bc"), Unauthenticated, "secret-file"),
+        (replace(ticket_of(), attempt=2), Unauthenticated),
+        (ticket_of(worker_id="x"), Incompatible),
+        (ticket_of(epoch=6), Unavailable),
+        (ticket_of(layout="other"), Incompatible),
+        (ticket_of(expires_unix_ms=999), Unavailable),
+        (replace(ticket_of(), tenant="x"), Unauthenticated),
+        (replace(ticket_of(worker_id="ab", address="c"), worker_id="a", address="bc"), Unauthenticated),
     ],
 )
-def test_refused_with_what_to_do(ticket: Ticket, error: type[Exception], says: str) -> None:
+def test_what_a_ticket_is_refused_for(ticket: Ticket, error: type[Exception]) -> None:
     verify(ticket_of())
-    with pytest.raises(error, match=says):
+    with pytest.raises(error):
         verify(ticket)
 
 
@@ -91,17 +78,18 @@ def test_a_pass_is_for_one_life_of_one_worker_and_ends(worker_id: str, epoch: in
     issued = ProbePass.issue(SECRET, worker_id=worker_id, epoch=epoch)
     arrived = ProbePass.from_proto(kv_pb2.ProbeRequest.FromString(issued.to_proto().SerializeToString()))
     arrived.verify(SECRET, worker_id=worker_id, epoch=epoch)
-    with pytest.raises(Unauthenticated, match="secret-file"):
-        arrived.verify(b"another secret", worker_id=worker_id, epoch=epoch)
+    other = worker_id + "x"
     with pytest.raises(Unauthenticated):
-        replace(arrived, worker_id=worker_id + "x").verify(SECRET, worker_id=worker_id + "x", epoch=epoch)
-    with pytest.raises(Unavailable):
-        arrived.verify(SECRET, worker_id=worker_id, epoch=epoch ^ 1)
-    with pytest.raises(Unavailable):
-        arrived.verify(SECRET, worker_id=worker_id + "x", epoch=epoch)
+        arrived.verify(b"another secret", worker_id=worker_id, epoch=epoch)
+    for changed in (replace(arrived, worker_id=other), replace(arrived, expires_unix_ms=arrived.expires_unix_ms + 1)):
+        with pytest.raises(Unauthenticated):
+            changed.verify(SECRET, worker_id=changed.worker_id, epoch=epoch)
+    for asked in ({"worker_id": worker_id, "epoch": epoch ^ 1}, {"worker_id": other, "epoch": epoch}):
+        with pytest.raises(Unavailable):
+            arrived.verify(SECRET, **asked)
     old = replace(arrived, expires_unix_ms=1)
     with pytest.raises(Unauthenticated):
-        replace(old, mac=old._mac(SECRET)).verify(SECRET, worker_id=worker_id, epoch=epoch)
+        replace(old, mac=old._mac(SECRET)).verify(SECRET, worker_id=worker_id, epoch=epoch)  # as one signed a minute ago
 
 
 def test_a_ticket_is_no_pass_and_a_pass_no_ticket() -> None:
@@ -111,19 +99,14 @@ def test_a_ticket_is_no_pass_and_a_pass_no_ticket() -> None:
         verify(replace(ticket_of(), mac=issued.mac))
     with pytest.raises(Unauthenticated):
         replace(issued, mac=ticket_of().mac).verify(SECRET, worker_id="w", epoch=7)
-
-
-def test_negative_expiry_is_refused_at_the_edge() -> None:
-    with pytest.raises(Unauthenticated):
-        ProbePass.from_proto(kv_pb2.ProbeRequest(expires_unix_ms=-1))
-    with pytest.raises(Unauthenticated):
-        Ticket.from_proto(kv_pb2.Ticket(expires_unix_ms=-1))
+    for kind, message in ((ProbePass, kv_pb2.ProbeRequest), (Ticket, kv_pb2.Ticket)):
+        with pytest.raises(Unauthenticated):
+            kind.from_proto(message(expires_unix_ms=-1))
 
 
 def test_lease_ids_differ_by_life_and_attempt() -> None:
-    assert (
-        len({ticket_of(**change).lease_id for change in ({}, {"epoch": 8}, {"attempt": 2}, {"request_id": "s"}, {"worker_id": "x"})}) == 5
-    )
+    changes: list[dict[str, Any]] = [{}, {"epoch": 8}, {"attempt": 2}, {"request_id": "s"}, {"worker_id": "x"}]
+    assert len({ticket_of(**change).lease_id for change in changes}) == 5
 
 
 def test_layout_survives_the_wire_and_every_field_is_in_its_fingerprint() -> None:

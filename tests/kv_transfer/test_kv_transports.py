@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sided import ArrayStore, OneSidedHub, OneSidedTransport
+from one_sided import ArrayStore
 
 from kv_transfer.telemetry import TransferTelemetry
 from kv_transfer.transports import TRANSPORT_KINDS, TransportKind, Transports, make_transports
@@ -73,30 +73,23 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert make_transports(parts_of(), tmp_path).names == ("ray",)
 
 
-class Sized(OneSidedTransport):
-    """`most`: bytes of a lease, 0 any; `ready` as given."""
-
-    def __init__(self, name: str, *, ready: bool, most: int, copies_out: bool) -> None:
-        super().__init__(ArrayStore(np.zeros((1, 1), np.uint8)), 1, OneSidedHub(), worker_id="w", name=name)
-        self._ready, self.max_lease_bytes, self.copies_out = ready, most, copies_out
-
-    @property
-    def ready(self) -> bool:
-        return self._ready
+def sized(name: str, *, ready: bool, most: int, copies_out: bool) -> Any:
+    """As far as a choice looks at it. `most`: bytes of a lease, 0 any."""
+    return SimpleNamespace(name=name, ready=ready, max_lease_bytes=most, copies_out=copies_out, why_not_ready="")
 
 
-def publisher_by(*transports: Sized) -> Publisher:
+def publisher_by(*transports: Any) -> Publisher:
     """One that only chooses: it has no engine."""
     encoder = WireEncoder(ArrayStore(np.zeros((1, 1), np.uint8)), layout_of(parts_of().model.runner.kv_shape, "m"), "raw")
     return Publisher(cast(Engine, None), Transports(transports), encoder, lambda *_: None, TransferTelemetry(), lease_ttl_s=1.0)
 
 
 names = st.sampled_from(["a", "b", "c", "d"])
-some = st.lists(st.builds(Sized, names, ready=st.booleans(), most=st.integers(0, 3), copies_out=st.booleans()), unique_by=lambda t: t.name)
+some = st.lists(st.builds(sized, names, ready=st.booleans(), most=st.integers(0, 3), copies_out=st.booleans()), unique_by=lambda t: t.name)
 
 
 @given(some, st.lists(names, unique=True), st.integers(0, 4))
-def test_the_readers_first_that_can_be_used_is_chosen(transports: Sequence[Sized], offered: list[str], num_bytes: int) -> None:
+def test_the_readers_first_that_can_be_used_is_chosen(transports: Sequence[Any], offered: list[str], num_bytes: int) -> None:
     publisher = publisher_by(*transports)
     by_name = {t.name: t for t in transports}
     asked = offered or [t.name for t in transports if t.copies_out]
@@ -114,10 +107,10 @@ def test_the_readers_first_that_can_be_used_is_chosen(transports: Sequence[Sized
 
 
 def test_what_no_transport_can_take_is_refused_before_any_compute() -> None:
-    ready = [Sized("a", ready=True, most=10, copies_out=True), Sized("b", ready=True, most=20, copies_out=True)]
-    publisher = publisher_by(*ready, Sized("c", ready=False, most=0, copies_out=False))
+    ready = [sized("a", ready=True, most=10, copies_out=True), sized("b", ready=True, most=20, copies_out=True)]
+    publisher = publisher_by(*ready, sized("c", ready=False, most=0, copies_out=False))
     publisher.check_size(20)
     with pytest.raises(InvalidRequest):
         publisher.check_size(21)
     with pytest.raises(Unavailable):
-        publisher_by(Sized("c", ready=False, most=0, copies_out=False)).check_size(1)
+        publisher_by(sized("c", ready=False, most=0, copies_out=False)).check_size(1)
