@@ -14,12 +14,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from router.placing.placement import NoPlacement, Placement, place
-from twostep.cluster.snapshot import Candidate, PlacementRequest, Snapshot
+from twostep.cluster.prediction import Candidate, PlacementRequest, Snapshot
 from twostep.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -82,23 +81,22 @@ class PlacementLog:
     def _write_all(self) -> None:
         try:
             while (decision := self._queue.get()) is not None:
-                self._write(self._encoder.lines(decision))
-                if self._queue.empty():
-                    self._file.flush()
+                self._write(decision)
         except OSError as error:
             log.error("%s cannot be written any more (%s); placement goes on without it", self._path, error)
         finally:
             _close(self._file)
 
-    def _write(self, lines: Sequence[str]) -> None:
+    def _write(self, decision: LoggedPlacement) -> None:
         if self._file.tell() >= self._max_bytes:
             self._file.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
             self._file = self._path.open("w", encoding="utf-8")
             # The new file must be readable without the old one.
-            known, self._encoder = self._encoder, PlacementEncoder()
-            lines = self._encoder.lines(known.last) if known.last is not None else lines
-        self._file.writelines(lines)
+            self._encoder = PlacementEncoder()
+        self._file.writelines(self._encoder.lines(decision))
+        if self._queue.empty():
+            self._file.flush()
 
 
 class PlacementEncoder:
@@ -107,11 +105,9 @@ class PlacementEncoder:
     def __init__(self) -> None:
         self._numbers: dict[str, tuple[int, Any]] = {}
         self._next = 0
-        self.last: LoggedPlacement | None = None
 
     def lines(self, decision: LoggedPlacement) -> list[str]:
         """Returns lines with their ends; records first."""
-        self.last = decision
         lines: list[str] = []
         sides = {side: [self._candidate(c, lines) for c in getattr(decision.snapshot, side)] for side in ("prefill", "decode")}
         demand = dataclasses.asdict(decision.demand)

@@ -20,8 +20,8 @@ import grpc.aio
 from router.request.cleanup import Cleanup
 from router.workers.decode_stream import DecodeStream
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, WorkerLife
+from twostep.cluster.prediction import Candidate, MeanLoad, Snapshot
 from twostep.cluster.records import WorkerLoad, WorkerRecord
-from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.errors import TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
