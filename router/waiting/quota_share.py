@@ -41,7 +41,7 @@ class QuotaShare(RedisExchange):
         self._redis = redis
         # A router that restarts under its name is another writer: its old totals are not begun again.
         ledger = UsageLedger(f"{router_id}:{secrets.token_hex(4)}", _share, max_own=MAX_FIELDS)
-        self._totals = SharedTotals(ledger, PREFIX, clock, window_s=WINDOW_S, num_windows=2)
+        self._totals = SharedTotals(ledger, PREFIX, clock, window_s=WINDOW_S, num_windows=2, max_fields=32 * MAX_FIELDS)
         self._on_news = on_news
 
     def charge(self, request_class: RequestClass, tenant: str, num_tokens: int) -> None:
