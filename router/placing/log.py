@@ -45,7 +45,7 @@ class PlacementLog:
         """Raises SetupError if the file cannot be written."""
         self._path, self._max_bytes = path, max_bytes
         self._queue: queue.Queue[LoggedPlacement | None] = queue.Queue(_MAX_QUEUED)
-        self._num_left_out = 0
+        self.num_left_out = 0  # decisions that came faster than the disk took them
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -54,17 +54,12 @@ class PlacementLog:
         self._thread = threading.Thread(target=self._write_all, name="placement-log", daemon=True)
         self._thread.start()
 
-    @property
-    def num_left_out(self) -> int:
-        """Decisions that came faster than the disk took them."""
-        return self._num_left_out
-
     def place(self, snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
         result = place(snapshot, demand)
         try:
             self._queue.put_nowait(LoggedPlacement(time.time(), snapshot, demand, result))
         except queue.Full:
-            self._num_left_out += 1
+            self.num_left_out += 1
         return result
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -75,8 +70,8 @@ class PlacementLog:
             log.warning("the disk does not take the placement log; its end is lost")
             return
         self._thread.join(timeout_s)
-        if self._num_left_out:
-            log.warning("%d decisions are missing from %s: the disk was slower than they came", self._num_left_out, self._path)
+        if self.num_left_out:
+            log.warning("%d decisions are missing from %s: the disk was slower than they came", self.num_left_out, self._path)
 
     def _write_all(self) -> None:
         try:

@@ -37,7 +37,6 @@ class QuotaShare(RedisExchange):
     found = "what tenants use is shared again"
 
     def __init__(self, redis: Redis, router_id: str, on_news: Callable[[Mapping[Share, int]], None], clock: SharedClock) -> None:
-        super().__init__()
         self._redis = redis
         # A router that restarts under its name is another writer: its old totals are not begun again.
         ledger = UsageLedger(f"{router_id}:{secrets.token_hex(4)}", _share, max_own=MAX_FIELDS)

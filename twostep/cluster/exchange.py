@@ -44,14 +44,7 @@ class RedisExchange:
 
     every_s = 1.0
     lost = found = ""
-
-    def __init__(self) -> None:
-        self._connected = True
-
-    @property
-    def connected(self) -> bool:
-        """Returns False while Redis does not answer."""
-        return self._connected
+    connected = True  # False while Redis does not answer
 
     async def run(self) -> None:
         while True:
@@ -65,13 +58,13 @@ class RedisExchange:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._exchange()
         except (RedisError, OSError, TimeoutError) as error:
-            if self._connected and self.lost:
+            if self.connected and self.lost:
                 log.warning(self.lost, str(error) or type(error).__name__)
-            self._connected = False
+            self.connected = False
             return
-        if not self._connected and self.found:
+        if not self.connected and self.found:
             log.warning(self.found)
-        self._connected = True
+        self.connected = True
 
     async def _exchange(self) -> None:
         """Raises RedisError, OSError."""
