@@ -97,8 +97,22 @@ class Router:
 
         # Who serves: the workers, and what they hold.
         self.cleanup = Cleanup()
-        self.pool = self._worker_pool()
-        self.registry = self._worker_registry()
+        self.pool = WorkerPool(
+            router_id=self.router_id,
+            signer=CallSigner(self._secret, self.router_id),
+            cleanup=self.cleanup,
+            tls=config.tls,
+            stream_lease_s=config.stream_lease,
+            compression=compression_of(config.grpc_compression),
+        )
+        deployment = Deployment(
+            model_fingerprint=self._fingerprint,
+            secret_check=secret_check(self._secret),
+            signer=Signer(self._secret, RECORDS),
+            hash_unit=config.hash_unit,
+        )
+        vouching = Vouching(self._secret, self.pool.channel_of, self.pool.open_to)
+        self.registry = Registry(self._redis, deployment, lives=vouching.lives, on_poll=self.pool.sync)
         self._index = PrefixIndex(self._index_redis, self._secret, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
 
         # For whom: clients, and the queues that they wait in.
@@ -106,7 +120,14 @@ class Router:
         self.access = Access(source, secret=self._secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         self.quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
-        self.admission = self._admission(quota)
+        self.admission = Admission(
+            max_inflight=config.max_inflight,
+            max_waiting=config.max_waiting,
+            max_prompt_tokens=config.max_inflight_prompt_tokens,
+            quota=quota,
+            ageing_s=config.ageing,
+            on_charge=self.quota_share.charge,
+        )
         self.worker_queue = WorkerQueue(quota, ageing_s=config.ageing)
 
         # What is measured.
@@ -117,7 +138,8 @@ class Router:
             self._metrics_registry, host=config.host, port=config.port, metrics_port=config.metrics_port
         )
         self._metrics = RouterMetrics(self._metrics_registry, self._state)
-        self.demand = self._demand_meter()
+        targets = Targets(ttft_s=config.target_ttft_ms / 1e3, tpot_s=config.target_tpot_ms / 1e3)
+        self.demand = DemandMeter(self._redis, self.router_id, Signer(self._secret, DEMAND), targets, self._num_waiting, self._clock)
         self._scaling = ScalingWatch(self._redis, Signer(self._secret, DECISIONS))
 
         # How a request is served, whatever protocol it comes by.
@@ -134,55 +156,23 @@ class Router:
         self.inference = self._request_service()
 
         # The fronts.
-        self.board = self._status_board()
+        self.board = StatusBoard(
+            self._metrics,
+            self.pool,
+            router_id=self.router_id,
+            model=self.inference.model_name,
+            state=self._state,
+            ready=self._ready,
+            draining=lambda: self._draining,
+            refusals=lambda: self.registry.refusals,
+            decision=lambda: self._scaling.seen,
+        )
         self._server = self._grpc_server()
         self.batches = self._open_batches()
         self._http = None if config.http_port == -1 else self._http_server()
         self._admin = None if config.admin_port == -1 else self._admin_server()
 
     # ---- its parts ------------------------------------------------------------------------------------------------------
-
-    def _worker_pool(self) -> WorkerPool:
-        return WorkerPool(
-            router_id=self.router_id,
-            signer=CallSigner(self._secret, self.router_id),
-            cleanup=self.cleanup,
-            tls=self.config.tls,
-            stream_lease_s=self.config.stream_lease,
-            compression=compression_of(self.config.grpc_compression),
-        )
-
-    def _worker_registry(self) -> Registry:
-        deployment = Deployment(
-            model_fingerprint=self._fingerprint,
-            secret_check=secret_check(self._secret),
-            signer=Signer(self._secret, RECORDS),
-            hash_unit=self.config.hash_unit,
-        )
-        vouching = Vouching(self._secret, self.pool.channel_of, self.pool.open_to)
-        return Registry(self._redis, deployment, lives=vouching.lives, on_poll=self.pool.sync)
-
-    def _admission(self, quota: Quota) -> Admission:
-        return Admission(
-            max_inflight=self.config.max_inflight,
-            max_waiting=self.config.max_waiting,
-            max_prompt_tokens=self.config.max_inflight_prompt_tokens,
-            quota=quota,
-            ageing_s=self.config.ageing,
-            on_charge=self.quota_share.charge,
-        )
-
-    def _demand_meter(self) -> DemandMeter:
-        default = Targets(ttft_s=self.config.target_ttft_ms / 1e3, tpot_s=self.config.target_tpot_ms / 1e3)
-        signer = Signer(self._secret, DEMAND)
-        return DemandMeter(
-            self._redis,
-            self.router_id,
-            signer,
-            default,
-            lambda: self.admission.num_waiting + self.worker_queue.num_queued,
-            clock=self._clock,
-        )
 
     def _request_service(self) -> Inference:
         config = self.config
@@ -216,19 +206,6 @@ class Router:
             tracer=self.tracer,
             hold_back=self._hold_back,
             demand=self.demand,
-        )
-
-    def _status_board(self) -> StatusBoard:
-        return StatusBoard(
-            self._metrics,
-            self.pool,
-            router_id=self.router_id,
-            model=self.inference.model_name,
-            state=self._state,
-            ready=self._ready,
-            draining=lambda: self._draining,
-            refusals=lambda: self.registry.refusals,
-            decision=lambda: self._scaling.seen,
         )
 
     def _grpc_server(self) -> GrpcServer:
@@ -418,17 +395,20 @@ class Router:
     def _alive(self) -> bool:
         return time.monotonic() - self._last_tick < _STUCK_S
 
+    def _num_waiting(self) -> int:
+        """Requests that wait for workers are admitted already, but are shown as waiting."""
+        return self.admission.num_waiting + self.worker_queue.num_queued
+
     def _on_usage_elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
         self.admission.elsewhere(tokens)
         self.worker_queue.elsewhere(tokens)
 
     def _state(self) -> RouterGauges:
-        """Called from any thread. Requests that wait for workers are admitted already, but are shown as waiting."""
+        """Called from any thread."""
         roles = [record.role for record in self.pool.records() if record.ready and not record.draining]
-        num_queued = self.worker_queue.num_queued
         return RouterGauges(
-            num_running=max(0, self.admission.num_inflight - num_queued),
-            num_waiting=self.admission.num_waiting + num_queued,
+            num_running=max(0, self.admission.num_inflight - self.worker_queue.num_queued),
+            num_waiting=self._num_waiting(),
             num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),
             workers={role: roles.count(role) for role in ("prefill", "decode")},
             num_refused=len(self.registry.refusals),

@@ -48,7 +48,6 @@ class UsageShare(RedisExchange):
     def __init__(
         self, redis: Redis, router_id: str, clock: SharedClock, *, on_minute: Callable[[Use], None], on_day: Callable[[Use], None]
     ) -> None:
-        super().__init__()
         # A router that restarts under its name is another writer: its old totals are not begun again.
         writer = f"{router_id}:{secrets.token_hex(4)}"
         self._redis = redis

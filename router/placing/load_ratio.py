@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostep.cluster.prediction import ANSWER_TOKENS, fallback_curve, mean_load, prompt_s
-from twostep.cluster.snapshot import Candidate, Snapshot
+from twostep.cluster.prediction import ANSWER_TOKENS, Candidate, Snapshot, fallback_curve, mean_load, prompt_s
 from twostep.step_curve import StepCurve
 
 # Less than that is nothing: means over the last seconds fade, and never quite end.

@@ -14,12 +14,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from router.placing.placement import NoPlacement, Placement, place
-from twostep.cluster.snapshot import Candidate, PlacementRequest, Snapshot
+from twostep.cluster.prediction import Candidate, PlacementRequest, Snapshot
 from twostep.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class PlacementLog:
         """Raises SetupError if the file cannot be written."""
         self._path, self._max_bytes = path, max_bytes
         self._queue: queue.Queue[LoggedPlacement | None] = queue.Queue(_MAX_QUEUED)
-        self._num_left_out = 0
+        self.num_left_out = 0  # decisions that came faster than the disk took them
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -55,17 +54,12 @@ class PlacementLog:
         self._thread = threading.Thread(target=self._write_all, name="placement-log", daemon=True)
         self._thread.start()
 
-    @property
-    def num_left_out(self) -> int:
-        """Decisions that came faster than the disk took them."""
-        return self._num_left_out
-
     def place(self, snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
         result = place(snapshot, demand)
         try:
             self._queue.put_nowait(LoggedPlacement(time.time(), snapshot, demand, result))
         except queue.Full:
-            self._num_left_out += 1
+            self.num_left_out += 1
         return result
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -76,29 +70,28 @@ class PlacementLog:
             log.warning("the disk does not take the placement log; its end is lost")
             return
         self._thread.join(timeout_s)
-        if self._num_left_out:
-            log.warning("%d decisions are missing from %s: the disk was slower than they came", self._num_left_out, self._path)
+        if self.num_left_out:
+            log.warning("%d decisions are missing from %s: the disk was slower than they came", self.num_left_out, self._path)
 
     def _write_all(self) -> None:
         try:
             while (decision := self._queue.get()) is not None:
-                self._write(self._encoder.lines(decision))
-                if self._queue.empty():
-                    self._file.flush()
+                self._write(decision)
         except OSError as error:
             log.error("%s cannot be written any more (%s); placement goes on without it", self._path, error)
         finally:
             _close(self._file)
 
-    def _write(self, lines: Sequence[str]) -> None:
+    def _write(self, decision: LoggedPlacement) -> None:
         if self._file.tell() >= self._max_bytes:
             self._file.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
             self._file = self._path.open("w", encoding="utf-8")
             # The new file must be readable without the old one.
-            known, self._encoder = self._encoder, PlacementEncoder()
-            lines = self._encoder.lines(known.last) if known.last is not None else lines
-        self._file.writelines(lines)
+            self._encoder = PlacementEncoder()
+        self._file.writelines(self._encoder.lines(decision))
+        if self._queue.empty():
+            self._file.flush()
 
 
 class PlacementEncoder:
@@ -107,11 +100,9 @@ class PlacementEncoder:
     def __init__(self) -> None:
         self._numbers: dict[str, tuple[int, Any]] = {}
         self._next = 0
-        self.last: LoggedPlacement | None = None
 
     def lines(self, decision: LoggedPlacement) -> list[str]:
         """Returns lines with their ends; records first."""
-        self.last = decision
         lines: list[str] = []
         sides = {side: [self._candidate(c, lines) for c in getattr(decision.snapshot, side)] for side in ("prefill", "decode")}
         demand = dataclasses.asdict(decision.demand)

@@ -21,9 +21,21 @@ from dataclasses import dataclass
 from enum import Enum
 
 from twostep.cluster.convertible import HOST_TRANSPORTS, joinable, reasons_against
-from twostep.cluster.prediction import Decoding, Prediction, Predictor, conversion_cost, fallback_curve, hand_over_s, mean_load, shares
+from twostep.cluster.prediction import (
+    Candidate,
+    Decoding,
+    MeanLoad,
+    PlacementRequest,
+    Prediction,
+    Predictor,
+    Snapshot,
+    conversion_cost,
+    fallback_curve,
+    hand_over_s,
+    mean_load,
+    shares,
+)
 from twostep.cluster.records import LayoutRecord, WorkerRecord
-from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest, Snapshot
 from twostep.version_skew import together
 
 __all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementRequest", "Shortage", "Snapshot", "place"]

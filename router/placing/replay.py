@@ -19,8 +19,8 @@ from typing import Any
 
 from router.placing.log import CANDIDATE_FIELDS, choice_of
 from router.placing.placement import place
+from twostep.cluster.prediction import Candidate, MeanLoad, PlacementRequest, Snapshot
 from twostep.cluster.records import WorkerRecord
-from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest, Snapshot
 from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 

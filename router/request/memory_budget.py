@@ -24,12 +24,7 @@ class MemoryBudget:
     def __init__(self, *, of_caller: int = CALLER_BYTES, of_all: int = ALL_BYTES) -> None:
         self.of_caller, self.of_all = of_caller, of_all
         self._held: Counter[str] = Counter()
-        self._num_held = 0
-
-    @property
-    def num_held(self) -> int:
-        """Bytes, of all callers."""
-        return self._num_held
+        self.num_held = 0  # bytes, of all callers
 
     def hold(self, caller: str) -> Holding:
         """Opens the account of one answer; it holds nothing yet."""
@@ -38,10 +33,10 @@ class MemoryBudget:
     def change(self, caller: str, num_bytes: int) -> bool:
         """More, or fewer where it is negative. False, and nothing is changed: there is no room for so many."""
         held = self._held[caller] + num_bytes
-        if num_bytes > 0 and held > min(self.of_caller, self.of_all - self._num_held):
+        if num_bytes > 0 and held > min(self.of_caller, self.of_all - self.num_held):
             return False
         assert held >= 0, "no more is given back than was taken"
-        self._num_held += num_bytes
+        self.num_held += num_bytes
         if held:
             self._held[caller] = held
         else:
@@ -54,11 +49,7 @@ class Holding:
 
     def __init__(self, budget: MemoryBudget, caller: str) -> None:
         self._budget, self._caller = budget, caller
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+        self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Negative: so many fewer. Raises ResourceExhausted, and holds what it held."""
@@ -67,10 +58,10 @@ class Holding:
                 f"answers that you have not taken yet fill the memory that there is for them ({self._budget.of_caller >> 20} MiB of one "
                 "caller at most); read them, stream them, or ask for fewer at a time"
             )
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.add(-self._num_bytes)
+        self.add(-self.num_bytes)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
+from router.placing.placement import Placement
 from twostep.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted
 from twostep.request_class import MAX_TARGET_MS, RequestClass
 from twostep.rpc.convert import class_from_proto
@@ -109,23 +109,7 @@ def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
 # ---- can it be kept? --------------------------------------------------------------------------------------------------------
 
 
-class Predicted(Protocol):
-    """Describes placement's choice (router.placing.placement.Placement)."""
-
-    @property
-    def predicted_ttft_s(self) -> float: ...
-
-    @property
-    def predicted_tpot_s(self) -> float: ...
-
-    @property
-    def meets_targets(self) -> bool: ...
-
-    @property
-    def retry_after_s(self) -> float: ...
-
-
-def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Predicted, attainable: bool) -> Refused | None:
+def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Placement, attainable: bool) -> Refused | None:
     """Why a request that has waited for `waited_s` and would wait `queue_s` more must be refused; None: it need not be. Placement was asked
     about the rest of its time. `attainable`: idle workers would keep what was promised, to a request that comes to them at once; otherwise
     there is no telling when to come again."""

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc.aio
 
@@ -188,17 +189,10 @@ class Attempt:
             raise WorkerRefused(decode.life, Unavailable(f"decode worker {decode.record.worker_id} does not take a token stream"))
         tpot_s = self._job.targets.tpot_s
         request = decode_pb2.ReserveRequest(
-            request_id=self._job.request_id,
-            attempt=self._id[1],
             router_id=decode.stream.router_id,
-            token_ids=self._token_ids,
-            num_prompt_tokens=len(self._job.prompt),
-            sampling=sampling_to_proto(self._job.sampling),
-            tenant=self._job.tenant,
-            cache_salt=self._job.cache_salt,
-            request_class=class_to_proto(self._job.request_class),
             prefill_here=self._prefill is None,
             tpot_ms=None if tpot_s is None else 1e3 * tpot_s,
+            **self._for_both(),
         )
         decode.stream.add(self._id, self)
         self._on_decode = True
@@ -216,19 +210,23 @@ class Attempt:
         self._reserved = True
         return response.num_cached_tokens
 
+    def _for_both(self) -> dict[str, Any]:
+        """Returns the fields that the requests to both workers have."""
+        job = self._job
+        return {
+            "request_id": job.request_id,
+            "attempt": self._id[1],
+            "token_ids": self._token_ids,
+            "num_prompt_tokens": len(job.prompt),
+            "sampling": sampling_to_proto(job.sampling),
+            "tenant": job.tenant,
+            "cache_salt": job.cache_salt,
+            "request_class": class_to_proto(job.request_class),
+        }
+
     async def _accept(self, prefill: PrefillLink, num_decode_cached: int) -> kv_pb2.Ticket:
         worker_id = prefill.record.worker_id
-        request = prefill_pb2.PrefillRequest(
-            request_id=self._job.request_id,
-            attempt=self._id[1],
-            token_ids=self._token_ids,
-            num_prompt_tokens=len(self._job.prompt),
-            sampling=sampling_to_proto(self._job.sampling),
-            tenant=self._job.tenant,
-            cache_salt=self._job.cache_salt,
-            num_decode_cached_tokens=num_decode_cached,
-            request_class=class_to_proto(self._job.request_class),
-        )
+        request = prefill_pb2.PrefillRequest(num_decode_cached_tokens=num_decode_cached, **self._for_both())
         try:
             with _call_errors():
                 self._run = prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)

@@ -64,15 +64,10 @@ class StatusBoard:
         self._started = time.monotonic()
         self._samples: deque[CounterSample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
-        self._ratio: float | None = None
+        self.prefill_decode_load_ratio: float | None = None  # as of the last second; see router/placing/load_ratio.py
         self._listeners: set[asyncio.Event] = set()
         self._event: bytes | None = None
         self._closed = False
-
-    @property
-    def prefill_decode_load_ratio(self) -> float | None:
-        """Returns the ratio as of the last second; see router/placing/load_ratio.py."""
-        return self._ratio
 
     def status(self) -> status_pb2.ClusterStatus:
         """Returns the status of now; what is counted, as of the last second."""
@@ -89,7 +84,7 @@ class StatusBoard:
             draining=self._draining(),
             registry_connected=state.registry_connected,
             workers=[worker_status(record) for record in records],
-            load=router_load(before, now, state, self._ratio),
+            load=router_load(before, now, state, self.prefill_decode_load_ratio),
             refused=[refused_worker(refusal) for refusal in self._refusals()[:_MAX_REFUSED]],
             scaling=None if decision is None else scaling_status(decision, time.monotonic(), records),
         )
@@ -137,8 +132,8 @@ class StatusBoard:
         now, state, records = time.monotonic(), self._state(), self._pool.records()
         self._samples.append(take_sample(self._metrics, now))
         lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
-        self._ratio = role_load(self._pool.snapshot(), lengths).ratio
-        self._history.append(point(list(self._samples), state, self._ratio, records, time.time()))
+        self.prefill_decode_load_ratio = role_load(self._pool.snapshot(), lengths).ratio
+        self._history.append(point(list(self._samples), state, self.prefill_decode_load_ratio, records, time.time()))
         self._notify()
 
     def _notify(self) -> None:

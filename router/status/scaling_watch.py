@@ -93,18 +93,12 @@ class ScalingWatch(RedisExchange):
     every_s = 2.0
 
     def __init__(self, redis: Redis, signer: Signer, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
         self._redis = redis
         self._signer = signer
         self._clock = clock
-        self._seen: SeenDecision | None = None
+        self.seen: SeenDecision | None = None  # None: no autoscaler has decided anything of late
         # As it was read last, and is not parsed again.
         self._text: bytes | None = None
-
-    @property
-    def seen(self) -> SeenDecision | None:
-        """None: no autoscaler has decided anything of late."""
-        return self._seen
 
     async def _exchange(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -115,15 +109,15 @@ class ScalingWatch(RedisExchange):
         except ResponseError as error:
             problem = f"Redis does not give it: {error}; delete the key {DECISION_KEY}, or see that the router may read it"
             self._text = None
-            self._learn(replace(self._seen or SeenDecision(), problem=problem))
+            self._learn(replace(self.seen or SeenDecision(), problem=problem))
             return
         if not text or text != self._text:
-            self._learn(heard(self._seen, text, self._signer, seconds + micros / 1e6, self._clock()))
+            self._learn(heard(self.seen, text, self._signer, seconds + micros / 1e6, self._clock()))
             self._text = text
 
     def _learn(self, seen: SeenDecision | None) -> None:
-        before, now = self._seen.problem if self._seen else "", seen.problem if seen else ""
-        self._seen = seen
+        before, now = self.seen.problem if self.seen else "", seen.problem if seen else ""
+        self.seen = seen
         if now and now != before:
             log.warning("the autoscaler's decision cannot be read: %s", now)
         elif before and not now:

@@ -34,7 +34,6 @@ class DemandMeter(RedisExchange):
     def __init__(
         self, redis: Redis, router_id: str, signer: Signer, default: Targets, num_queued: Callable[[], int], clock: SharedClock
     ) -> None:
-        super().__init__()
         self._redis, self._router_id, self._signer = redis, router_id, signer
         self._default = default
         self._num_queued = num_queued

@@ -99,14 +99,10 @@ class Admission(_RequestQueue):
         self._max_prompt_tokens = max_prompt_tokens
         self._quota = quota
         self._on_charge = on_charge
-        self._num_inflight = 0
+        self.num_inflight = 0
         self._num_tokens = 0
         self._inflight_of: Counter[str] = Counter()
         self._closed = False
-
-    @property
-    def num_inflight(self) -> int:
-        return self._num_inflight
 
     @property
     def num_waiting(self) -> int:
@@ -168,7 +164,7 @@ class Admission(_RequestQueue):
             )
         if len(self._queue) <= self._max_waiting:
             return
-        message = f"{self._num_inflight} requests are being served and {self._max_waiting} wait; repeat later, or raise --max-waiting"
+        message = f"{self.num_inflight} requests are being served and {self._max_waiting} wait; repeat later, or raise --max-waiting"
         self._queue.leave(entry)
         other = self._queue.gives_way(entry)
         if other is None:
@@ -197,7 +193,7 @@ class Admission(_RequestQueue):
         self._on_charge(entry.request_class, entry.tenant, num_tokens - entry.num_tokens)
 
     def _leave(self, entry: QueueEntry) -> None:
-        self._num_inflight -= 1
+        self.num_inflight -= 1
         self._num_tokens -= entry.num_prompt_tokens
         self._inflight_of[entry.tenant] -= 1
         if not self._inflight_of[entry.tenant]:
@@ -208,7 +204,7 @@ class Admission(_RequestQueue):
         return not 0 < self._quota.max_inflight <= self._inflight_of[tenant]
 
     def _admit(self) -> None:
-        while self._num_inflight < self._max_inflight:
+        while self.num_inflight < self._max_inflight:
             entry = self._queue.first(self._may_go)
             if entry is None or self._num_tokens + entry.num_prompt_tokens > self._max_prompt_tokens:
                 # A prompt too large for now is waited for: smaller ones would keep it out for ever.
@@ -222,7 +218,7 @@ class Admission(_RequestQueue):
             self._rate.served(entry.num_tokens, now, waiting=len(self._waiting) > 1)
             self._forget(entry)
             self._on_charge(entry.request_class, entry.tenant, entry.num_tokens)
-            self._num_inflight += 1
+            self.num_inflight += 1
             self._num_tokens += entry.num_prompt_tokens
             self._inflight_of[entry.tenant] += 1
             admitted.set_result(None)

@@ -37,11 +37,10 @@ class QuotaShare(RedisExchange):
     found = "what tenants use is shared again"
 
     def __init__(self, redis: Redis, router_id: str, on_news: Callable[[Mapping[Share, int]], None], clock: SharedClock) -> None:
-        super().__init__()
         self._redis = redis
         # A router that restarts under its name is another writer: its old totals are not begun again.
         ledger = UsageLedger(f"{router_id}:{secrets.token_hex(4)}", _share, max_own=MAX_FIELDS)
-        self._totals = SharedTotals(ledger, PREFIX, clock, window_s=WINDOW_S, num_windows=2)
+        self._totals = SharedTotals(ledger, PREFIX, clock, window_s=WINDOW_S, num_windows=2, max_fields=32 * MAX_FIELDS)
         self._on_news = on_news
 
     def charge(self, request_class: RequestClass, tenant: str, num_tokens: int) -> None:

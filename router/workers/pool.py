@@ -20,8 +20,8 @@ import grpc.aio
 from router.request.cleanup import Cleanup
 from router.workers.decode_stream import DecodeStream
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, WorkerLife
+from twostep.cluster.prediction import Candidate, MeanLoad, Snapshot
 from twostep.cluster.records import WorkerLoad, WorkerRecord
-from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.errors import TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
@@ -138,25 +138,17 @@ class WorkerPool:
         self._signer = signer
         self._tls = tls
         self._compression = compression
-        self._prefill: dict[WorkerLife, PrefillLink] = {}
-        self._decode: dict[WorkerLife, DecodeLink] = {}
-
-    @property
-    def prefill(self) -> Mapping[WorkerLife, PrefillLink]:
-        return self._prefill
-
-    @property
-    def decode(self) -> Mapping[WorkerLife, DecodeLink]:
-        return self._decode
+        self.prefill: dict[WorkerLife, PrefillLink] = {}
+        self.decode: dict[WorkerLife, DecodeLink] = {}
 
     def channel_of(self, life: WorkerLife) -> grpc.aio.Channel | None:
         """None: there is no link to it."""
-        link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
+        link: WorkerLink | None = self.prefill.get(life) or self.decode.get(life)
         return None if link is None else link.channel
 
     def records(self) -> Sequence[WorkerRecord]:
         """Workers that may get new work, ready or not."""
-        links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
+        links: Sequence[WorkerLink] = (*self.prefill.values(), *self.decode.values())
         return [link.record for link in links if not link.retired]
 
     def snapshot(
@@ -168,8 +160,8 @@ class WorkerPool:
     ) -> Snapshot:
         """`not_local`: decode workers that compute no prompts for this request."""
         now = time.monotonic()
-        prefill = [_candidate(link, cached, excluded, now) for link in self._prefill.values() if not link.retired]
-        decode = [_candidate(link, cached, excluded, now) for link in self._decode.values() if not link.retired]
+        prefill = [_candidate(link, cached, excluded, now) for link in self.prefill.values() if not link.retired]
+        decode = [_candidate(link, cached, excluded, now) for link in self.decode.values() if not link.retired]
         if not_local:
             decode = [
                 replace(c, record=replace(c.record, local_prefill=False)) if WorkerLife.of(c.record) in not_local else c for c in decode
@@ -181,13 +173,13 @@ class WorkerPool:
         listed = {WorkerLife.of(record): record for record in workers}
         newest = {record.worker_id: record.epoch for record in workers}
         for life, record in listed.items():
-            link: WorkerLink | None = self._prefill.get(life) or self._decode.get(life)
+            link: WorkerLink | None = self.prefill.get(life) or self.decode.get(life)
             if link is not None and (link.record.address, link.record.role) == (record.address, record.role):
                 link.record, link.retired = record, False
             elif link is None and record.role == "prefill":
-                self._prefill[life] = PrefillLink(record, self.open_to)
+                self.prefill[life] = PrefillLink(record, self.open_to)
             elif link is None:
-                self._decode[life] = DecodeLink(
+                self.decode[life] = DecodeLink(
                     record,
                     self.open_to,
                     router_id=self._router_id,
@@ -197,7 +189,7 @@ class WorkerPool:
             else:
                 log.warning("worker %s changed its address or role without a new epoch; it is not used until it has one", record.worker_id)
                 link.retired = True
-        for links in (self._prefill, self._decode):
+        for links in (self.prefill, self.decode):
             for life in links.keys() - listed.keys():
                 gone = links[life]
                 gone.retired = True
@@ -205,7 +197,7 @@ class WorkerPool:
                 if replaced or not gone.users or gone.silent_s > _SILENT_S:
                     del links[life]
                     self._cleanup.spawn(gone.close())
-        for link in (*self._prefill.values(), *self._decode.values()):
+        for link in (*self.prefill.values(), *self.decode.values()):
             link.meter.observe(link.record.load, len(link.users), time.monotonic())
 
     def open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
@@ -214,8 +206,8 @@ class WorkerPool:
         return open_channel(record.address, tls=self._tls, compression=self._compression, signature=signature)
 
     async def close(self) -> None:
-        links: Sequence[WorkerLink] = (*self._prefill.values(), *self._decode.values())
-        self._prefill, self._decode = {}, {}
+        links: Sequence[WorkerLink] = (*self.prefill.values(), *self.decode.values())
+        self.prefill, self.decode = {}, {}
         await asyncio.gather(*(link.close() for link in links))
 
 
@@ -243,49 +235,35 @@ class LoadMeter:
     """
 
     def __init__(self, now: float) -> None:
-        self._queued_tokens = self._batch_tokens = 0
+        # Prompt tokens of this router's that are there and not yet computed, and those of batch requests among them.
+        self.queued_tokens = self.batch_tokens = 0
         self._token_seconds = 0.0  # of the own queue, since it was observed last
         self._changed = self._observed = now
-        self._mean: MeanLoad | None = None
+        self.mean: MeanLoad | None = None  # before the first observation
         self._recent_tokens = 0.0
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of this router's that are there and not yet computed."""
-        return self._queued_tokens
-
-    @property
-    def batch_tokens(self) -> int:
-        """Those of batch requests among them."""
-        return self._batch_tokens
 
     def queue(self, num_tokens: int, now: float, *, batch: bool = False) -> None:
         """So many more of them are there; below 0: fewer."""
-        self._token_seconds += self._queued_tokens * (now - self._changed)
+        self._token_seconds += self.queued_tokens * (now - self._changed)
         self._recent_tokens = self.recent_tokens(now) + (0 if batch else max(0, num_tokens))
         self._changed = now
-        self._queued_tokens += num_tokens
+        self.queued_tokens += num_tokens
         if batch:
-            self._batch_tokens += num_tokens
+            self.batch_tokens += num_tokens
 
     def recent_tokens(self, now: float) -> float:
         """Prompt tokens that were sent there lately, batch requests' aside; what was sent _RECENT_S ago counts a third."""
         return self._recent_tokens * math.exp((self._changed - now) / _RECENT_S)
 
-    @property
-    def mean(self) -> MeanLoad | None:
-        """None before the first observation."""
-        return self._mean
-
     def observe(self, load: WorkerLoad, num_attempts: int, now: float) -> None:
         """Whenever records are read: `load` has held since the last time, for all that is known."""
         elapsed = now - self._observed
         self.queue(0, now)
-        own = self._token_seconds / elapsed if elapsed > 0 else float(self._queued_tokens)
+        own = self._token_seconds / elapsed if elapsed > 0 else float(self.queued_tokens)
         self._token_seconds, self._observed = 0.0, now
         seqs = load.num_running + load.num_reserved
-        if self._mean is None:
-            self._mean = MeanLoad(
+        if self.mean is None:
+            self.mean = MeanLoad(
                 queued_tokens=load.num_queued_tokens,
                 batch_tokens=load.num_queued_batch_tokens,
                 own_queued_tokens=own,
@@ -293,8 +271,8 @@ class LoadMeter:
                 own_num_seqs=min(seqs, num_attempts),
             )
             return
-        weight, before = -math.expm1(-elapsed / _TIME_CONSTANT_S), self._mean
-        self._mean = MeanLoad(
+        weight, before = -math.expm1(-elapsed / _TIME_CONSTANT_S), self.mean
+        self.mean = MeanLoad(
             queued_tokens=_blend(before.queued_tokens, load.num_queued_tokens, weight),
             batch_tokens=_blend(before.batch_tokens, load.num_queued_batch_tokens, weight),
             own_queued_tokens=_blend(before.own_queued_tokens, own, weight),

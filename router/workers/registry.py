@@ -117,7 +117,6 @@ class Registry(RedisExchange):
         missing_grace_s: float = _MISSING_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
         self._redis = redis
         self._deployment = deployment
         self._missing_grace_s = missing_grace_s
@@ -130,18 +129,14 @@ class Registry(RedisExchange):
         self._newest: dict[str, _Beat] = {}
         # What was said of whom.
         self._said: dict[str, str] = {}
-        self._refusals: Sequence[Refusal] = ()
+        # The workers that registered and do not fit, in the order of their names; the first of them, where there are very many.
+        self.refusals: Sequence[Refusal] = ()
         self._recovered_at = -float("inf")
 
     @property
     def workers(self) -> Sequence[WorkerRecord]:
         """Live workers that fit the deployment, ready or not."""
         return tuple(self._workers.values())
-
-    @property
-    def refusals(self) -> Sequence[Refusal]:
-        """Lists the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
-        return self._refusals
 
     async def run(self) -> None:
         """Looks until cancelled."""
@@ -257,9 +252,9 @@ class Registry(RedisExchange):
 
     def _say(self, refusals: Sequence[Refusal]) -> None:
         """Each once, and again when its reason changes; of very many some at a time."""
-        self._refusals = sorted(refusals, key=lambda refusal: refusal.worker_id)[:_MAX_REFUSALS]
+        self.refusals = sorted(refusals, key=lambda refusal: refusal.worker_id)[:_MAX_REFUSALS]
         num_said = 0
-        for refusal in self._refusals:
+        for refusal in self.refusals:
             if self._said.get(refusal.worker_id) != refusal.reason and num_said < _MAX_SAID_AT_ONCE:
                 num_said += 1
                 self._said[refusal.worker_id] = refusal.reason

@@ -15,55 +15,28 @@ from twostep.text.reasoning import REASONING_FORMATS, ReasoningSplitter
 from twostep.text.tokenizer import Tokenizer
 
 
-def tokens_of(tokenizer: Tokenizer, finish: inference_pb2.FinishReason.ValueType) -> list[prefill_pb2.Token]:
-    tokens = [prefill_pb2.Token(token_id=i, position=n) for n, i in enumerate(tokenizer.encode(ANSWER_TEXT * 2))]
-    tokens[-1].finish_reason = finish
-    return tokens
+def read(answer: AnswerReader, tokens: list[prefill_pb2.Token], sizes: list[int]) -> tuple[str, str]:
+    """Reasoning and text of tokens that come in batches of these sizes, and then all at once."""
+    reasoning, text, at = "", "", 0
+    for size in [*sizes, len(tokens)]:
+        response = answer.response(tokens[at : at + size])
+        at += size
+        if response is not None:
+            assert not (text and response.piece.reasoning)
+            assert response.piece.position + len(response.piece.token_ids) == answer.num_tokens
+            reasoning += response.piece.reasoning
+            text += response.piece.text
+    return reasoning, text
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_the_answer_does_not_depend_on_how_tokens_are_batched(bare_model_dir: Path, data: st.DataObject) -> None:
-    tokenizer = Tokenizer.load(bare_model_dir)
-    finish = data.draw(st.sampled_from([inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH]))
-    text = ANSWER_TEXT * 2
-    start = data.draw(st.integers(0, len(text) - 2))
-    stops = data.draw(st.sampled_from([(), (text[start : start + 6],), ("nothing like it", "😀")]))
-    tokens = tokens_of(tokenizer, finish)
-    sampling = SamplingParams(max_tokens=500, stop=stops)
-
-    def run(sizes: list[int]) -> tuple[str, list[int], object, bool]:
-        answer = AnswerReader(tokenizer, sampling)
-        said, ids, at = "", [], 0
-        for size in sizes:
-            response = answer.response(tokens[at : at + size])
-            at += size
-            if response is not None:
-                piece = response.piece
-                assert piece.position == len(ids)
-                said += piece.text
-                ids += piece.token_ids
-            if answer.finish is not None:
-                break
-        assert answer.num_tokens == len(ids)
-        return said, ids, answer.finish, answer.stopped_by_text
-
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(tokens), max_size=len(tokens)).map(lambda s: [*s, len(tokens)]))
-    whole = run([len(tokens)])
-    assert run(sizes) == run([1] * len(tokens)) == whole
-    said, ids, _, by_text = whole
-    complete = tokenizer.decode([t.token_id for t in tokens][: len(tokens) - (finish == inference_pb2.FINISH_REASON_STOP)])
-    if by_text:
-        assert said == complete[: min(complete.index(s) for s in stops if s in complete)]
-    else:
-        assert (said, len(ids)) == (complete, len(tokens))
+def end(answer: AnswerReader) -> tuple[object, ...]:
+    return answer.num_tokens, answer.num_reasoning_tokens, answer.finish, answer.stopped_by_text
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stop_strings_wait_for_min_tokens(bare_model_dir: Path, data: st.DataObject) -> None:
-    """The text of the first `min_tokens` tokens is not searched, though what ends the answer may begin in it: whole, in any batches, and
-    resumed after any token."""
+    """The text of the first `min_tokens` tokens is not searched, though what ends the answer may begin in it: whole, and in any batches."""
     tokenizer = Tokenizer.load(bare_model_dir)
     ids = tokenizer.encode("one, two, three, four, five, six")
     tokens = [prefill_pb2.Token(token_id=i, position=n) for n, i in enumerate(ids)]
@@ -71,28 +44,16 @@ def test_stop_strings_wait_for_min_tokens(bare_model_dir: Path, data: st.DataObj
     min_tokens = data.draw(st.integers(0, len(ids)))
     stop = data.draw(st.sampled_from([",", ", t", "e", "o", "x"]))
     text, searched_from = tokenizer.decode(ids), len(tokenizer.decode(ids[:min_tokens]))
-    end = next((end for end in range(searched_from + 1, len(text) + 1) if text[:end].endswith(stop)), None)
+    at = next((at for at in range(searched_from + 1, len(text) + 1) if text[:at].endswith(stop)), None)
+    expected = text if at is None else text[: at - len(stop)]
     sampling = SamplingParams(max_tokens=500, stop=(stop,), min_tokens=min_tokens)
-
-    def read(answer: AnswerReader, tokens: list[prefill_pb2.Token], sizes: list[int]) -> str:
-        said, at = "", 0
-        for size in [*sizes, len(tokens)]:
-            if (response := answer.response(tokens[at : at + size])) is not None:
-                said += response.piece.text
-            at += size
-        return said
 
     sizes = data.draw(st.lists(st.integers(0, 9), max_size=len(tokens)))
     for way in ([], [1] * len(tokens), sizes):
         answer = AnswerReader(tokenizer, sampling)
-        assert read(answer, tokens, way) == (text if end is None else text[: end - len(stop)])
-        assert answer.stopped_by_text == (end is not None)
+        assert read(answer, tokens, way)[1] == expected
+        assert answer.stopped_by_text == (at is not None)
         assert answer.num_tokens >= min_tokens
-    cut = data.draw(st.integers(0, answer.num_tokens))
-    first, second = AnswerReader(tokenizer, sampling), AnswerReader(tokenizer, sampling)
-    before = read(first, tokens[:cut], [])
-    second.resume(tokens[:cut])
-    assert before + read(second, tokens[cut:], []) == (text if end is None else text[: end - len(stop)])
 
 
 def test_a_stop_string_completed_by_text_held_back_still_stops(bare_model_dir: Path) -> None:
@@ -121,9 +82,13 @@ def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Pat
     """Text, reasoning and what is counted of it: in one batch, token by token, in any batches, and resumed after any token."""
     tokenizer = Tokenizer.load(bare_model_dir)
     thought, said = " is it größer 🙂? ", "Paris </think> it is 🙂."
-    begun = data.draw(st.booleans())
-    text = ("" if begun else data.draw(st.sampled_from(["<think>", "\n<think>\n"]))) + thought
-    text += data.draw(st.sampled_from(["</think>\n\n" + said, "\n</think>" + said, "</think>", ""]))
+    begun = data.draw(st.sampled_from([True, False, None]))
+    if begun is None:  # a model that marks no reasoning
+        thought, text = "", ANSWER_TEXT * 2
+        said = text
+    else:
+        text = ("" if begun else data.draw(st.sampled_from(["<think>", "\n<think>\n"]))) + thought
+        text += data.draw(st.sampled_from(["</think>\n\n" + said, "\n</think>" + said, "</think>", ""]))
     finish = data.draw(st.sampled_from([inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH]))
     start = data.draw(st.integers(0, len(text) - 2))
     stops = data.draw(st.sampled_from([(), (text[start : start + 4],), ("nothing like it",)]))
@@ -133,23 +98,8 @@ def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Pat
     tokens[-1].finish_reason = finish
 
     def new() -> AnswerReader:
-        return AnswerReader(
-            tokenizer, SamplingParams(max_tokens=500, stop=stops), ReasoningSplitter(REASONING_FORMATS["qwen3"], begun=begun)
-        )
-
-    def read(answer: AnswerReader, tokens: list[prefill_pb2.Token], sizes: list[int]) -> tuple[str, str]:
-        reasoning, text, at = "", "", 0
-        for size in [*sizes, len(tokens)]:
-            response = answer.response(tokens[at : at + size])
-            at += size
-            if response is not None:
-                assert not (text and response.piece.reasoning)
-                reasoning += response.piece.reasoning
-                text += response.piece.text
-        return reasoning, text
-
-    def end(answer: AnswerReader) -> tuple[object, ...]:
-        return answer.num_tokens, answer.num_reasoning_tokens, answer.finish, answer.stopped_by_text
+        splitter = None if begun is None else ReasoningSplitter(REASONING_FORMATS["qwen3"], begun=begun)
+        return AnswerReader(tokenizer, SamplingParams(max_tokens=500, stop=stops), splitter)
 
     whole = new()
     expected = read(whole, tokens, [])
@@ -165,3 +115,5 @@ def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Pat
     if not whole.stopped_by_text:
         assert expected[0] == thought
         assert expected[1] in (said, "")
+    elif begun is None:
+        assert expected[1] == said[: said.index(stops[0])]

@@ -279,19 +279,6 @@ async def test_several_try_where_workers_do_not_refuse(refused: bool) -> None:
     assert workers.queue.num_queued == 0
 
 
-async def test_a_release_for_one_does_not_make_all_of_them_look() -> None:
-    """What holds one back holds back those behind it: choosing workers for each of them would be for nothing."""
-    workers = Workers(refuse=False)
-    tasks = workers.wanted_by(*(entry() for _ in range(100)))
-    await workers.tried_in_vain(100)
-    workers.tries.clear()
-    await workers.release(40)
-    assert len(workers.tries) <= 3 * 40 + 2, "one that finds room, one that finds none, and one more when the first has left"
-    workers.free = 60
-    workers.queue.release()
-    await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
-
-
 async def test_turns_go_by_class_and_share_in_whatever_order_requests_came() -> None:
     workers = Workers()
     batch, interactive = RequestClass.BATCH, RequestClass.INTERACTIVE

@@ -75,25 +75,6 @@ async def test_workers_are_told_class_and_tenant_and_a_fronts_word_counts(cluste
         assert decode.requests[-1].request_class == STANDARD
 
 
-async def test_decode_has_reserved_before_prefill_is_asked(cluster: Cluster) -> None:
-    prefill, decode = await both(cluster)
-    held: list[bool] = []
-
-    async def look(request: Any, _context: Any) -> None:
-        held.append((request.request_id, request.attempt) in decode.held)
-
-    prefill.hooks.append(look)
-    async with cluster.serving():
-        await cluster.ask(asking(cluster))
-        assert held == [True]
-        decode.max_held = 0
-        waiting = asyncio.create_task(cluster.ask(asking(cluster)))
-        await until(lambda: len(decode.requests) >= 4, "it was refused some times")
-        assert len(prefill.requests) == 1, "without a reservation nothing is prefilled"
-        decode.max_held = 1
-        await waiting
-
-
 # ---- who goes first --------------------------------------------------------------------------------------------------------
 
 

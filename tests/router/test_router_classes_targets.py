@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from placement_simulation import worker_record
 
+from router.placing.placement import Placement
 from router.request.targets import Reason, Targets, refusal, retry_after
 from router.waiting.queues import QueueRate
 from twostep.errors import status_of
 
+WORKER = worker_record("d0")
 SECONDS = st.floats(0.0, 100.0)
 
 
-@dataclass(frozen=True)
-class Choice:
+def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, retry_s: float = 0.0) -> Placement:
     """What placement says, of targets that are checked here as it does: against what is left of the time."""
-
-    predicted_ttft_s: float
-    predicted_tpot_s: float
-    meets_targets: bool
-    retry_after_s: float = 0.0
-
-
-def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, retry_s: float = 0.0) -> Choice:
     late = targets.ttft_s is not None and ttft_s > max(0.0, targets.ttft_s - waited_s)
     slow = targets.tpot_s is not None and tpot_s > targets.tpot_s
-    return Choice(ttft_s, tpot_s, not late and not slow, retry_s if late or slow else 0.0)
+    return Placement(
+        prefill=None,
+        decode=WORKER,
+        cost=0.0,
+        reason="",
+        predicted_ttft_s=ttft_s,
+        predicted_tpot_s=tpot_s,
+        meets_targets=not late and not slow,
+        retry_after_s=retry_s if late or slow else 0.0,
+    )
 
 
 @example(target_ttft=0.01, target_tpot=None, waited=1.0, queue=0.0, ttft=0.0, tpot=0.0, attainable=True)

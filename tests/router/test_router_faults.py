@@ -181,36 +181,6 @@ async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_que
 # ---- lost on the way -----------------------------------------------------------------------------------------------------
 
 
-async def die(worker: Any) -> None:
-    """Called from inside one of its own handlers, which must not wait for itself."""
-    worker.beating = False
-    server, worker.server = worker.server, None
-    asyncio.get_running_loop().create_task(server.stop(0))
-    await asyncio.sleep(600)
-
-
-async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(cluster: Cluster) -> None:
-    first = await cluster.prefill("p0")
-    decode = await cluster.decode()
-
-    async def hook(_request: Any, _context: Any) -> None:
-        await die(first)
-
-    first.before_first.append(hook)
-    async with cluster.serving(no_worker_grace=60.0):
-        task = asyncio.create_task(cluster.ask(max_tokens=8))
-        await until(lambda: bool(first.requests), "p0 has it")
-        second = await cluster.prefill("p1")
-        reply = await task
-        await cluster.all_free()
-    assert reply.token_ids == cluster.expected(8)
-    assert attempts(reply) == 2
-    assert len(second.requests) == 1
-    assert second.requests[0].attempt > first.requests[0].attempt
-    # The reservation of the lost attempt was given back.
-    assert (first.requests[0].request_id, first.requests[0].attempt) in decode.cancels
-
-
 async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_behind_the_prompt(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
     seen = asyncio.Event()

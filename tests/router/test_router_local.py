@@ -129,18 +129,3 @@ async def test_from_a_pair_to_a_decode_worker_alone(cluster: Cluster) -> None:
     assert reply.token_ids == cluster.expected(30)
     assert (end_of(reply).transfer.transport, end_of(reply).transfer.decode_worker) == ("none", "d1")
     assert alone.requests[0].prefill_here
-
-
-async def test_from_a_decode_worker_alone_to_a_pair(cluster: Cluster) -> None:
-    alone = await cluster.decode("d0", local=True, transports=())
-    alone.script = Script(hold_at=10)
-    async with cluster.serving():
-        call = asyncio.create_task(cluster.ask(max_tokens=30, ignore_eos=True))
-        await until(lambda: bool(alone.held), "it decodes there")
-        await cluster.prefill()
-        await cluster.decode("d1")
-        await cluster.seen()
-        await alone.die()
-        reply = await call
-    assert reply.token_ids == cluster.expected(30)
-    assert end_of(reply).transfer.prefill_worker == "p0"

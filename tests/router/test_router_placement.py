@@ -192,6 +192,11 @@ def test_ties_are_spread_evenly_and_fall_the_same_way_for_the_same_request() -> 
             by_worker[pair[side]] += n
         assert min(by_worker.values()) > 140
     assert len({chosen(prefill, decode, demand("same")) for _ in range(5)}) == 1
+    # What differs by next to nothing is equal: of three the better of the two that are drawn.
+    near = [candidate(f"p{i}", queued=5000 + i) for i in range(3)]
+    drawn = Counter(chosen(near, decode, demand(f"request-{i}"))[0] for i in range(100))
+    assert drawn.keys() == {"p0", "p1"}
+    assert 15 <= drawn["p1"] <= 55
 
 
 OTHERS: tuple[tuple[str, Any], ...] = (("block_size", 32), ("dtype", "float32"), ("num_layers", 3))

@@ -154,7 +154,7 @@ def test_a_full_file_is_kept_once_and_each_can_be_read_alone(tmp_path: Path) -> 
 def test_a_slow_disk_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
 
-    def slow(self: PlacementLog, lines: list[str]) -> None:
+    def slow(self: PlacementLog, decision: LoggedPlacement) -> None:
         stuck.wait(120.0)
 
     monkeypatch.setattr(PlacementLog, "_write", slow)

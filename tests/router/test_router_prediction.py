@@ -168,6 +168,8 @@ def test_a_queue_beyond_the_target_is_said_with_when_to_come_again() -> None:
     assert missed.retry_after_s == pytest.approx(missed.predicted_ttft_s - 0.2)
     assert missed.retry_after_s == pytest.approx(queued + GPU.prefill_s(2600, 0, 8192) - 0.2, rel=0.05)
     assert placed(prefill, [worker("decode")], ttft_ms=2000.0).meets_targets
+    slow = placed([worker("prefill")], [worker("decode", seqs=100)], tpot_ms=8.0)
+    assert slow.retry_after_s == pytest.approx(128 * (slow.predicted_tpot_s - 0.008))
     assert placed(prefill, [worker("decode")]).meets_targets
     assert placed(prefill, [worker("decode")]).retry_after_s == 0
 

@@ -17,7 +17,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import Cluster, Reply, Script, until
 
-from router.config import parse_config
 from twostep.local.ports import free_ports
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
@@ -166,14 +165,3 @@ async def test_each_thing_that_prevents_a_start_is_said_with_what_to_do(cluster:
         assert process.returncode == 2, (flags, said)
         assert words in said, (flags, said)
         assert "Traceback" not in said, (flags, said)
-
-
-def test_flags_and_variables_make_one_frozen_configuration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("TWOSTEP_MAX_INFLIGHT", "7")
-    config = parse_config(["--model", "/models/some-name", "--port", "0", "--no-worker-grace", "1.5"])
-    assert (config.max_inflight, config.port, config.no_worker_grace) == (7, 0, 1.5)
-    assert config.served_model_name == "some-name"
-    for bad in (["--port", "70000"], ["--max-inflight", "many"], ["--request-timeout", "-1"], ["--drain-timeout", "nan"]):
-        with pytest.raises(SystemExit):
-            parse_config(["--model", "/m", *bad])
-        assert bad[0] in capsys.readouterr().err

@@ -89,17 +89,6 @@ async def test_a_template_that_cannot_be_compiled_is_found_at_the_start(renderer
         await renderer_of("{{ 'a' | center(10000000) }}" * 40).start()
 
 
-async def test_what_is_no_json_is_said(renderer_of: Callable[..., Renderer]) -> None:
-    renderer = renderer_of("{{ messages[0].content }}")
-    for text in ("[1]", "{", "[" * 100_000):
-        with pytest.raises(InvalidRequest, match=r"chat\.template_kwargs"):
-            await renderer.render(pb.Chat(messages=[pb.ChatMessage(role="user")], template_kwargs=text))
-    tool = '{"type": "function", "function": {"name": "f", "description": "\\ud800"}}'
-    assert (
-        await renderer_of("{{ tools[0].function.description }}").render(pb.Chat(messages=chat().messages, tools=[tool]))
-    ).text == "\ud800"
-
-
 async def test_the_same_as_in_this_process(renderer_of: Callable[..., Renderer]) -> None:
     turns = [pb.ChatMessage(role="user", content="größer 🙂 " * 20), pb.ChatMessage(role="assistant", content="hi", reasoning="hm\n")]
     sent = pb.Chat(messages=turns * 2048, template_kwargs='{"enable_thinking": false}')

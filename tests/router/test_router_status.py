@@ -30,8 +30,8 @@ from router.status.status import (
     waiting_requests,
     worker_status,
 )
+from twostep.cluster.prediction import Candidate, MeanLoad, Snapshot
 from twostep.cluster.records import WorkerLoad
-from twostep.cluster.snapshot import Candidate, MeanLoad, Snapshot
 from twostep.errors import ResourceExhausted
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterGauges, RouterMetrics

@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S = EXCHANGE_S
 # No process counts more in a window: a field that says so is damaged.
 _MAX_TOTAL = 1 << 50
-# Of one writer in one window; and of all of them.
+# Of one writer in one window.
 _MAX_OWN = 1 << 17
-_MAX_READ = 1 << 20
 
 Entry = tuple[Any, ...]
 
@@ -45,14 +44,7 @@ class RedisExchange:
 
     every_s = 1.0
     lost = found = ""
-
-    def __init__(self) -> None:
-        self._connected = True
-
-    @property
-    def connected(self) -> bool:
-        """Returns False while Redis does not answer."""
-        return self._connected
+    connected = True  # False while Redis does not answer
 
     async def run(self) -> None:
         while True:
@@ -66,13 +58,13 @@ class RedisExchange:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._exchange()
         except (RedisError, OSError, TimeoutError) as error:
-            if self._connected and self.lost:
+            if self.connected and self.lost:
                 log.warning(self.lost, str(error) or type(error).__name__)
-            self._connected = False
+            self.connected = False
             return
-        if not self._connected and self.found:
+        if not self.connected and self.found:
             log.warning(self.found)
-        self._connected = True
+        self.connected = True
 
     async def _exchange(self) -> None:
         """Raises RedisError, OSError."""
@@ -167,11 +159,14 @@ class UsageLedger:
 
 
 class SharedTotals:
-    """A ledger, and `num_windows` of its windows in Redis."""
+    """A ledger, and `num_windows` of its windows in Redis. Of all writers' fields in one of them `max_fields` are read."""
 
-    def __init__(self, ledger: UsageLedger, prefix: str, clock: SharedClock, *, window_s: float, num_windows: int) -> None:
+    def __init__(
+        self, ledger: UsageLedger, prefix: str, clock: SharedClock, *, window_s: float, num_windows: int, max_fields: int = 1 << 20
+    ) -> None:
         self.ledger = ledger
         self._prefix, self._clock, self._window_s, self._num_windows = prefix, clock, window_s, num_windows
+        self._max_fields = max_fields
         # When each was the one of its time, or was heard of, by this process's own clock: the shared one may be set to any time and back.
         self._last_seen: dict[int, float] = {}
         # Used while the shared time is not known yet.
@@ -209,7 +204,7 @@ class SharedTotals:
             mapping: Mapping[Any, Any] = {self.ledger.field(entry): str(total) for entry, total in fields.items()}
             pipeline.hset(f"{self._prefix}{window}", mapping=mapping)
             pipeline.expire(f"{self._prefix}{window}", int((self._num_windows + 1) * self._window_s))
-        read_hashes(pipeline, [f"{self._prefix}{window}" for window in windows], max_fields=_MAX_READ)
+        read_hashes(pipeline, [f"{self._prefix}{window}" for window in windows], max_fields=self._max_fields)
         replies = await pipeline.execute()
         self._clock.told(replies[0])
         self.ledger.told(totals)

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
-from twostep.cluster.records import LayoutRecord
-from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest
+from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
 
@@ -56,6 +55,66 @@ _GROWTH = 0.35
 _LEAST_CHUNK = 32
 # Towards having the workers to oneself, while there is hardly any load to tell by.
 _PRIOR_TOKENS, _PRIOR_SEQS = 512.0, 1.0
+
+
+# ---- the workers and the request at one moment: plain values, so that a decision can be repeated -------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanLoad:
+    """Means over the last seconds. All routers': prompt tokens not yet computed, those of batch requests among them, sequences that run or
+    are reserved; `own_*`, the part of them that came from this router."""
+
+    queued_tokens: float = 0.0
+    batch_tokens: float = 0.0
+    own_queued_tokens: float = 0.0
+    num_seqs: float = 0.0
+    own_num_seqs: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A live worker as this router sees it: its record, which is up to a second and a half old; the router's own load there, now; and the
+    means of both over the last seconds."""
+
+    record: WorkerRecord
+    # Of the prompt, in its pool or in its host memory, and how many of them in the latter: those have to be copied to the pool first.
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    # Prompt tokens this router has sent it to compute, whose first token has not come yet.
+    queued_tokens: int = 0
+    batch_tokens: int = 0  # of batch requests, among them
+    # And how many it has sent it lately, computed or not, the longer ago the less: about as many as records do not tell of yet. Batch
+    # requests' are none of them.
+    recent_tokens: float = 0.0
+    # Attempts of this router that are there now.
+    num_attempts: int = 0
+    # It refused this request in this round, or lost an earlier attempt of it.
+    excluded: bool = False
+    # None: nothing is known but the record.
+    mean: MeanLoad | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    prefill: Sequence[Candidate]
+    decode: Sequence[Candidate]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """Describes what a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from
+    now; None: as soon as can be."""
+
+    request_id: str
+    num_tokens: int
+    max_new_tokens: int
+    request_class: RequestClass = RequestClass.STANDARD
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+# ---- what would become of it ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
