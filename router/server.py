@@ -12,7 +12,8 @@ from typing import Any
 
 from router.access.control import Access
 from router.access.sources import source_of
-from router.batches.service import DAY_S, BatchConfig, Batches
+from router.batches.files import BatchConfig
+from router.batches.service import DAY_S, Batches
 from router.config import RouterConfig
 from router.grpc.service import InferenceService, KeyGate, StatusService
 from router.http.admin import Administration, admin_listener, load_admin_key
