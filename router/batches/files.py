@@ -299,8 +299,8 @@ class FileStore:
             )
             raise ResourceExhausted(
                 f"{whose} may take {self.config.max_owner_bytes} bytes on disk and be {MAX_OWNER_FILES} files in all, and there is no "
-                "room for more; delete some files (of those that a batch is made of, wait for its end too), or ask whoever runs this for more "
-                "(--max-owner-bytes)"
+                "room for more; delete some files (of those that a batch is made of, wait for its end too), or ask whoever runs this for "
+                "more (--max-owner-bytes)"
             )
 
     def _folder(self, owner: str) -> Path:
