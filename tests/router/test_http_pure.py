@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from router.http import chat, completions, openapi, system, tokens
 from router.http.batches import BatchBody
-from router.http.choices import CHAT_WRAP, TEXT_WRAP, ChunkWriter, stop_reason_of, total_usage, usage_of
+from router.http.choices import ChunkWriter, stop_reason_of, total_usage, usage_of
 from router.http.errors import HttpError, blaming, body_of
 from router.http.generation import choice_seed, grammar_of, request_of, sampling_of, timeout_of
 from router.http.logprobs import TextLogprobsWriter, TokenNames
@@ -51,8 +51,8 @@ def data_of(event: bytes) -> Any:
 def test_an_event_of_text_is_what_json_would_have_made(text: str, index: int, with_usage: bool) -> None:
     usage = {"usage": None} if with_usage else {}
     for wrap, kind, shape in (
-        (CHAT_WRAP, "chat.completion.chunk", {"delta": {"content": text}}),
-        (TEXT_WRAP, "text_completion", {"text": text}),
+        (chat.MessageTeller.wrap, "chat.completion.chunk", {"delta": {"content": text}}),
+        (completions.TextTeller.wrap, "text_completion", {"text": text}),
     ):
         head = {**HEAD, "object": kind}
         chunks = ChunkWriter(head, index, wrap=wrap, with_usage=with_usage)
