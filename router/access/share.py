@@ -225,13 +225,9 @@ class UsageShare:
         self._minute = _Exchange(writer, "twostep:v1:api-usage:minute:", clock, window_s=WINDOW_S, num_windows=2)
         self._day = _Exchange(writer, "twostep:v1:api-usage:day:", clock, window_s=HOUR_S, num_windows=DAY_HOURS + 1)
         self._on_minute, self._on_day = on_minute, on_day
-        self._connected = True
+        # False while Redis does not answer: limits are this router's own.
+        self.connected = True
         self._day_due = 0.0
-
-    @property
-    def connected(self) -> bool:
-        """False while Redis does not answer: limits are this router's own."""
-        return self._connected
 
     def used(self, key_id: str, kind: str, amount: int) -> None:
         """On this router. Returns at once."""
@@ -263,12 +259,12 @@ class UsageShare:
                     self._on_day(use)
                 self._day_due = time.monotonic() + _DAY_SYNC_S
         except (RedisError, OSError, TimeoutError) as error:
-            if self._connected:
-                self._connected = False
+            if self.connected:
+                self.connected = False
                 log.warning(
                     "what API keys use cannot be shared (%s): their limits hold on this router alone", str(error) or type(error).__name__
                 )
             return
-        if not self._connected:
-            self._connected = True
+        if not self.connected:
+            self.connected = True
             log.warning("what API keys use is shared again")

@@ -16,7 +16,7 @@ import grpc.aio
 
 from router.workers.prefix_index import WorkerLife
 from twostep.cluster.records import WorkerRecord
-from twostep.keys.vouch import CHALLENGE_BYTES, is_vouched
+from twostep.keys.secret import CHALLENGE_BYTES, is_vouched
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 3.0

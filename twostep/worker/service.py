@@ -10,7 +10,7 @@ import grpc.aio
 
 from twostep.engine.engine import Engine
 from twostep.errors import InternalError
-from twostep.keys.vouch import vouch
+from twostep.keys.secret import vouch
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.worker.roles import RoleChange, RoleConflict
