@@ -11,14 +11,14 @@ from typing import Any
 
 from router.access.control import Access
 from router.access.sources import source_of
-from router.batches.service import DAY_S, BatchConfig, Batches
+from router.batches.files import BatchConfig
+from router.batches.service import DAY_S, Batches
 from router.config import RouterConfig
 from router.grpc.service import InferenceService, KeyGate, StatusService
 from router.http.admin import Administration, admin_listener, load_admin_key
 from router.http.batches import BatchEndpoints
 from router.http.front import Front
-from router.http.listener import Listener
-from router.http.server import HttpServer, ssl_context
+from router.http.server import HttpServer, Listener, ssl_context
 from router.placing.log import PlacementLog
 from router.placing.placement import Placement, PlacementRequest, place
 from router.prompting.grammar_check import GrammarChecker

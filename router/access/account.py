@@ -136,17 +136,9 @@ class Account:
     """One key, and what was used of its limits: here, and by `elsewhere` on other routers. `on_use(key id, "requests" or "tokens", how
     many)` hears of what is used here, also of what is given back. `monotonic` is a clock in seconds that is never set."""
 
-    def __init__(
-        self,
-        key: Key,
-        on_use: OnUse = lambda *_: None,
-        *,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.key = key
+    def __init__(self, key: Key, on_use: OnUse = lambda *_: None, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.key, self._on_use, self._monotonic = key, on_use, monotonic
         self.num_calls = 0
-        self._on_use = on_use
-        self._monotonic = monotonic
         limits = key.limits
         self._requests, self._tokens = Bucket(limits.requests_per_minute), Bucket(limits.tokens_per_minute)
         # Counted in any case: a limit may come later in the day.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -19,6 +20,7 @@ from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
 from twostep.keys.api_keys import Key, KeyTable, same_key, system_key
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _POLL_S = 1.0
 _READ_TIMEOUT_S = 5.0
@@ -130,30 +132,28 @@ class Access:
     async def refresh(self) -> None:
         """Looks for changes now; never raises for what the source does or holds: the last keys that were read go on."""
         async with self._looking:
-            await self._refresh()
-
-    async def _refresh(self) -> None:
-        try:
-            keys = await self._read()
-        except (TwostepError, OSError, RedisError, TimeoutError) as error:
-            if self._complained != (reason := why(error)):
-                self._complained = reason
-                log.error("the API keys cannot be read (%s): those known until now go on", reason)
-            return
-        if self._complained:
-            self._complained = ""
-            log.warning("the API keys can be read again")
-        if keys is not None:
-            self._know(keys)
-            log.info("%d API keys are known now", len(self._table.by_id))
+            try:
+                keys = await self._read()
+            except (TwostepError, OSError, RedisError, TimeoutError) as error:
+                if self._complained != (reason := why(error)):
+                    self._complained = reason
+                    log.error("the API keys cannot be read (%s): those known until now go on", reason)
+                return
+            if self._complained:
+                self._complained = ""
+                log.warning("the API keys can be read again")
+            if keys is not None:
+                self._know(keys)
+                log.info("%d API keys are known now", len(self._table.by_id))
 
     async def put(self, key: Key) -> None:
         """Known here at once, and to the others within a second or two. Raises TwostepError."""
-        await self._change_source(key, None)
+        await self._change(lambda source: source.put(key))
 
     async def remove(self, key_id: str) -> None:
         """Raises TwostepError: not found, or nothing could be changed."""
-        await self._change_source(None, key_id)
+        if not await self._change(lambda source: source.remove(key_id)):
+            raise NotFound(f"there is no API key {key_id[:64]!r}; list them to see which there are")
 
     def accounts(self) -> Sequence[Account]:
         """By their time of making."""
@@ -166,18 +166,16 @@ class Access:
         except KeyError:
             raise NotFound(f"there is no API key {key_id[:64]!r}; list them to see which there are") from None
 
-    async def _change_source(self, key: Key | None, removed: str | None) -> None:
+    async def _change(self, change: Callable[[KeySource], Awaitable[T]]) -> T:
         if self._source is None:
             raise NotFound("this router asks for no API keys; start it with --api-keys-file FILE or --api-keys redis")
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                if key is not None:
-                    await self._source.put(key)
-                elif removed is not None and not await self._source.remove(removed):
-                    raise NotFound(f"there is no API key {removed[:64]!r}; list them to see which there are")
+                changed = await change(self._source)
         except (OSError, RedisError, TimeoutError) as error:
             raise unreachable(error) from error
         await self.refresh()
+        return changed
 
     async def _read(self) -> Sequence[Key] | None:
         assert self._source is not None, "there is nothing to follow"

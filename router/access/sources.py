@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from redis.asyncio import Redis
 
@@ -34,6 +34,8 @@ KEYS = "twostep:v1:api-keys"
 SIGNATURES = "twostep:v1:api-keys:signatures"
 VERSION = "twostep:v1:api-keys:version"
 _MAX_FILE_BYTES = 64 << 20
+# By which a file that has changed is known: when it was, its size, its number.
+_Seen = tuple[int, int, int]
 
 
 class KeySource(Protocol):
@@ -59,19 +61,6 @@ def source_of(path: Path | None, where: str, redis: Redis, secret: bytes) -> Key
     return FileKeys(path) if path is not None else RedisKeys(redis, secret, adopt=where == "redis-adopt") if where else None
 
 
-class _Seen(NamedTuple):
-    """By which a file that has changed is known."""
-
-    mtime_ns: int
-    num_bytes: int
-    inode: int
-
-
-class _Changed(NamedTuple):
-    seen: _Seen
-    keys: Sequence[Key]
-
-
 class FileKeys:
     """Everything but the constructor may block for the disk, and so runs in a thread of its own: one, however often a volume that hangs
     is asked."""
@@ -82,12 +71,9 @@ class FileKeys:
         self._seen: _Seen | None = None
 
     async def read(self) -> Sequence[Key] | None:
-        changed = await self._thread.run(self._read, self._seen)
-        if changed is None:
-            return None
         # Only what was received is done with: a broken file is complained of until it is mended, and one that came too late is read again.
-        self._seen = changed.seen
-        return changed.keys
+        self._seen, keys = await self._thread.run(self._read, self._seen)
+        return keys
 
     async def put(self, key: Key) -> None:
         await self._thread.run(put_in_file, self._path, key)
@@ -95,14 +81,14 @@ class FileKeys:
     async def remove(self, key_id: str) -> bool:
         return await self._thread.run(remove_from_file, self._path, key_id)
 
-    def _read(self, before: _Seen | None) -> _Changed | None:
+    def _read(self, before: _Seen | None) -> tuple[_Seen, Sequence[Key] | None]:
         stat = os.stat(self._path)
-        seen = _Seen(stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if seen == before:
-            return None
+            return seen, None
         if stat.st_size > _MAX_FILE_BYTES:
             raise BadKey(f"{self._path} has {stat.st_size} bytes; give a file of API keys, of {_MAX_FILE_BYTES} at most")
-        return _Changed(seen, read_file(self._path))
+        return seen, read_file(self._path)
 
 
 class RedisKeys:

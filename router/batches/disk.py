@@ -38,12 +38,7 @@ class Disk:
         """Whole or not at all."""
         temporary = path.with_name(f".{path.name}.{os.getpid():x}.{os.urandom(4).hex()}")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                _write_all(descriptor, data)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _put(temporary, data, os.O_EXCL)
             self.rename(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -51,12 +46,7 @@ class Disk:
 
     def create(self, path: Path, data: bytes) -> None:
         """Creates a file exclusively: raises FileExistsError. A crash may leave less than `data`."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _put(path, data, os.O_EXCL)
         _sync_folder(path.parent)
 
     def create_whole(self, path: Path, data: bytes) -> None:
@@ -77,12 +67,7 @@ class Disk:
 
     def append(self, path: Path, data: bytes) -> None:
         """On disk when it returns. What fails may have left a part."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _put(path, data, os.O_APPEND)
 
     def rename(self, path: Path, to: Path) -> None:
         os.rename(path, to)
@@ -106,10 +91,16 @@ class Disk:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def _put(path: Path, data: bytes, how: int) -> None:
+    """Writes to a file of this user's alone, which is on disk when it returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync_folder(path: Path) -> None:
@@ -125,12 +116,12 @@ def _sync_folder(path: Path) -> None:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SHORT_S = 30.0
+# What a volume is given to answer.
+_TIMEOUT_S = 30.0
 
 
 class Threads:
-    def __init__(self, timeout_s: float = _SHORT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._short = BoundedThreads(4, "batches")
         # Whole files are read and written: small things need not wait for it.
         self._long = BoundedThreads(2, "batches-long")
@@ -138,16 +129,16 @@ class Threads:
     async def short(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Raises what `work` does; Unavailable for a disk that fails or does not answer."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(_TIMEOUT_S):
                 return await self._in(self._short, partial(work, *args, **kwargs))
         except TimeoutError:
             raise Unavailable(
-                f"the batch directory did not answer within {self._timeout_s:.0f} s; repeat it, or look after the volume"
+                f"the batch directory did not answer within {_TIMEOUT_S:.0f} s; repeat it, or look after the volume"
             ) from None
 
-    async def long(self, work: Callable[[], T]) -> T:
+    async def long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The same, however long it takes."""
-        return await self._in(self._long, work)
+        return await self._in(self._long, partial(work, *args, **kwargs))
 
     async def _in(self, threads: BoundedThreads, work: Callable[[], T]) -> T:
         try:

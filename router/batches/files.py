@@ -133,25 +133,28 @@ def page_of(
     return Page(found, False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """`served`: the model's name. `concurrency`: requests of all batches that this router asks at once. `lifetime_s`: for how long ended
+    batches are kept, and files that say nothing themselves. `max_owner_bytes`: of all that one tenant has on disk, 0 for no bound; with
+    `one_account` it is the bound of all tenants together, who are not told apart."""
+
+    root: Path
+    served: str
+    concurrency: int
+    max_file_bytes: int
+    max_line_bytes: int
+    max_owner_bytes: int
+    lifetime_s: float
+    one_account: bool = False
+
+
 class FileStore:
     def __init__(
-        self,
-        root: Path,
-        disk: Disk,
-        *,
-        lifetime_s: float,
-        max_owner_bytes: int,
-        one_account: bool = False,
-        wall: Callable[[], float] = time.time,
-        occupancy: Occupancy | None = None,
+        self, config: BatchConfig, disk: Disk, *, wall: Callable[[], float] = time.time, occupancy: Occupancy | None = None
     ) -> None:
-        """`lifetime_s`: of files that say nothing themselves. `max_owner_bytes`: of all that an owner has on disk; 0: no bound. With
-        `one_account` that is the bound of all owners together: they are not told apart."""
-        self._root = root
-        self._disk = disk
-        self._lifetime_s = lifetime_s
-        self._max_owner_bytes = max_owner_bytes
-        self._one_account, self._wall = one_account, wall
+        self.config = config
+        self._root, self._disk, self._wall = config.root, disk, wall
         self._occupancy = occupancy or Occupancy()
 
     # ---- coming in ---------------------------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ class FileStore:
             num_bytes=num_bytes,
             created=int(now),
             purpose=purpose,
-            expires=int(now + (self._lifetime_s if lives_s is None else lives_s)),
+            expires=int(now + (self.config.lifetime_s if lives_s is None else lives_s)),
         )
 
     # ---- what is there -----------------------------------------------------------------------------------------------------
@@ -283,19 +286,21 @@ class FileStore:
 
     def has_room(self, owner: str, num_bytes: int = 1) -> bool:
         """For so many bytes more, of files, of what is still coming, and of batches with what they are made of."""
-        if not self._max_owner_bytes:
+        if not self.config.max_owner_bytes:
             return True
-        occupied = self._occupancy.of(self._root if self._one_account else self._root / owner)
-        return occupied.num_bytes + num_bytes <= self._max_owner_bytes and occupied.num_files < MAX_OWNER_FILES
+        occupied = self._occupancy.of(self._root if self.config.one_account else self._root / owner)
+        return occupied.num_bytes + num_bytes <= self.config.max_owner_bytes and occupied.num_files < MAX_OWNER_FILES
 
     def check_room(self, owner: str, num_bytes: int = 1) -> None:
         """Raises ResourceExhausted."""
         if not self.has_room(owner, num_bytes):
-            whose = "all files and batches here, as no API keys tell whose they are," if self._one_account else "your files and batches"
+            whose = (
+                "all files and batches here, as no API keys tell whose they are," if self.config.one_account else "your files and batches"
+            )
             raise ResourceExhausted(
-                f"{whose} may take {self._max_owner_bytes} bytes on disk and be {MAX_OWNER_FILES} files in all, and there is no room for "
-                "more; delete some files (of those that a batch is made of, wait for its end too), or ask whoever runs this for more "
-                "(--max-owner-bytes)"
+                f"{whose} may take {self.config.max_owner_bytes} bytes on disk and be {MAX_OWNER_FILES} files in all, and there is no "
+                "room for more; delete some files (of those that a batch is made of, wait for its end too), or ask whoever runs this for "
+                "more (--max-owner-bytes)"
             )
 
     def _folder(self, owner: str) -> Path:

@@ -20,6 +20,8 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from twostep.errors import DataLoss
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
@@ -234,15 +236,10 @@ def to_json(record: FileRecord | BatchRequest | RunState) -> bytes:
 def from_json(kind: type[Record], raw: bytes) -> Record:
     """Raises DataLoss. Unknown fields are those of a newer router."""
     try:
-        told = json.loads(raw)
-        known = {each.name for each in dataclasses.fields(kind)}
-        values: dict[str, Any] = {name: value for name, value in told.items() if name in known}
-        if kind is RunState:
-            values["status"] = BatchStatus(values["status"])
-            values["tally"] = AnswerCounts(**values["tally"])
-            values["errors"] = tuple(LineError(**each) for each in values["errors"])
-        return kind(**values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataLoss(
-            f"a record in the batch directory is damaged ({type(error).__name__}); restore it, or delete what it is about"
-        ) from error
+        record: Record = _READERS[kind].validate_json(raw)
+        return record
+    except ValidationError as error:
+        raise DataLoss("a record in the batch directory is damaged; restore it, or delete what it is about") from error
+
+
+_READERS: Mapping[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (FileRecord, BatchRequest, RunState)}

@@ -19,13 +19,12 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from router.batches.disk import Threads
 from router.batches.journal import NO_USAGE, AnswerRecord, GroupWriter, Usage
 from router.batches.lines import InputLine, answered, body_bytes, unanswered
-from router.batches.records import AnswerCounts, BatchRequest, BatchStatus, RunState
+from router.batches.records import AnswerCounts, BatchRequest, BatchStatus, RunState, owner_of
 from router.batches.store import BatchStore
 from router.request.targets import Expired
 from twostep.errors import (
@@ -68,40 +67,24 @@ _LOOK_S = 1.0
 _MAX_PASSES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """A request as it is asked: `body` is JSON."""
-
-    endpoint: str
-    body: bytes
-    request_id: str
-    asked: BatchRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class Answered(NamedTuple):
     """`body` is JSON, of which `usage` is a part."""
 
     body: bytes
     usage: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How an endpoint would have refused: the status of its answer, and its body, which is JSON."""
-
-    status: int
-    body: bytes
-
-
 class Endpoints(Protocol):
     """Answers requests."""
 
-    def answer(self, asking: Asking) -> AbstractAsyncContextManager[Answered]:
-        """The answer, whose memory is free once the context ends. Entering raises whatever the endpoint does."""
+    def answer(self, asked: BatchRequest, body: bytes, request_id: str) -> AbstractAsyncContextManager[Answered]:
+        """Has a request, which is JSON, answered in the name of whoever made the batch. The answer's memory is free once the context ends.
+        Entering raises whatever the endpoint does."""
         ...
 
-    def failure(self, error: Exception) -> Failure: ...
+    def failure(self, error: Exception) -> tuple[int, bytes]:
+        """Returns how the endpoint would have refused: the status of its answer, and its body, which is JSON."""
+        ...
 
     def ready(self) -> bool:
         """Returns whether asking makes sense now."""
@@ -121,32 +104,27 @@ class BatchRun:
         self,
         store: BatchStore,
         threads: Threads,
-        owner: str,
-        batch_id: str,
+        asked: BatchRequest,
         *,
         endpoints: Endpoints,
         held: Callable[[], bool],
         gate: asyncio.Semaphore,
-        concurrency: int,
-        max_line_bytes: int,
-        look_s: float = _LOOK_S,
         metrics: BatchMetrics,
+        look_s: float = _LOOK_S,
         wall: Callable[[], float] = time.time,
         late: Callable[[], float] = time.time,
     ) -> None:
-        """`held`: whether this router has the lease. `concurrency`: of this batch; the gate is for all. `wall`: what time it is; `late`:
-        what time it is at least, for what cannot be undone."""
-        self._store, self._threads = store, threads
-        self._owner, self._batch_id = owner, batch_id
-        self._endpoints, self._held, self._gate, self._wall = endpoints, held, gate, wall
-        self._concurrency, self._max_line_bytes, self._look_s = concurrency, max_line_bytes, look_s
-        self._late = late
+        """`held`: whether this router has the lease. `gate`: for the requests of all batches. `wall`: what time it is; `late`: what time it
+        is at least, for what cannot be undone."""
+        self._store, self._threads, self._asked = store, threads, asked
+        self._id, self._owner = asked.id, owner_of(asked.tenant)
+        self._endpoints, self._held, self._gate = endpoints, held, gate
+        self._look_s, self._wall, self._late = look_s, wall, late
         self._metrics = metrics
         self.status = BatchStatus.VALIDATING
         self._tally = AnswerCounts()
         self._writer = GroupWriter(self._write)
         self._leaving = False
-        self._asked: BatchRequest
         self._state: RunState
 
     def leave(self) -> None:
@@ -155,16 +133,15 @@ class BatchRun:
 
     async def run(self) -> None:
         """To the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
-        self._state = await self._threads.short(self._store.begin_run, self._owner, self._batch_id)
+        self._state = await self._threads.short(self._store.begin_run, self._owner, self._id)
         # Clients do not see it fall back.
         self._tally, self.status = self._state.tally, self._state.status
-        self._asked = (await self._threads.short(self._store.get, self._owner, self._batch_id)).asked
         if not self._state.status.final:
             await self._to_the_end()
-        await self._threads.short(self._store.close, self._owner, self._batch_id)
+        await self._threads.short(self._store.close, self._owner, self._id)
 
     async def _to_the_end(self) -> None:
-        found = await self._threads.long(lambda: self._store.read_input(self._asked, max_line_bytes=self._max_line_bytes))
+        found = await self._threads.long(self._store.read_input, self._asked)
         if found.errors:
             await self._become(BatchStatus.FAILED, errors=found.errors)
             return
@@ -175,9 +152,9 @@ class BatchRun:
         if end is not None:
             await self._give_up(found.lines, end)
         await self._become(BatchStatus.FINALIZING, total=len(found.lines))
-        results = await self._threads.long(lambda: self._store.results(self._owner, self._batch_id))
+        results = await self._threads.long(self._store.results, self._owner, self._id)
         self._check_lease()
-        output, errors = await self._threads.long(lambda: self._store.publish(self._asked, self._state.epoch, found.lines, results))
+        output, errors = await self._threads.long(self._store.publish, self._asked, self._state.epoch, found.lines, results)
         self._tally = results.tally
         await self._become(end or BatchStatus.COMPLETED, output_file_id=output, error_file_id=errors)
 
@@ -198,7 +175,7 @@ class BatchRun:
         return None
 
     async def _pending(self, lines: list[InputLine]) -> list[InputLine]:
-        results = await self._threads.long(lambda: self._store.results(self._owner, self._batch_id))
+        results = await self._threads.long(self._store.results, self._owner, self._id)
         self._tally = results.tally
         return [line for line in lines if line.custom_id not in results.places]
 
@@ -212,12 +189,12 @@ class BatchRun:
         async def work_together() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._concurrency, len(pending))):
+                    for _ in range(min(self._store.files.config.concurrency, len(pending))):
                         group.create_task(work())
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             if pending:
-                raise RouterLeaving(self._batch_id)
+                raise RouterLeaving(self._id)
 
         workers = asyncio.create_task(work_together())
         watch = asyncio.create_task(self._watch())
@@ -249,33 +226,31 @@ class BatchRun:
 
     async def _why_end(self) -> BatchStatus | None:
         self._check_lease()
-        if await self._threads.short(self._store.is_over, self._owner, self._batch_id):
-            raise LeaseLost(self._batch_id)
-        if await self._threads.short(self._store.is_cancelled, self._owner, self._batch_id):
+        if await self._threads.short(self._store.is_over, self._owner, self._id):
+            raise LeaseLost(self._id)
+        if await self._threads.short(self._store.is_cancelled, self._owner, self._id):
             return BatchStatus.CANCELLED
         return BatchStatus.EXPIRED if self._late() >= self._asked.expires else None
 
     async def _answer(self, line: InputLine) -> None:
         """However often it takes. The answer is on disk when it returns."""
         request_id = uuid.uuid4().hex
-        limit = self._max_line_bytes
-        request = await self._threads.short(lambda: self._store.read_request(self._asked, line, max_line_bytes=limit))
+        request = await self._threads.short(self._store.read_request, self._asked, line)
         if request.body.get("stream"):
             error = InvalidRequest("stream is not for batches, whose answers come whole; leave it out")
             await self._keep(self._failed(line, request_id, error))
             return
         body = await self._threads.short(body_bytes, request.body)
-        asking = Asking(endpoint=self._asked.endpoint, body=body, request_id=request_id, asked=self._asked)
         num_failed = 0
         while True:
             while not (self._endpoints.ready() and await self._threads.short(self._store.files.has_room, self._owner)):
                 if self._leaving:
-                    raise RouterLeaving(self._batch_id)
+                    raise RouterLeaving(self._id)
                 await asyncio.sleep(self._look_s)
             async with AsyncExitStack() as held:
                 try:
                     async with self._gate:
-                        answer = await held.enter_async_context(self._endpoints.answer(asking))
+                        answer = await held.enter_async_context(self._endpoints.answer(self._asked, body, request_id))
                 except Exception as error:  # noqa: BLE001  # the answer says what, or it is tried again
                     wait_s = retry_s(error, num_failed, random.random())
                     entry = None if wait_s is not None else self._failed(line, request_id, error)
@@ -298,8 +273,8 @@ class BatchRun:
     def _failed(self, line: InputLine, request_id: str, error: Exception) -> AnswerRecord:
         if isinstance(error, DeadlineExceeded):
             return _no_answer(line, "request_timeout", error.message, request_id)
-        failure = self._endpoints.failure(error)
-        return AnswerRecord(line.custom_id, False, NO_USAGE, answered(request_id, line.custom_id, failure.status, failure.body))
+        status, body = self._endpoints.failure(error)
+        return AnswerRecord(line.custom_id, False, NO_USAGE, answered(request_id, line.custom_id, status, body))
 
     async def _give_up(self, lines: list[InputLine], end: BatchStatus) -> None:
         """Writes down that what has no answer gets none."""
@@ -311,7 +286,7 @@ class BatchRun:
     # ---- disk --------------------------------------------------------------------------------------------------------------------
 
     async def _write(self, entries: list[AnswerRecord]) -> None:
-        await self._threads.short(self._store.record, self._owner, self._batch_id, self._state.epoch, entries)
+        await self._threads.short(self._store.record, self._owner, self._id, self._state.epoch, entries)
 
     async def _write_unanswered(self, entries: list[AnswerRecord]) -> None:
         await self._write(entries)
@@ -321,14 +296,14 @@ class BatchRun:
         self._check_lease()
         self._state = self._state.to(status, int(self._wall()), tally=self._tally, **changes)
         write = self._store.end if status.final else self._store.write_state
-        await self._threads.short(write, self._owner, self._batch_id, self._state)
+        await self._threads.short(write, self._owner, self._id, self._state)
         self.status = status
         if status.final:
             self._metrics.ended[status.value].inc()
 
     def _check_lease(self) -> None:
         if not self._held():
-            raise LeaseLost(self._batch_id)
+            raise LeaseLost(self._id)
 
 
 _REASONS = {

@@ -18,14 +18,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.batches.disk import Disk, Threads
-from router.batches.files import FileStore
+from router.batches.files import BatchConfig, FileStore
 from router.batches.records import COMPLETION_WINDOWS, BatchRequest, new_id
 from router.batches.run import BatchRun, Endpoints, LeaseLost, RouterLeaving
 from router.batches.store import BatchStore, Stored
@@ -36,6 +34,7 @@ from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.registry import MetricsRegistry
 
 LEASE_S = 10.0
+_PREFIX = "twostep:v1:batch:"
 # Before others may take it, its holder knows that it has lapsed.
 _MARGIN = 0.2
 
@@ -45,71 +44,53 @@ _RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del
 
 
 class BatchLease:
-    """Held from its making on, for as long as it is renewed."""
+    """Says that one router runs a batch, for as long as it renews it. Never raises for what Redis does."""
 
-    def __init__(self, redis: Redis, key: str, holder: str, lease_s: float) -> None:
-        self._redis, self._key, self._holder = redis, key, holder
-        self._lease_s = lease_s
+    def __init__(self, redis: Redis, batch_id: str, router_id: str) -> None:
+        self._redis, self._key, self._holder = redis, f"{_PREFIX}{batch_id}", f"{router_id}:{secrets.token_hex(8)}"
         self._until = 0.0
-
-    @property
-    def renew_s(self) -> float:
-        """How often."""
-        return self._lease_s / 4
 
     def held(self) -> bool:
         return time.monotonic() < self._until
 
-    async def acquire(self) -> bool:
-        """False: another router has it. Raises RedisError, OSError."""
-        asked = time.monotonic()
-        if not await self._redis.set(self._key, self._holder, nx=True, px=int(self._lease_s * 1000)):
-            return False
-        self._until = asked + self._lease_s * (1 - _MARGIN)
-        return True
-
-    async def renew(self) -> None:
-        """Once; never raises for what Redis does. A Redis that has lost the lease is asked for another."""
+    async def take(self) -> bool:
+        """False: another router has it, or Redis cannot be asked."""
         asked = time.monotonic()
         try:
-            async with asyncio.timeout(self.renew_s):
-                renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(self._lease_s * 1000)))
-            if renewed:
-                self._until = asked + self._lease_s * (1 - _MARGIN)
-            elif not (self.held() and await self.acquire()):
-                self._until = 0.0
+            taken = bool(await self._redis.set(self._key, self._holder, nx=True, px=int(LEASE_S * 1000)))
+        except (RedisError, OSError):
+            return False
+        if taken:
+            self._until = asked + LEASE_S * (1 - _MARGIN)
+        return taken
+
+    async def keep_renewing(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            await self.renew()
+            end_if_cancelled()
+
+    async def renew(self) -> None:
+        """Once. A Redis that has lost the lease is asked for another."""
+        asked = time.monotonic()
+        try:
+            async with asyncio.timeout(LEASE_S / 4):
+                renewed = await self._redis.eval(_RENEW, 1, self._key, self._holder, str(int(LEASE_S * 1000)))
+                if renewed:
+                    self._until = asked + LEASE_S * (1 - _MARGIN)
+                elif not (self.held() and await self.take()):
+                    self._until = 0.0
         except (RedisError, OSError, TimeoutError):
             return  # until it lapses
 
     async def release(self) -> None:
-        """Others need not wait. Never raises for what Redis does."""
+        """Others need not wait."""
         self._until = 0.0
         try:
             await self._redis.eval(_RELEASE, 1, self._key, self._holder)
         except (RedisError, OSError):
             return  # it lapses
-
-
-class Leases:
-    def __init__(self, redis: Redis, router_id: str, lease_s: float) -> None:
-        self._redis = redis
-        self._router_id = router_id
-        self._lease_s = lease_s
-
-    async def take(self, name: str) -> BatchLease | None:
-        """None: it is another's, or Redis cannot be asked."""
-        lease = BatchLease(self._redis, f"twostep:v1:batch:{name}", f"{self._router_id}:{secrets.token_hex(8)}", self._lease_s)
-        try:
-            return lease if await lease.acquire() else None
-        except (RedisError, OSError):
-            return None
-
-    async def take_for(self, name: str, seconds: float) -> bool:
-        """Returns whether this router is to do it now; no other does it for so long."""
-        try:
-            return bool(await self._redis.set(f"twostep:v1:batch:{name}", self._router_id, nx=True, ex=int(seconds)))
-        except (RedisError, OSError):
-            return False
 
 
 log = logging.getLogger(__name__)
@@ -123,23 +104,6 @@ _SWEEP_S = 3600.0
 _AGAIN_S = 10.0
 _DAMAGED_S = 60.0
 DAY_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConfig:
-    """`served`: the model's name. `lifetime_s`: how long files and ended batches are kept; `max_owner_bytes`: of what one tenant has on
-    disk, or all together with `one_account`."""
-
-    root: Path
-    served: str
-    concurrency: int = 64
-    max_file_bytes: int = 200 << 20
-    max_line_bytes: int = 16 << 20
-    max_owner_bytes: int = 10 << 30
-    one_account: bool = False
-    lifetime_s: float = 30 * DAY_S
-    look_s: float = _LOOK_S
-    lease_s: float = LEASE_S
 
 
 def choose(
@@ -168,18 +132,11 @@ class Batches:
         clock = clock or SharedClock()
         self.config = config
         self._endpoints: Endpoints
-        self._leases = Leases(redis, router_id, config.lease_s)
+        self._redis, self._router_id = redis, router_id
         self.threads = Threads()
-        disk = self._disk = Disk()
-        self.files = FileStore(
-            config.root,
-            disk,
-            lifetime_s=config.lifetime_s,
-            max_owner_bytes=config.max_owner_bytes,
-            one_account=config.one_account,
-            wall=clock.unix,
-        )
-        self.store = BatchStore(config.root, disk, self.files)
+        self._disk = Disk()
+        self.files = FileStore(config, self._disk, wall=clock.unix)
+        self.store = BatchStore(self._disk, self.files)
         self._clock, self._wall = clock, clock.unix
         self._gate = asyncio.Semaphore(config.concurrency)
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
@@ -258,7 +215,7 @@ class Batches:
                 complained = True
             end_if_cancelled()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.look_s * (0.75 + random.random() / 2)):
+                async with asyncio.timeout(_LOOK_S * (0.75 + random.random() / 2)):
                     await self._look.wait()
             self._look.clear()
 
@@ -270,9 +227,16 @@ class Batches:
         self._not_before = {batch_id: then for batch_id, then in self._not_before.items() if batch_id in found}
         waiting = {batch_id: owner for batch_id, owner in found.items() if self._not_before.get(batch_id, 0.0) <= now}
         for batch_id in choose(waiting, self._owners):
-            await self._try(batch_id, waiting[batch_id])
-        if await self._leases.take_for("sweep", _SWEEP_S):
-            await self.threads.long(lambda: self.store.sweep(self._surely(), self.config.lifetime_s))
+            await self._try_to_run(batch_id, waiting[batch_id])
+        if await self._may_sweep():
+            await self.threads.long(lambda: self.store.sweep(self._surely()))
+
+    async def _may_sweep(self) -> bool:
+        """Returns whether this router is to clear up now; no other does it for so long."""
+        try:
+            return bool(await self._redis.set(f"{_PREFIX}sweep", self._router_id, nx=True, ex=int(_SWEEP_S)))
+        except (RedisError, OSError):
+            return False
 
     def _late(self) -> float:
         """Returns the time by which things end for good: Redis's clock and this host's both say so, as one of them may be set to
@@ -283,7 +247,7 @@ class Batches:
         """And the volume's, by which its files are dated. It blocks."""
         return min(self._late(), self._disk.now(self.config.root / "open"))
 
-    async def _try(self, batch_id: str, owner: str) -> None:
+    async def _try_to_run(self, batch_id: str, owner: str) -> None:
         try:
             stored = await self.threads.short(self.store.get, owner, batch_id)
         except NotFound:
@@ -296,8 +260,8 @@ class Batches:
         ends = stored.cancelled is not None or self._late() >= stored.asked.expires
         if stored.asked.served != self.config.served and not ends:
             return
-        lease = await self._leases.take(batch_id)
-        if lease is None:
+        lease = BatchLease(self._redis, batch_id, self._router_id)
+        if not await lease.take():
             return
         if self._draining:
             # Since this look began: another router need not wait until it lapses.
@@ -306,13 +270,10 @@ class Batches:
         run = BatchRun(
             self.store,
             self.threads,
-            owner,
-            batch_id,
+            stored.asked,
             endpoints=self._endpoints,
             held=lease.held,
             gate=self._gate,
-            concurrency=self.config.concurrency,
-            max_line_bytes=self.config.max_line_bytes,
             metrics=self._metrics,
             wall=self._wall,
             late=self._late,
@@ -321,7 +282,7 @@ class Batches:
         self._runs[batch_id] = run, asyncio.create_task(self._keep_running(batch_id, run, lease))
 
     async def _keep_running(self, batch_id: str, run: BatchRun, lease: BatchLease) -> None:
-        renewing = asyncio.create_task(_renew(lease))
+        renewing = asyncio.create_task(lease.keep_renewing())
         try:
             await run.run()
             log.info("batch %s is over", batch_id)
@@ -362,10 +323,3 @@ class Batches:
     async def close(self) -> None:
         await self.drain(0.0)
         self.threads.close()
-
-
-async def _renew(lease: BatchLease) -> None:
-    while True:
-        await asyncio.sleep(lease.renew_s)
-        await lease.renew()
-        end_if_cancelled()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -55,10 +55,9 @@ class Input:
 
 
 class BatchStore:
-    def __init__(self, root: Path, disk: Disk, files: FileStore) -> None:
-        self._root = root
-        self._disk = disk
-        self.files = files
+    def __init__(self, disk: Disk, files: FileStore) -> None:
+        self._root, self._disk, self.files = files.config.root, disk, files
+        self._max_line_bytes = files.config.max_line_bytes
 
     def prepare(self) -> None:
         self._disk.make_folder(self._root / "open")
@@ -178,19 +177,19 @@ class BatchStore:
                 continue
         return found
 
-    def read_input(self, asked: BatchRequest, *, max_line_bytes: int) -> Input:
+    def read_input(self, asked: BatchRequest) -> Input:
         try:
-            return self._read_input(asked, max_line_bytes)
+            return self._read_input(asked)
         except FileNotFoundError:
             return Input([], (LineError(code="input_lost", message="the batch's input is gone from its volume; send it again"),))
 
-    def _read_input(self, asked: BatchRequest, max_line_bytes: int) -> Input:
+    def _read_input(self, asked: BatchRequest) -> Input:
         lines: list[InputLine] = []
         errors: list[LineError] = []
         known: set[str] = set()
         with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
-            for number, (offset, raw) in enumerate(_lines(file, max_line_bytes), 1):
-                parsed = parse_line(raw, number, endpoint=asked.endpoint, max_bytes=max_line_bytes)
+            for number, (offset, raw) in enumerate(_lines(file, self._max_line_bytes), 1):
+                parsed = parse_line(raw, number, endpoint=asked.endpoint, max_bytes=self._max_line_bytes)
                 if isinstance(parsed, LineRequest):
                     parsed = duplicate(parsed.custom_id, number, known) or parsed
                 if isinstance(parsed, LineError):
@@ -209,12 +208,12 @@ class BatchStore:
             errors.append(LineError(code="empty_file", message="the input file has no requests; write one a line"))
         return Input(lines, tuple(errors))
 
-    def read_request(self, asked: BatchRequest, line: InputLine, *, max_line_bytes: int) -> LineRequest:
+    def read_request(self, asked: BatchRequest, line: InputLine) -> LineRequest:
         """One that was read before. Raises DataLoss."""
         with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
             file.seek(line.offset)
             raw = file.read(line.length)
-        parsed = parse_line(raw, 1, endpoint=asked.endpoint, max_bytes=max_line_bytes)
+        parsed = parse_line(raw, 1, endpoint=asked.endpoint, max_bytes=self._max_line_bytes)
         if not isinstance(parsed, LineRequest) or parsed.custom_id != line.custom_id:
             raise DataLoss("the batch's input has changed on disk; send it again")
         return parsed
@@ -232,28 +231,24 @@ class BatchStore:
         path = folder / f".{kind}-{epoch:08}"
         self._disk.delete(path)
         with ExitStack() as opened:
-            epochs = {place.epoch for place in results.places.values()}
             # Another run that has ended the batch may have deleted one of them.
+            epochs = {place.epoch for place in results.places.values()}
             logs = {number: opened.enter_context(self._log(folder, number).open("rb")) for number in epochs}
-            part: list[bytes] = []
-            size = 0
-            for line in wanted:
-                place = results.places.get(line.custom_id)
-                if place is None or place.ok != (kind == "output"):
-                    continue
-                logs[place.epoch].seek(place.offset)
-                entry = decode(logs[place.epoch].read(place.length))
-                if entry is None:
-                    raise DataLoss("a batch's answers have changed on disk while they were put together; look after the volume")
-                part.append(entry.payload + b"\n")
-                size += len(part[-1])
-                if size >= _PART_BYTES:
-                    self._disk.append(path, b"".join(part))
-                    num_bytes += size
-                    part, size = [], 0
-            if part:
-                self._disk.append(path, b"".join(part))
-                num_bytes += size
+
+            def answers() -> Iterator[bytes]:
+                for line in wanted:
+                    place = results.places.get(line.custom_id)
+                    if place is None or place.ok != (kind == "output"):
+                        continue
+                    logs[place.epoch].seek(place.offset)
+                    entry = decode(logs[place.epoch].read(place.length))
+                    if entry is None:
+                        raise DataLoss("a batch's answers have changed on disk while they were put together; look after the volume")
+                    yield entry.payload + b"\n"
+
+            for part in joined(answers(), _PART_BYTES):
+                self._disk.append(path, part)
+                num_bytes += len(part)
         if not num_bytes:
             return None
         record = self.files.new_record(
@@ -287,7 +282,7 @@ class BatchStore:
         except FileNotFoundError:
             pass
 
-    def sweep(self, now: float, lifetime_s: float) -> None:
+    def sweep(self, now: float) -> None:
         """Everything whose time is over."""
         for owner in os.listdir(self._root):
             if not _OWNER.fullmatch(owner):
@@ -298,7 +293,8 @@ class BatchStore:
                     stored = self.get(owner, batch_id)
                 except (NotFound, DataLoss):
                     continue
-                if stored.state is not None and stored.state.status.final and (stored.state.ended_at or 0) + lifetime_s < now:
+                ended = stored.state is not None and stored.state.status.final and stored.state.ended_at
+                if ended and ended + self.files.config.lifetime_s < now:
                     self._disk.delete_folder(self._folder(owner, batch_id))
 
     def _state(self, folder: Path) -> RunState | None:
@@ -321,6 +317,20 @@ class BatchStore:
 
     def _log(self, folder: Path, epoch: int) -> Path:
         return folder / f"run-{epoch:08}.log"
+
+
+def joined(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Joins pieces to some of so many bytes at least, but for the last."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= size:
+            yield b"".join(waiting)
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 def _epochs(folder: Path) -> list[int]:

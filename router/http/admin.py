@@ -31,8 +31,8 @@ from router.access.control import Access
 from router.http.bodies import BODIES, json_body
 from router.http.connections import at_work
 from router.http.errors import Handler, errors
-from router.http.listener import Listener
 from router.http.origins import ORIGINS, Origins, same_site
+from router.http.server import Listener
 from router.status.board import StatusBoard
 from router.status.status import what_ends
 from router.workers.pool import WorkerPool

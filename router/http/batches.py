@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from router.access.account import Identity
 from router.batches.records import COMPLETION_WINDOWS, BatchRequest, FileRecord, owner_of, view
-from router.batches.run import Answered, Asking, Failure
+from router.batches.run import Answered
 from router.batches.service import Batches
 from router.batches.store import Stored
 from router.http.chat import ChatGeneration
@@ -197,25 +197,25 @@ class BatchEndpoints:
         self._large = asyncio.Lock()
 
     @asynccontextmanager
-    async def answer(self, asking: Asking) -> AsyncIterator[Answered]:
+    async def answer(self, asked: BatchRequest, body: bytes, request_id: str) -> AsyncIterator[Answered]:
         """Raises TwostepError."""
-        identity = self._identity(asking.asked)
+        identity = self._identity(asked)
         with identity.calling():
-            call = HttpCall(request_id=asking.request_id, identity=identity)
+            call = HttpCall(request_id=request_id, identity=identity)
             endpoint: ChatGeneration | CompletionGeneration
             parse = self._front.parser.parse
-            if asking.endpoint == "/v1/chat/completions":
-                endpoint = ChatGeneration(self._front, await parse(partial(parse_body, ChatBody), asking.body), call)
+            if asked.endpoint == "/v1/chat/completions":
+                endpoint = ChatGeneration(self._front, await parse(partial(parse_body, ChatBody), body), call)
             else:
-                endpoint = CompletionGeneration(self._front, await parse(partial(parse_body, CompletionBody), asking.body), call)
+                endpoint = CompletionGeneration(self._front, await parse(partial(parse_body, CompletionBody), body), call)
             endpoint.check_size(is_line=True)
             # As JSON an answer is ten times as large, and stays so until it is on disk: one such at a time.
             async with endpoint.whole() as whole, self._large if whole.num_bytes > INLINE_BYTES else nullcontext():
                 yield Answered(body=await self._encoder.line(whole), usage=whole.usage)
 
-    def failure(self, error: Exception) -> Failure:
+    def failure(self, error: Exception) -> tuple[int, bytes]:
         status, body, _ = body_of(error)
-        return Failure(status=status, body=json.dumps(body).encode("ascii"))
+        return status, json.dumps(body).encode("ascii")
 
     def ready(self) -> bool:
         return self._front.ready()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
-from router.http.choices import CHAT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice, usage_of, was_cut
+from router.http.choices import Folded, Said, Teller, was_cut
 from router.http.errors import HttpError
 from router.http.front import FRONT, Front, parsed
 from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
@@ -17,16 +17,12 @@ from router.http.logprobs import ChatLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import ChatBody, NamedTool, ToolText, adapt_roles, parse_body
 from router.prompting.prompt import Prompt
-from router.request.memory_budget import Holding
 from twostep.rpc.convert import grammar_from_proto, grammar_to_proto
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.answer_grammar import Function, either, strict_grammar, tool_call_grammar
 from twostep.text.chat_format import ChatFormat
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import CallArguments, CallBegun, ContentDelta, Event, ToolCallFormat, ToolCallParser
-
-# What a call takes beside its arguments.
-_CALL_BYTES = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,61 +91,6 @@ class ToolUse:
         return ToolCallParser(self.format, names=[tool.name for tool in self.tools], parallel=self.parallel, must=self.must)
 
 
-class ToolMessage:
-    """A whole answer, put together from its pieces."""
-
-    def __init__(self, parser: ToolCallParser | None) -> None:
-        self._parser = parser
-        self._content = KeptText()
-        self._calls: list[_Called] = []
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
-    @property
-    def num_bytes(self) -> int:
-        """But for what came last."""
-        return self._content.num_bytes + sum(_CALL_BYTES + call.arguments.num_bytes for call in self._calls)
-
-    def write(self, text: str) -> None:
-        if self._parser is None:
-            self._content.add(text)
-        else:
-            self._add(self._parser.push(text))
-
-    def end(self, *, cut: bool) -> None:
-        if self._parser is not None:
-            self._add(self._parser.finish(cut=cut))
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the message's fields; the content of one that only calls is null."""
-        content = str(self._content)
-        if not self._calls:
-            return {"content": content}
-        return {"content": content or None, "tool_calls": [call.told() for call in self._calls]}
-
-    def _add(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case ContentDelta(text):
-                    self._content.add(text)
-                case CallBegun(_, call_id, name):
-                    self._calls.append(_Called(call_id, name))
-                case CallArguments(index, text):
-                    self._calls[index].arguments.add(text)
-
-
-@dataclass(slots=True)
-class _Called:
-    id: str
-    name: str
-    arguments: KeptText = field(default_factory=KeptText)
-
-    def told(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": str(self.arguments)}}
-
-
 def deltas_of(events: Sequence[Event]) -> list[dict[str, Any]]:
     """One for each event: there are clients that look at the first call of a delta only."""
     return [_delta(event) for event in events]
@@ -164,11 +105,6 @@ def _delta(event: Event) -> dict[str, Any]:
         case CallArguments(index, text):
             call = {"index": index, "function": {"arguments": text}}
     return {"tool_calls": [call]}
-
-
-def finish_with_calls(reason: str, num_calls: int) -> str:
-    """An answer that was cut off is that, calls or not."""
-    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 routes = web.RouteTableDef()
@@ -209,64 +145,23 @@ class ChatGeneration(HttpGeneration[ChatBody]):
         self.check_repeated(prompt)
         return prompt
 
-    def beside_choices(self, prompt: Sequence[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": list(prompt)} if self.wanted.token_ids else {}
-
-    def whole_choice(self, index: int, holding: Holding) -> WholeMessage:
-        return WholeMessage(self, index, holding)
-
-    def streamed_choice(self, index: int, events: Events) -> StreamedMessage:
-        return StreamedMessage(self, index, events)
+    def teller(self, index: int) -> MessageTeller:
+        return MessageTeller(ChatLogprobsWriter(self.names), self.tools.parser(), with_reasoning=self.with_reasoning)
 
 
-class WholeMessage(WholeChoice):
-    def __init__(self, chat: ChatGeneration, index: int, holding: Holding) -> None:
-        super().__init__(index, chat.wanted, ChatLogprobsWriter(chat.names), holding)
-        self._message = ToolMessage(chat.tools.parser())
-        self._with_reasoning = chat.with_reasoning
-        self._reasoning = KeptText()
+class MessageTeller(Teller):
+    text, wrap = "content", ('"delta":{"content":', "}")
+    opening: ClassVar[Said | None] = {"delta": {"role": "assistant", "content": ""}}
+    silence: ClassVar[Said] = {"delta": {}}
+    prompt_ids_beside = True
 
-    def take(self, piece: pb.Piece) -> None:
-        if piece.text:
-            self._message.write(piece.text)
-        if piece.reasoning and self._with_reasoning:
-            self._reasoning.add(piece.reasoning)
-
-    async def end(self, end: pb.End) -> None:
-        self._message.end(cut=was_cut(end))
-        await super().end(end)
-
-    @property
-    def num_text_bytes(self) -> int:
-        return self._message.num_bytes + self._reasoning.num_bytes
-
-    def said(self) -> Said:
-        message: dict[str, Any] = {"role": "assistant", "refusal": None, **self._message.fields()}
-        if reasoning := str(self._reasoning):
-            message["reasoning_content"] = message["reasoning"] = reasoning
-        return {"message": message}
-
-    @property
-    def finish_reason(self) -> str:
-        return finish_with_calls(super().finish_reason, self._message.num_calls)
-
-
-class StreamedMessage(StreamedChoice):
-    def __init__(self, chat: ChatGeneration, index: int, events: Events) -> None:
-        self._chat = chat
-        self._parser = chat.tools.parser()
-        super().__init__(index, events, ChatLogprobsWriter(chat.names), wrap=CHAT_WRAP, plain=self._parser is None)
-
-    def opening(self) -> bytes:
-        fields: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        others = self._chat.beside_choices(self.prompt)
-        if self._wanted.include_usage or self._wanted.continuous_usage:
-            others["usage"] = usage_of(len(self.prompt), 0) if self._wanted.continuous_usage else None
-        return self._chunks.choice(fields, **others)
+    def __init__(self, logprobs: ChatLogprobsWriter, parser: ToolCallParser | None, *, with_reasoning: bool) -> None:
+        super().__init__(logprobs, plain=parser is None)
+        self._parser, self._with_reasoning = parser, with_reasoning
 
     def pieces(self, piece: pb.Piece) -> list[Said]:
         deltas: list[dict[str, Any]] = []
-        if piece.reasoning and self._chat.with_reasoning:
+        if piece.reasoning and self._with_reasoning:
             deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
         if self._parser is not None:
             deltas += deltas_of(self._parser.push(piece.text))
@@ -275,11 +170,22 @@ class StreamedMessage(StreamedChoice):
         return [{"delta": delta} for delta in deltas]
 
     def last_words(self, end: pb.End) -> list[Said]:
-        deltas = [] if self._parser is None else deltas_of(self._parser.finish(cut=was_cut(end)))
-        return [{"delta": delta} for delta in (*deltas, {})]
+        return [] if self._parser is None else [{"delta": delta} for delta in deltas_of(self._parser.finish(cut=was_cut(end)))]
 
-    def silence(self) -> Said:
-        return {"delta": {}}
+    def whole(self, folded: Folded) -> Said:
+        """The content of a message that only calls is null."""
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": str(folded.texts["content"])}
+        if folded.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {"id": call_id, "type": "function", "function": {"name": name, "arguments": str(arguments)}}
+                for call_id, name, arguments in folded.calls
+            ]
+        if reasoning := str(folded.texts["reasoning"]):
+            message["reasoning_content"] = message["reasoning"] = reasoning
+        return {"message": message}
 
     def finish_reason(self, end: pb.End) -> str:
-        return finish_with_calls(super().finish_reason(end), 0 if self._parser is None else self._parser.num_calls)
+        """An answer that was cut off is that, calls or not."""
+        reason = super().finish_reason(end)
+        return "tool_calls" if reason == "stop" and self._parser is not None and self._parser.num_calls else reason

@@ -1,6 +1,6 @@
 """The choices of an answer, whichever endpoint they belong to: kept until they are whole, or sent piece by piece.
 
-An endpoint derives its own from these, and says what a piece looks like there.
+An endpoint gives each a Teller, which says what a piece looks like there.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, ClassVar
 
 from google.protobuf.message import Message
 
@@ -126,15 +127,13 @@ def usage_chunk(head: dict[str, Any], usage: dict[str, Any], **others: Any) -> b
     return f"data: {compact({**head, 'choices': [], 'usage': usage, **others})}\n\n".encode("ascii")
 
 
-CHAT_WRAP = ('"delta":{"content":', "}")
-TEXT_WRAP = ('"text":', "")
-
-
 Send = Callable[[bytes], Awaitable[None]]
 # What of a choice is an endpoint's own: {"delta": {"content": "Hel"}}, {"text": "Hel"}.
 Said = dict[str, Any]
 # Tokens and pieces after which a whole answer counts what it holds.
 _COUNT_AFTER = 128
+# What a call takes beside its arguments.
+_CALL_BYTES = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,45 +162,94 @@ class AnswerOptions:
         return {"twostep": told}
 
 
-class WholeChoice(ABC):
+class Teller(ABC):
+    """Says what one answer looks like at its endpoint, piece by piece; a whole answer is what the pieces add up to."""
+
+    # The name of an answer's text, and its shape within a choice, as the JSON before and after it.
+    text: ClassVar[str]
+    wrap: ClassVar[tuple[str, str]]
+    # The first event says something before the first piece.
+    opening: ClassVar[Said | None] = None
+    # An event that has other things to tell.
+    silence: ClassVar[Said]
+    # Where ids of the prompt are told: beside the choices, or in each.
+    prompt_ids_beside: ClassVar[bool]
+
+    def __init__(self, logprobs: LogprobsWriter, *, plain: bool = True) -> None:
+        """`plain`: the text of a piece is said as it is."""
+        self.logprobs, self.plain = logprobs, plain
+
+    @abstractmethod
+    def pieces(self, piece: pb.Piece) -> list[Said]:
+        """Returns what a piece adds, an event each; it may be nothing."""
+
+    def last_words(self, end: pb.End) -> list[Said]:
+        """Returns what was held back, an event each."""
+        return []
+
+    @abstractmethod
+    def whole(self, folded: Folded) -> Said: ...
+
+    def finish_reason(self, end: pb.End) -> str:
+        return finish_of(end)
+
+
+class Folded:
+    """What the pieces of an answer add up to: texts by their names, and calls of tools as id, name and arguments."""
+
+    def __init__(self) -> None:
+        self.texts: defaultdict[str, KeptText] = defaultdict(KeptText)
+        self.calls: list[tuple[str, str, KeptText]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """But for what came last."""
+        return sum(text.num_bytes for text in self.texts.values()) + sum(_CALL_BYTES + text.num_bytes for _, _, text in self.calls)
+
+    def add(self, said: Said) -> None:
+        for name, value in said.get("delta", said).items():
+            if name == "reasoning_content":
+                continue  # "reasoning" has the same
+            if name != "tool_calls":
+                self.texts[name].add(value)
+                continue
+            for call in value:
+                if "id" in call:
+                    self.calls.append((call["id"], call["function"]["name"], KeptText()))
+                self.calls[call["index"]][2].add(call["function"]["arguments"])
+
+
+class WholeChoice:
     """Keeps its answer until it is whole."""
 
-    def __init__(self, index: int, wanted: AnswerOptions, logprobs: LogprobsWriter, holding: Holding) -> None:
+    def __init__(self, teller: Teller, index: int, wanted: AnswerOptions, holding: Holding) -> None:
         """`holding`: what it keeps is counted there."""
-        self._index, self._wanted, self._reader, self._holding = index, wanted, logprobs, holding
+        self._teller, self._index, self._wanted, self._holding = teller, index, wanted, holding
+        self._folded = Folded()
+        self._text = self._folded.texts[teller.text]
+        self._quick = False
         self._logprobs = KeptLogprobs() if wanted.logprobs else None
         self._token_ids = array("I")
         self._num_counted = self._num_uncounted = 0
         self.prompt: Sequence[int] = ()
         self.finished = pb.End()
 
-    @abstractmethod
-    def take(self, piece: pb.Piece) -> None:
-        """More of the answer."""
-
-    @abstractmethod
-    def said(self) -> Said:
-        """All of it, once it has ended."""
-
-    @property
-    @abstractmethod
-    def num_text_bytes(self) -> int:
-        """Counts what `take` has kept, but for what came last."""
-
     @property
     def num_json_bytes(self) -> int:
         """Estimates what it comes to as JSON."""
         named = 0 if self._logprobs is None else self._logprobs.num_named
         num_ids = len(self._token_ids) + len(self.prompt) if self._wanted.token_ids else 0
-        return self.num_text_bytes + JSON_ID_BYTES * num_ids + JSON_LOGPROB_BYTES * named
-
-    @property
-    def finish_reason(self) -> str:
-        return finish_of(self.finished)
+        return self._folded.num_bytes + JSON_ID_BYTES * num_ids + JSON_LOGPROB_BYTES * named
 
     async def write(self, response: pb.GenerateResponse) -> None:
         piece = response.piece
-        self.take(piece)
+        if self._quick and not piece.reasoning:
+            # Nearly every piece comes this way.
+            self._text.add(piece.text)
+        else:
+            self._quick = self._teller.plain
+            for said in self._teller.pieces(piece):
+                self._folded.add(said)
         if self._wanted.token_ids:
             self._token_ids.extend(piece.token_ids)
         if self._logprobs is not None:
@@ -211,12 +259,14 @@ class WholeChoice(ABC):
             self._count()
 
     async def end(self, end: pb.End) -> None:
+        for said in self._teller.last_words(end):
+            self._folded.add(said)
         self.finished = end
         self._count()
 
     def _count(self) -> None:
         """Raises ResourceExhausted: there is no room for it."""
-        num_bytes = self.num_text_bytes + self._token_ids.itemsize * len(self._token_ids)
+        num_bytes = self._folded.num_bytes + self._token_ids.itemsize * len(self._token_ids)
         if self._logprobs is not None:
             num_bytes += self._logprobs.num_bytes
         self._holding.add(num_bytes - self._num_counted)
@@ -226,13 +276,15 @@ class WholeChoice(ABC):
         """For json_pieces."""
         choice = {
             "index": self._index,
-            **self.said(),
-            "logprobs": None if self._logprobs is None else self._reader.of_all(self._logprobs),
-            "finish_reason": self.finish_reason,
+            **self._teller.whole(self._folded),
+            "logprobs": None if self._logprobs is None else self._teller.logprobs.of_all(self._logprobs),
+            "finish_reason": self._teller.finish_reason(self.finished),
             "stop_reason": stop_reason_of(self.finished, self._wanted.stop_strings),
         }
         if self._wanted.token_ids:
             choice["token_ids"] = self._token_ids
+            if not self._teller.prompt_ids_beside:
+                choice["prompt_token_ids"] = list(self.prompt)
         return choice
 
 
@@ -267,47 +319,18 @@ class Events:
         return usage_chunk(self.head, self.wanted.usage_of_all(self._ends), **self.wanted.phases_of_all(self._ends)) + DONE
 
 
-class StreamedChoice(ABC):
+class StreamedChoice:
     """Sends its answer as it comes: one event a piece."""
 
-    def __init__(self, index: int, events: Events, logprobs: LogprobsWriter, *, wrap: tuple[str, str], plain: bool = True) -> None:
-        """`wrap`: see ChunkWriter. `plain`: the text of a piece is said as it is."""
+    def __init__(self, teller: Teller, index: int, events: Events) -> None:
         wanted = self._wanted = events.wanted
-        self._index, self._events, self._logprobs, self._send = index, events, logprobs, events.send
-        self._chunks = ChunkWriter(events.head, index, wrap=wrap, with_usage=wanted.include_usage)
+        self._teller, self._index, self._events, self._send = teller, index, events, events.send
+        self._chunks = ChunkWriter(events.head, index, wrap=teller.wrap, with_usage=wanted.include_usage)
         # Pieces have text and nothing else to tell.
-        self._plain = plain and not (wanted.logprobs or wanted.token_ids or wanted.continuous_usage)
+        self._plain = teller.plain and not (wanted.logprobs or wanted.token_ids or wanted.continuous_usage)
         self._begun = self._quick = False
         self._num_tokens = 0
         self.prompt: Sequence[int] = ()
-
-    @abstractmethod
-    def pieces(self, piece: pb.Piece) -> list[Said]:
-        """Returns what a piece adds, an event each; it may be nothing."""
-
-    @abstractmethod
-    def last_words(self, end: pb.End) -> list[Said]:
-        """Returns what was held back, an event each. There is always one: the last tells the end."""
-
-    @abstractmethod
-    def silence(self) -> Said:
-        """Returns the content of an event that has other things to tell."""
-
-    def opening(self) -> bytes:
-        """Returns the first event, if there is one before the first piece."""
-        return b""
-
-    def details(self, piece: pb.Piece) -> dict[str, Any]:
-        """Returns what stands beside a piece's text: log probabilities, token ids."""
-        fields: dict[str, Any] = {}
-        if self._wanted.logprobs:
-            fields["logprobs"] = self._logprobs.of(piece.token_ids, piece.logprobs)
-        if self._wanted.token_ids:
-            fields["token_ids"] = list(piece.token_ids)
-        return fields
-
-    def finish_reason(self, end: pb.End) -> str:
-        return finish_of(end)
 
     async def write(self, response: pb.GenerateResponse) -> None:
         piece = response.piece
@@ -320,30 +343,49 @@ class StreamedChoice(ABC):
 
     async def end(self, end: pb.End) -> None:
         begin = self._begin()
-        *held, last = self.last_words(end)
+        held = self._teller.last_words(end)
         fields = {
-            **last,
+            **self._teller.silence,
             "logprobs": None,
-            "finish_reason": self.finish_reason(end),
+            "finish_reason": self._teller.finish_reason(end),
             "stop_reason": stop_reason_of(end, self._wanted.stop_strings),
         }
         rest = begin + b"".join(map(self._event, held)) + self._chunks.choice(fields, **self._events.beside(end))
         await self._send(rest + self._events.after(self._index, end))
 
     def _begin(self) -> bytes:
+        """Returns the first event, if there is one before the first piece."""
         if self._begun:
             return b""
         self._begun, self._quick = True, self._plain
-        return self.opening()
+        if self._teller.opening is None:
+            return b""
+        others: dict[str, Any] = {}
+        if self._wanted.token_ids and self._teller.prompt_ids_beside:
+            others["prompt_token_ids"] = list(self.prompt)
+        if self._wanted.include_usage or self._wanted.continuous_usage:
+            others["usage"] = usage_of(len(self.prompt), 0) if self._wanted.continuous_usage else None
+        return self._chunks.choice({**self._teller.opening, "logprobs": None, "finish_reason": None}, **others)
 
     def _detailed(self, piece: pb.Piece) -> bytes:
-        said, details = self.pieces(piece), {} if self._plain else self.details(piece)
+        said, details = self._teller.pieces(piece), {} if self._plain else self._details(piece)
         self._num_tokens += len(piece.token_ids)
         if not said:
             if not details:
                 return b""
-            said = [self.silence()]
+            said = [self._teller.silence]
         return self._event(said[0], **details) + b"".join(map(self._event, said[1:]))
+
+    def _details(self, piece: pb.Piece) -> dict[str, Any]:
+        """Returns what stands beside a piece's text: log probabilities, token ids."""
+        fields: dict[str, Any] = {}
+        if self._wanted.logprobs:
+            fields["logprobs"] = self._teller.logprobs.of(piece.token_ids, piece.logprobs)
+        if self._wanted.token_ids:
+            fields["token_ids"] = list(piece.token_ids)
+            if self._num_tokens == 0 and not self._teller.prompt_ids_beside:
+                fields["prompt_token_ids"] = list(self.prompt)
+        return fields
 
     def _event(self, said: Said, **details: Any) -> bytes:
         beside: dict[str, Any] = {}

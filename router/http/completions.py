@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 from aiohttp import web
 
-from router.http.choices import TEXT_WRAP, Events, KeptText, Said, StreamedChoice, WholeChoice
+from router.http.choices import Folded, Said, Teller
 from router.http.errors import blaming
 from router.http.front import FRONT, Front, parsed
 from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
@@ -16,7 +17,6 @@ from router.http.openapi import Described
 from router.http.request_bodies import CompletionBody, parse_body
 from router.http.tokens import decoded
 from router.prompting.prompt import Prompt
-from router.request.memory_budget import Holding
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -36,7 +36,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 class CompletionGeneration(HttpGeneration[CompletionBody]):
-    """See Asked."""
+    """See HttpGeneration."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -76,64 +76,32 @@ class CompletionGeneration(HttpGeneration[CompletionBody]):
         self.check_repeated(prompt, self._echoes[index])
         return prompt
 
-    def echo(self, index: int) -> str:
-        """Returns the prompt that a choice repeats, once it is read."""
-        return self._echoes[index // self.n]
-
-    def whole_choice(self, index: int, holding: Holding) -> WholeText:
-        return WholeText(self, index, holding)
-
-    def streamed_choice(self, index: int, events: Events) -> StreamedText:
-        return StreamedText(self, index, events)
+    def teller(self, index: int) -> TextTeller:
+        return TextTeller(TextLogprobsWriter(self.names), lambda: self._echoes[index // self.n])
 
 
-class WholeText(WholeChoice):
-    def __init__(self, completion: CompletionGeneration, index: int, holding: Holding) -> None:
-        super().__init__(index, completion.wanted, TextLogprobsWriter(completion.names), holding)
-        self._completion = completion
-        self._text = KeptText()
+class TextTeller(Teller):
+    text, wrap = "text", ('"text":', "")
+    silence: ClassVar[Said] = {"text": ""}
+    prompt_ids_beside = False
 
-    def take(self, piece: pb.Piece) -> None:
-        self._text.add(piece.text)
-
-    @property
-    def num_text_bytes(self) -> int:
-        return self._text.num_bytes
-
-    @property
-    def num_json_bytes(self) -> int:
-        return super().num_json_bytes + len(self._completion.echo(self._index))
-
-    def said(self) -> Said:
-        said: Said = {"text": self._completion.echo(self._index) + str(self._text)}
-        if self._wanted.token_ids:
-            said["prompt_token_ids"] = list(self.prompt)
-        return said
-
-
-class StreamedText(StreamedChoice):
-    def __init__(self, completion: CompletionGeneration, index: int, events: Events) -> None:
-        super().__init__(index, events, TextLogprobsWriter(completion.names), wrap=TEXT_WRAP)
-        self._completion = completion
-        self._echoed = False
+    def __init__(self, logprobs: TextLogprobsWriter, echo: Callable[[], str]) -> None:
+        """`echo`: what the text begins with, known once the prompt is read."""
+        super().__init__(logprobs)
+        self._echo: Callable[[], str] | None = echo
 
     def pieces(self, piece: pb.Piece) -> list[Said]:
-        text = self._echo() + piece.text
+        text = self._echoed() + piece.text
         return [{"text": text}] if text else []
 
     def last_words(self, end: pb.End) -> list[Said]:
-        return [{"text": self._echo()}]
+        echoed = self._echoed()
+        return [{"text": echoed}] if echoed else []
 
-    def silence(self) -> Said:
-        return {"text": ""}
+    def whole(self, folded: Folded) -> Said:
+        return {"text": str(folded.texts["text"])}
 
-    def details(self, piece: pb.Piece) -> dict[str, Any]:
-        first = self._wanted.token_ids and self._num_tokens == 0
-        return super().details(piece) | ({"prompt_token_ids": list(self.prompt)} if first else {})
-
-    def _echo(self) -> str:
+    def _echoed(self) -> str:
         """Once, before all else."""
-        if self._echoed:
-            return ""
-        self._echoed = True
-        return self._completion.echo(self._index)
+        echo, self._echo = self._echo, None
+        return "" if echo is None else echo()

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from aiohttp import web
 
 from router.access.account import Identity
-from router.http.choices import AnswerOptions, Events, Send, StreamedChoice, WholeChoice
+from router.http.choices import AnswerOptions, Events, Send, StreamedChoice, Teller, WholeChoice
 from router.http.errors import HttpError, blaming
 from router.http.front import IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded
 from router.http.logprobs import TokenNames
@@ -40,7 +40,6 @@ from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check
 from router.json_pieces import json_pieces
 from router.prompting.prompt import Prompt, ReadPrompt
 from router.request.job import Metadata
-from router.request.memory_budget import Holding
 from router.serving.inference import Inference
 from twostep.errors import ContextExceeded, TwostepError
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -354,18 +353,11 @@ class HttpGeneration(ABC, Generic[AnyBody]):
         """Reads the index-th prompt of the body. Raises TwostepError."""
 
     @abstractmethod
-    def whole_choice(self, index: int, holding: Holding) -> WholeChoice: ...
-
-    @abstractmethod
-    def streamed_choice(self, index: int, events: Events) -> StreamedChoice: ...
+    def teller(self, index: int) -> Teller: ...
 
     @property
     def num_choices(self) -> int:
         return self.n
-
-    def beside_choices(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Returns what the answer tells of its prompt."""
-        return {}
 
     def check_size(self, *, is_line: bool = False) -> None:
         """Raises HttpError 400 for a whole answer that could become too large; `is_line`: for a line of a batch's file."""
@@ -403,25 +395,27 @@ class HttpGeneration(ABC, Generic[AnyBody]):
     async def whole(self) -> AsyncIterator[WholeAnswer]:
         """The answer, which holds memory until the context's end. Raises TwostepError."""
         async with self.front.inference.memory.hold(self.call.identity.caller) as holding:
-            choices = [self.whole_choice(index, holding) for index in range(self.num_choices)]
+            tellers = [self.teller(index) for index in range(self.num_choices)]
+            choices = [WholeChoice(teller, index, self.wanted, holding) for index, teller in enumerate(tellers)]
             await self._ask(choices)
             ends = [choice.finished for choice in choices]
             usage = self.wanted.usage_of_all(ends)
-            answer = {
+            answer: dict[str, Any] = {
                 "id": self.id,
                 "object": self.object,
                 **self.common,
                 "choices": (choice.choice() for choice in choices),
                 "usage": usage,
                 **self.wanted.phases_of_all(ends),
-                **self.beside_choices(choices[0].prompt),
             }
+            if self.wanted.token_ids and tellers[0].prompt_ids_beside:
+                answer["prompt_token_ids"] = list(choices[0].prompt)
             yield WholeAnswer(usage, sum(choice.num_json_bytes for choice in choices), json_pieces(answer))
 
     async def stream(self, send: Send) -> None:
         """All events, `[DONE]` included. Raises TwostepError."""
         events = Events(self.wanted, {"id": self.id, "object": self.chunk_object, **self.common}, self.num_choices, send)
-        await self._ask([self.streamed_choice(index, events) for index in range(self.num_choices)])
+        await self._ask([StreamedChoice(self.teller(index), index, events) for index in range(self.num_choices)])
 
     @property
     def headers(self) -> dict[str, str]:

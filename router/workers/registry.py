@@ -32,7 +32,7 @@ from twostep.cluster.look import WorkerListing, look, tidy
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, MAX_RECORD_BYTES, WorkerRecord
 from twostep.cluster.signed import Signer
 from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
-from twostep.keys.vouch import CHALLENGE_BYTES, is_vouched
+from twostep.keys.secret import CHALLENGE_BYTES, is_vouched
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.version_skew import why_not
 

@@ -102,22 +102,6 @@ async def _long_names(target: Target) -> str:
     return f"{some([status for status, _ in answers], 400, 404)}, {longest} bytes at most"
 
 
-async def _many_small_files(target: Target) -> str:
-    """Where files are kept: a byte each."""
-    kept: list[str] = []
-    async with session_of(target) as http:
-        try:
-            for _ in range(150):
-                status, file_id = await upload(http, b"x")
-                if status != 200:
-                    return f"{len(kept)}, then {some([status], 404, 429)}"
-                kept.append(file_id)
-        finally:
-            for each in kept:
-                await http.delete(f"/v1/files/{each}")
-    return f"{len(kept)} kept and deleted"
-
-
 async def _lines_of_lists(target: Target) -> str:
     """A batch of lines that are nothing but lists of lists."""
     line = b'{"custom_id": "%s", "method": "POST", "url": "%s", "body": {"messages": [%s]}}\n'
@@ -146,6 +130,5 @@ ATTACKS = (
     Attack("128 answers at once, and their client goes", _many_choices),
     Attack("long lists of token ids", _long_token_lists, short=True),
     Attack("long names that errors would quote", _long_names, short=True),
-    Attack("files of a byte each", _many_small_files, short=True),
     Attack("a batch whose lines are lists of lists", _lines_of_lists),
 )

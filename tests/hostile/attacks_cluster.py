@@ -11,11 +11,9 @@ from typing import Any
 
 from attack import TEXT, Attack, Target, post, session_of
 
-from router.access.sources import KEYS, VERSION
 from twostep.cluster.connection import connect
 from twostep.cluster.records import WORKERS_KEY, WorkerRecord, claim_key, prefix_key, worker_key
 from twostep.cluster.scaling import DECISION_KEY
-from twostep.keys.api_keys import make_key
 
 _POLLS_S = 2.0
 _SERVED_S = 30.0
@@ -80,21 +78,6 @@ async def _copied_records(target: Target) -> str:
     return f"{len(records)} workers copied: nobody called the copies"
 
 
-async def _own_key(target: Target) -> str:
-    """An API key that was only written to Redis."""
-    told, key = make_key()
-    async with _redis(target) as client:
-        before = await client.get(VERSION)
-        await client.hset(KEYS, key.id, key.to_json())
-        await client.set(VERSION, "attacked")
-        await asyncio.sleep(_POLLS_S)
-        status = await _ask(target, told)
-        await client.hdel(KEYS, key.id)
-        await (client.delete(VERSION) if before is None else client.set(VERSION, before))
-    assert status == 401, f"a key of the attacker's own was answered {status}"
-    return "401"
-
-
 async def _junk(target: Target) -> str:
     """Names, records, sets and decisions of absurd sizes and kinds."""
     async with _redis(target) as client:
@@ -148,7 +131,6 @@ async def _memory_full(target: Target) -> str:
 
 ATTACKS = (
     Attack("redis: copied records with another address", _copied_records, short=True),
-    Attack("redis: an API key of one's own", _own_key, short=True),
     Attack("redis: absurd names, records, sets", _junk),
     Attack("redis: others' ids claimed", _claims),
     Attack("redis: memory full", _memory_full),

@@ -86,29 +86,6 @@ async def _gzip(target: Target) -> str:
     return f"{len(packed) / _MIB:.0f} MB of gzip: {_told(told)}; with a key {with_key}"
 
 
-async def _pages(target: Target) -> str:
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
-        b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n'
-    )
-    key = f"Authorization: Bearer {target.api_key}"
-    body = ("Content-Type: multipart/form-data; boundary=x", f"Content-Length: {len(form)}", key)
-    told = {}
-    for name, host, origin in (
-        ("a foreign page", f"{target.host}:{target.http_port}", "https://evil.example"),
-        ("a sandboxed page", f"{target.host}:{target.http_port}", "null"),
-        ("a rebound name", f"evil.example:{target.http_port}", f"http://evil.example:{target.http_port}"),
-    ):
-        told[name] = await _exchange(target, _head("/v1/files", *body, f"Origin: {origin}", host=host) + form)
-    told["a rebound name that reads"] = await _exchange(target, _head("/v1/models", key, method="GET", host="evil.example"))
-    told["of an admin port"] = await _exchange(target, _head("/admin/keys", method="GET", host="evil.example"), target.admin_port)
-    assert set(told.values()) == {"403"}, told
-    own = f"Origin: http://localhost:{target.http_port}"
-    mine = await _exchange(target, _head("/v1/files", *body, own, host=f"localhost:{target.http_port}") + form)
-    assert mine == "200", mine
-    return f"{len(told)} x 403; its own page {mine}"
-
-
 async def _trickle(target: Target) -> str:
     """A byte each second: all are cut within seconds, not minutes."""
 
@@ -262,7 +239,6 @@ def _attack(name: str, run: Callable[[Target], Awaitable[str]], *, short: bool =
 
 ATTACKS = (
     _attack("8 MB of gzip without a key", _gzip, short=True),
-    _attack("web pages of others, DNS rebinding", _pages, short=True),
     _attack("64 bodies of a byte a second", _trickle),
     _attack("16 MiB of JSON lists", _json_lists, short=True),
     _attack("as many JSON values as are taken", _json_most),

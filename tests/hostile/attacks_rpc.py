@@ -1,5 +1,4 @@
-"""What one gRPC client holds: calls without messages, messages without ends, answers unread, connections that say nothing; and what workers
-say to whoever has no secret."""
+"""What one gRPC client holds: calls without messages, messages without ends, answers unread, connections that say nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import grpc.aio
 from attack import Attack, Target
 from raw_http2 import RawHttp2
 
-from twostep.rpc.v1 import decode_pb2, inference_pb2, inference_pb2_grpc, kv_pb2, prefill_pb2, worker_pb2
+from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 GENERATE, TOKENIZE = "/twostep.v1.Inference/Generate", "/twostep.v1.Inference/Tokenize"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -140,30 +139,6 @@ async def _silent_connections(target: Target) -> str:
             writer.transport.abort()
 
 
-async def _unsigned_calls_to_workers(target: Target) -> str:
-    requests = {
-        "Prefill/Run": prefill_pb2.PrefillRequest(request_id="r", attempt=1, token_ids=[5] * 8, num_prompt_tokens=8, tenant="neighbour"),
-        "Decode/Reserve": decode_pb2.ReserveRequest(request_id="r", attempt=1, token_ids=[5] * 8, num_prompt_tokens=8, router_id="r"),
-        "Decode/Stream": decode_pb2.StreamRequest(router_id="router-0"),
-        "Decode/Cancel": decode_pb2.CancelRequest(request_id="r", attempt=1),
-        "Kv/Watch": kv_pb2.WatchRequest(),
-        "Kv/Probe": kv_pb2.ProbeRequest(),
-        "Kv/Acknowledge": kv_pb2.AcknowledgeRequest(),
-        "Worker/Stats": worker_pb2.WorkerStatsRequest(check_integrity=True),
-        "Worker/SwitchRole": worker_pb2.SwitchRoleRequest(role="prefill"),
-    }
-    for address in target.workers:
-        async with grpc.aio.insecure_channel(address) as channel:
-            for name, request in requests.items():
-                try:
-                    await channel.unary_stream(f"/twostep.v1.{name}")(request.SerializeToString(), timeout=_WAIT_S).read()
-                    told = grpc.StatusCode.OK
-                except grpc.aio.AioRpcError as error:
-                    told = error.code()
-                assert told is grpc.StatusCode.UNAUTHENTICATED, f"{name} at {address}: {told.name}"
-    return f"{len(requests)} calls refused by each of {len(target.workers)} workers"
-
-
 async def _half_open_at_workers(target: Target) -> str:
     ended = 0
     async with AsyncExitStack() as stack:
@@ -186,6 +161,5 @@ ATTACKS = (
     Attack("gRPC: answers that nobody reads", _unread_answers),
     Attack("gRPC: a flood without a key", _flood),
     Attack("gRPC: connections that say nothing", _silent_connections),
-    Attack("workers: calls without a signature", _unsigned_calls_to_workers, short=True),
     Attack("workers: half-open calls", _half_open_at_workers, short=True),
 )

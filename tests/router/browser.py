@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import shutil
@@ -124,14 +123,6 @@ class Page:
     async def type(self, text: str) -> None:
         """Into what has the focus."""
         await self.call("Input.insertText", text=text)
-
-    async def shoot(self, *, whole: bool = False) -> bytes:
-        """PNG of what is seen; `whole`: of all of the page."""
-        params: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
-        if whole:
-            size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-            params["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        return base64.b64decode((await self.call("Page.captureScreenshot", **params))["data"])
 
 
 @contextmanager

@@ -456,3 +456,15 @@ async def test_keys_that_redis_lost_are_written_back(redis_client: redis.asyncio
     assert await source.read() is None, "those known go on"
     assert await source.read() == [key]
     assert await RedisKeys(redis_client, SECRET).read() == [key]
+
+
+async def test_keys_that_nobody_signed_open_nothing_until_they_are_adopted(redis_client: redis.asyncio.Redis) -> None:
+    key = make_key()[1]
+    await redis_client.hset(KEYS, key.id, key.to_json())
+    assert await RedisKeys(redis_client, SECRET).read() == []
+    await RedisKeys(redis_client, b"another secret, as long").put(key)
+    assert await RedisKeys(redis_client, SECRET).read() == []
+    await redis_client.delete(SIGNATURES)
+    adopting = RedisKeys(redis_client, SECRET, adopt=True)
+    assert [await adopting.read(), await adopting.read()] == [None, [key]]
+    assert await RedisKeys(redis_client, SECRET).read() == [key]

@@ -19,10 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.batches.disk import Disk, Threads
-from router.batches.files import FileStore, Occupancy
+from router.batches.files import BatchConfig, FileStore, Occupancy
 from router.batches.journal import NO_USAGE, AnswerRecord
 from router.batches.records import BatchRequest, BatchStatus, owner_of
-from router.batches.run import Answered, Asking, BatchRun, Failure
+from router.batches.run import Answered, BatchRun
 from router.batches.store import BatchStore
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
 from twostep.metrics.batches import BatchMetrics, BatchState
@@ -100,8 +100,8 @@ class Answers:
         self.asked: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def answer(self, asking: Asking) -> AsyncIterator[Answered]:
-        prompt = json.loads(asking.body)["prompt"]
+    async def answer(self, asked: BatchRequest, body: bytes, request_id: str) -> AsyncIterator[Answered]:
+        prompt = json.loads(body)["prompt"]
         self.asked[prompt] += 1
         await asyncio.sleep(0)
         if prompt in REFUSED:
@@ -109,16 +109,21 @@ class Answers:
         usage = {"prompt_tokens": 3, "completion_tokens": 2}
         yield Answered(body=json.dumps({"text": prompt, "usage": usage}).encode(), usage=usage)
 
-    def failure(self, error: Exception) -> Failure:
-        return Failure(status=400, body=json.dumps({"error": str(error)}).encode())
+    def failure(self, error: Exception) -> tuple[int, bytes]:
+        return 400, json.dumps({"error": str(error)}).encode()
 
     def ready(self) -> bool:
         return True
 
 
+def config_of(root: Path, *, max_owner_bytes: int = 0, one_account: bool = False) -> BatchConfig:
+    sizes = {"max_file_bytes": 1 << 20, "max_line_bytes": 1 << 16, "max_owner_bytes": max_owner_bytes}
+    return BatchConfig(root=root, served="m", concurrency=3, lifetime_s=1e9, one_account=one_account, **sizes)
+
+
 def store_of(root: Path, lives: int | None = None) -> BatchStore:
     disk = MortalDisk(lives)
-    return BatchStore(root, disk, FileStore(root, disk, lifetime_s=1e9, max_owner_bytes=0))
+    return BatchStore(disk, FileStore(config_of(root), disk))
 
 
 def make_input(store: BatchStore) -> str:
@@ -148,13 +153,10 @@ async def run_once(store: BatchStore, batch_id: str, answers: Answers, threads: 
     run = BatchRun(
         store,
         threads,
-        OWNER,
-        batch_id,
+        store.get(OWNER, batch_id).asked,
         endpoints=answers,
         held=lambda: True,
         gate=asyncio.Semaphore(3),
-        concurrency=3,
-        max_line_bytes=1 << 16,
         look_s=0.01,
         metrics=BatchMetrics(MetricsRegistry(), lambda: BatchState(num_open=0, running={})),
     )
@@ -263,7 +265,7 @@ def test_a_batch_is_there_with_its_marker_or_not_at_all(lives: int, tmp_path: Pa
     except NotFound:
         # A marker alone is forgotten in time.
         store.forget_marker(asked.id, 1e12)
-        store.sweep(1e8, 1e9)
+        store.sweep(1e8)
         assert store.open_batches() == {}
     else:
         assert store.open_batches() == {asked.id: OWNER}
@@ -280,7 +282,7 @@ def test_a_file_is_there_whole_or_not_at_all(lives: int, tmp_path: Path) -> None
     else:
         assert lives >= 4
     store = store_of(tmp_path)
-    store.sweep(1e12, 1e9)
+    store.sweep(1e12)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "what is left is swept"
 
 
@@ -301,8 +303,7 @@ def test_what_is_kept_is_its_users_alone(tmp_path: Path) -> None:
 
 def bounded(root: Path, clock: list[float], **options: Any) -> BatchStore:
     disk = Disk()
-    files = FileStore(root, disk, lifetime_s=1e9, occupancy=Occupancy(lambda: clock[0]), **options)
-    store = BatchStore(root, disk, files)
+    store = BatchStore(disk, FileStore(config_of(root, **options), disk, occupancy=Occupancy(lambda: clock[0])))
     store.prepare()
     return store
 
@@ -385,7 +386,7 @@ async def test_a_batch_whose_answers_find_no_room_waits_for_some(tmp_path: Path)
     store = store_of(tmp_path)
     store.prepare()
     batch_id = store.create(asked_for(make_input(store))).asked.id
-    full = BatchStore(tmp_path, disk, Full(tmp_path, disk, lifetime_s=1e9, max_owner_bytes=1))
+    full = BatchStore(disk, Full(config_of(tmp_path, max_owner_bytes=1), disk))
     assert await run_once(full, batch_id, answers, threads)
     assert looks.count(False) > 20
     check_answers(tmp_path, batch_id, answers, orphans=False)

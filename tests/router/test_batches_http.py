@@ -14,7 +14,6 @@ import aiohttp
 import grpc
 import openai
 import pytest
-import redis.exceptions
 from batch_fakes import answers, ended, jsonl, line, submit
 from http_fakes import CHAT, TEXT, open_client, open_http, served, told, url, when
 from openai import AsyncOpenAI
@@ -293,49 +292,46 @@ async def second_router(cluster: Cluster, **options: Any) -> AsyncIterator[Route
         await router.drain(0.0)
 
 
-class NoRedis:
-    async def eval(self, *_: Any) -> None:
-        raise redis.exceptions.ConnectionError("cut off")
-
-
 @pytest.mark.parametrize("death", ["drained", "cut off"])
-async def test_another_router_goes_on(cluster: Cluster, tmp_path: Path, death: str) -> None:
+async def test_another_router_goes_on(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: str) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode()
     prefill.before_first.extend([after(0)] * 5 + [after(600)] * 2)
     options: dict[str, Any] = {"batch_dir": tmp_path / "batches", "batch_concurrency": 2}
+    taken = watch_leases(monkeypatch)
     async with cluster.serving(**options), open_client(cluster) as client:
         first = cluster.router.batches
         assert first is not None
-        first._leases._lease_s = 1000.0
         batch = await submit(client, jsonl(*(line(str(index)) for index in range(NUM))))
         await until(lambda: len(prefill.requests) == 7, "five are answered and two under way")
-        async with second_router(cluster, **options) as second:
-            assert second.batches is not None
-            take, taken = second.batches._leases.take, list[BatchLease | None]()
-
-            async def told(name: str) -> BatchLease | None:
-                taken.append(await take(name))
-                return taken[-1]
-
-            second.batches._leases.take = told  # type: ignore[method-assign]
-            second.batches._look.set()
-            await until(lambda: bool(taken), "the second one has tried")
-            assert taken[0] is None, "the first one has it"
+        async with second_router(cluster, **options):
+            await until(lambda: len(taken) > 1, "the second one has tried")
+            assert [got for _, got in taken[:2]] == [True, False], "the first one has it"
             if death == "drained":
                 await first.drain(0.0)
             else:
-                ((run, _),) = first._runs.values()
-                lease: Any = run._held.__self__  # private: no network is cut here, but this router's own way to its lease
-                # For the last time, and not for long.
-                lease._lease_s = 1.0
-                await lease.renew()
-                lease._redis = NoRedis()
+                # No network is cut here: its lease goes, and it gets no other.
+                lease = taken[0][0]
+                monkeypatch.setattr(lease, "renew", lease.release)
+                await lease.release()
             batch = await ended(client, batch.id)
             assert counts(batch) == ("completed", NUM, NUM, 0)
             output = await answers(client, batch.output_file_id)
             assert [each["custom_id"] for each in output] == [str(index) for index in range(NUM)]
         # What was on disk was not asked again.
         assert len(prefill.requests) == NUM + 2
+
+
+def watch_leases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BatchLease, bool]]:
+    """Leases that routers ask for from now on, and whether they get them; none lapses by itself."""
+    take, taken = BatchLease.take, list[tuple[BatchLease, bool]]()
+
+    async def told(lease: BatchLease) -> bool:
+        taken.append((lease, await take(lease)))
+        return taken[-1][1]
+
+    monkeypatch.setattr(BatchLease, "take", told)
+    monkeypatch.setattr("router.batches.service.LEASE_S", 1000.0)
+    return taken
 
 
 async def test_batches_run_in_the_name_of_the_key_that_asked(cluster: Cluster, tmp_path: Path) -> None:
@@ -376,25 +372,27 @@ async def test_batches_run_in_the_name_of_the_key_that_asked(cluster: Cluster, t
         await cluster.all_free()
 
 
-async def test_a_batch_that_a_router_takes_as_it_drains_is_anybodys_at_once(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_batch_that_a_router_takes_as_it_drains_is_anybodys_at_once(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = watch_leases(monkeypatch)
+    take = BatchLease.take
+
+    async def late(lease: BatchLease) -> bool:
+        got = await take(lease)
+        await batches.drain(0.0)
+        return got
+
     async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client:
+        assert cluster.router.batches is not None
         batches = cluster.router.batches
-        assert batches is not None
-        # Nothing lapses by itself while this test runs.
-        batches._leases._lease_s = 1000.0
-        take, taken = batches._leases.take, list[BatchLease | None]()
-
-        async def late(name: str) -> BatchLease | None:
-            taken.append(await take(name))
-            await batches.drain(0.0)
-            return taken[-1]
-
-        batches._leases.take = late  # type: ignore[method-assign]
-        batch = await submit(client, jsonl(line("x")))
-        await until(lambda: bool(taken), "it is taken")
-        assert taken[0] is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(BatchLease, "take", late)
+            batch = await submit(client, jsonl(line("x")))
+            await until(lambda: bool(taken), "it is taken")
+        assert taken[0][1]
+        await until(lambda: not taken[0][0].held(), "it is given back")
         async with asyncio.timeout(60):
-            while await take(batch.id) is None:
+            while not await BatchLease(cluster.redis, batch.id, "another").take():
                 pass
-        assert not taken[0].held()
         assert not batches.num_running

@@ -212,6 +212,11 @@ async def test_usage_in_every_chunk_and_token_ids(cluster: Cluster, http: aiohtt
     assert ids == whole["choices"][0]["token_ids"] == cluster.expected(9)
     assert whole["prompt_token_ids"] == events[0]["prompt_token_ids"]
     assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    text = {"prompt": [5, 6], "max_tokens": 9, "return_token_ids": True}
+    parts = [event["choices"][0] for event in await streamed(http, TEXT, text)]
+    assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [[5, 6]], "in its first event"
+    (choice,) = (await told(http, TEXT, text))["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], ids)
 
 
 async def test_many_long_prompts_wait_for_the_tokenizer_and_each_is_read_once(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import zlib
@@ -18,13 +17,11 @@ from aiohttp import web
 from http_fakes import CHAT, chat, open_http, refused, served, told
 from router_fakes import SECRET, Cluster
 
-from router.config import parse_config
 from router.http.bodies import BODIES, Bodies
 from router.http.connections import Connections, at_work
 from router.http.errors import errors
 from router.http.origins import Origins
 from twostep.keys.api_keys import admin_key
-from twostep.settings.readers import allowed_hosts
 
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
@@ -138,19 +135,6 @@ async def test_only_names_of_this_machine_reach_a_router_of_this_machine(cluster
 )
 def test_names(host: str, allowed: tuple[str, ...], name: str, may: bool) -> None:
     assert Origins(host=host, allowed_hosts=allowed).known_as(name) == may
-
-
-def test_the_flag_of_names() -> None:
-    for text, expected in (
-        ("a.example", ("a.example",)),
-        ("a.example, router.ns.svc", ("a.example", "router.ns.svc")),
-        ('["*"]', ("*",)),
-        ("", ()),
-    ):
-        assert parse_config(["--model", "m", "--allowed-hosts", text]).allowed_hosts == expected
-    for wrong in ("https://a.example", "a.example:80", "A.example", "a/b", "[1]", "-a"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            allowed_hosts(wrong)
 
 
 # ---- what is slow, and what has no end ---------------------------------------------------------------------------------------------
@@ -432,19 +416,6 @@ async def test_a_form_begins_at_once(cluster: Cluster, tmp_path: Any) -> None:
         for before, expected in ((b"", 200), (b"\r\n", 200), (b"\n" * 200_000, 400)):
             async with http.post("/v1/files", data=before + FORM, headers={"Content-Type": FORM_TYPE}) as answer:
                 assert answer.status == expected
-
-
-async def test_requests_with_expectations_and_bodies_nobody_wants(cluster: Cluster) -> None:
-    async with cluster.serving(), open_http(cluster) as http:
-        for method, path, expected in (
-            ("GET", "/health", 200),
-            ("HEAD", "/health", 200),
-            ("OPTIONS", CHAT, 405),
-            ("DELETE", "/nowhere", 404),
-        ):
-            async with http.request(method, path, data=b"x" * 100_000) as answer:
-                assert answer.status == expected
-        await refused(http, CHAT, chat(max_tokens=0), expect100=True)
 
 
 # ---- sizes and numbers ---------------------------------------------------------------------------------------------------------

@@ -126,14 +126,6 @@ async def test_a_timeout_ends_the_request(cluster: Cluster, prefill: FakePrefill
     await cluster.all_free()
 
 
-async def test_a_failure_in_mid_stream_is_the_last_event(cluster: Cluster, decode: FakeDecode, client: AsyncOpenAI) -> None:
-    decode.script.fail_at, decode.script.fail_retryable, decode.script.fail_code = 6, False, "DATA_LOSS"
-    with pytest.raises(openai.APIError):
-        async for _ in await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=30, stream=True):
-            pass
-    await cluster.all_free()
-
-
 @pytest.mark.parametrize("where", ["prompt", "answer"])
 async def test_a_request_without_a_next_token_is_repeated_by_nobody(cluster: Cluster, where: str) -> None:
     """Neither by the router on other workers nor by the SDK, whole or streamed; what came before it has been sent."""

@@ -6,7 +6,8 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -18,11 +19,12 @@ from pydantic import BaseModel
 
 from router.http import chat, completions, openapi, system, tokens
 from router.http.batches import BatchBody
-from router.http.choices import CHAT_WRAP, TEXT_WRAP, ChunkWriter, stop_reason_of, total_usage, usage_of
+from router.http.choices import AnswerOptions, ChunkWriter, WholeChoice, stop_reason_of, total_usage, usage_of
 from router.http.errors import HttpError, blaming, body_of
 from router.http.generation import choice_seed, grammar_of, request_of, sampling_of, timeout_of
-from router.http.logprobs import TextLogprobsWriter, TokenNames
+from router.http.logprobs import ChatLogprobsWriter, TextLogprobsWriter, TokenNames
 from router.http.request_bodies import ChatBody, CompletionBody, parse_body
+from router.request.memory_budget import Holding
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, Unavailable
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.tokenizer import TokenBytes, Tokenizer
@@ -51,8 +53,8 @@ def data_of(event: bytes) -> Any:
 def test_an_event_of_text_is_what_json_would_have_made(text: str, index: int, with_usage: bool) -> None:
     usage = {"usage": None} if with_usage else {}
     for wrap, kind, shape in (
-        (CHAT_WRAP, "chat.completion.chunk", {"delta": {"content": text}}),
-        (TEXT_WRAP, "text_completion", {"text": text}),
+        (chat.MessageTeller.wrap, "chat.completion.chunk", {"delta": {"content": text}}),
+        (completions.TextTeller.wrap, "text_completion", {"text": text}),
     ):
         head = {**HEAD, "object": kind}
         chunks = ChunkWriter(head, index, wrap=wrap, with_usage=with_usage)
@@ -61,6 +63,18 @@ def test_an_event_of_text_is_what_json_would_have_made(text: str, index: int, wi
         assert data_of(chunks.text(text)) == wanted
         assert data_of(chunks.choice(fields)) == wanted
         check_shape(data_of(chunks.text(text)))
+
+
+async def test_whole_answers_are_counted_as_they_grow() -> None:
+    counted: list[int] = []
+    holding = cast(Holding, SimpleNamespace(add=counted.append))
+    names = ("logprobs", "token_ids", "phases", "include_usage", "continuous_usage")
+    wanted = AnswerOptions(n=1, stop_strings=(), **dict.fromkeys(names, False))
+    writer = ChatLogprobsWriter(cast(TokenNames, None))
+    choice = WholeChoice(chat.MessageTeller(writer, None, with_reasoning=True), 0, wanted, holding)
+    for i in range(300):
+        await choice.write(pb.GenerateResponse(piece=pb.Piece(text="a word", token_ids=[i])))
+    assert sum(counted) > 1000
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from pathlib import Path
 
 from twostep.errors import SetupError
@@ -33,3 +34,23 @@ def purpose_key(secret: bytes, purpose: str) -> bytes:
     """Returns a key of 32 bytes for one purpose: HMAC-SHA256 of the purpose's label under the secret. It tells nothing about the secret or
     the keys of other purposes. A label names what the key does and a version, such as `twostep.system-key.v1`."""
     return hmac.new(secret, purpose.encode(), hashlib.sha256).digest()
+
+
+# ---- how a worker shows that it lives: in the name of its present life at its address, whatever Redis says -----------------------
+
+CHALLENGE_BYTES = 16
+_PURPOSE = "twostep.keys.secret.v1"
+
+
+def vouch(secret: bytes, challenge: bytes, *, worker_id: str, address: str, epoch: int) -> bytes:
+    """Returns the answer to a challenge of any length. It is signed under a key for this alone."""
+    mac = hmac.new(purpose_key(secret, _PURPOSE), digestmod=hashlib.sha256)
+    for part in (challenge, worker_id.encode("utf-8", "surrogatepass"), address.encode("utf-8", "surrogatepass")):
+        mac.update(len(part).to_bytes(8, "little") + part)
+    mac.update(struct.pack("<Q", epoch))
+    return mac.digest()
+
+
+def is_vouched(answer: bytes, secret: bytes, challenge: bytes, *, worker_id: str, address: str, epoch: int) -> bool:
+    """Returns whether whoever answered has the secret, and lives there under that name and epoch."""
+    return hmac.compare_digest(answer, vouch(secret, challenge, worker_id=worker_id, address=address, epoch=epoch))

@@ -31,9 +31,5 @@ class ChatFormat:
 
     def special_ids(self, tokenizer: Tokenizer, *, with_tools: bool) -> frozenset[int]:
         """Special tokens that the answer's text has to show, so that its parts can be told apart."""
-        markers: list[str] = []
-        if self.reasoning is not None:
-            markers += [self.reasoning.opening, self.reasoning.closing]
-        if with_tools and self.tool_calls is not None:
-            markers += self.tool_calls.markers
-        return frozenset(i for marker in markers if (i := tokenizer.token_id(marker)) is not None) & tokenizer.special_ids
+        shown = self if with_tools else ChatFormat(self.reasoning)
+        return frozenset(i for marker in shown.markers if (i := tokenizer.token_id(marker)) is not None) & tokenizer.special_ids

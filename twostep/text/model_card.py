@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,7 @@ def _defaults(raw: dict[str, Any], path: Path) -> GenerationDefaults:
         known["top_k"] = 0
     defaults = GenerationDefaults(**known)
     try:
-        SamplingParams(
-            max_tokens=1,
-            temperature=defaults.temperature,
-            top_k=defaults.top_k,
-            top_p=defaults.top_p,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        )
+        SamplingParams(max_tokens=1, **asdict(defaults))
     except InvalidRequest as error:
         raise SetupError(f"{path}: {error.message}") from error
     return defaults

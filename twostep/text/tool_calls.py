@@ -409,23 +409,31 @@ class Brackets:
 _NAME_CHAR = re.compile(r"[\w.:/-]")
 
 
-def hermes_calls(reader: ToolCallReader) -> Iterator[None]:
-    opening, closing = "<tool_call>", "</tool_call>"
+def _marked_calls(reader: ToolCallReader, opening: str, read: Callable[[], Iterator[None]]) -> Iterator[None]:
+    """Calls behind a mark each, which `read` reads; elsewhere all is content."""
     while (yield from reader.content_until(opening)):
         reader.mark(certain=True)
         yield from reader.follows(opening)
         try:
-            if (yield from reader.skip_space()) == "[":
-                yield from reader.call_list()
-            else:
-                yield from reader.call_object(bare=False)
+            yield from read()
         except NoCall:
             reader.rewind(len(opening))
-            continue
+    reader.last_words()
+
+
+def hermes_calls(reader: ToolCallReader) -> Iterator[None]:
+    opening, closing = "<tool_call>", "</tool_call>"
+
+    def calls() -> Iterator[None]:
+        if (yield from reader.skip_space()) == "[":
+            yield from reader.call_list()
+        else:
+            yield from reader.call_object(bare=False)
         # What else is inside is content, and the tag goes with the call.
         if (yield from reader.content_until(closing, opening)) == closing:
             yield from reader.follows(closing)
-    reader.last_words()
+
+    yield from _marked_calls(reader, opening, calls)
 
 
 def llama3_json_calls(reader: ToolCallReader) -> Iterator[None]:
@@ -460,21 +468,16 @@ def llama3_json_calls(reader: ToolCallReader) -> Iterator[None]:
 
 
 def mistral_calls(reader: ToolCallReader) -> Iterator[None]:
-    opening = "[TOOL_CALLS]"
-    while (yield from reader.content_until(opening)):
-        reader.mark(certain=True)
-        yield from reader.follows(opening)
-        try:
-            char = yield from reader.skip_space()
-            if char == "[":
-                yield from reader.call_list()
-            elif char == "{":
-                yield from reader.call_object(bare=False)
-            else:
-                yield from _named_call(reader)
-        except NoCall:
-            reader.rewind(len(opening))
-    reader.last_words()
+    def calls() -> Iterator[None]:
+        char = yield from reader.skip_space()
+        if char == "[":
+            yield from reader.call_list()
+        elif char == "{":
+            yield from reader.call_object(bare=False)
+        else:
+            yield from _named_call(reader)
+
+    yield from _marked_calls(reader, "[TOOL_CALLS]", calls)
 
 
 def _named_call(reader: ToolCallReader) -> Generator[None, None, None]:

@@ -27,7 +27,7 @@ from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
-from twostep.keys.vouch import vouch
+from twostep.keys.secret import vouch
 from twostep.prefix import secret_check
 from twostep.rpc.call_signing import CallGate
 from twostep.rpc.health import READINESS
