@@ -53,7 +53,8 @@ class DecisionLog:
         self._path, self._config, self._max_bytes = path, config, max_bytes
         try:
             self._file = path.open("a", encoding="utf-8")
-            self._begin()
+            self._file.write(head_of(config))
+            self._file.flush()
         except OSError as error:
             raise SetupError(f"--decision-log {path} cannot be written ({error}); give another file") from error
         self._broken = False
@@ -69,7 +70,7 @@ class DecisionLog:
                 self._file.close()
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._file = self._path.open("w", encoding="utf-8")
-                self._begin()
+                self._file.write(head_of(self._config))
                 self._memory = None
             if memory != self._memory:
                 self._file.write(_line({"memory": memory.to_json()}))
@@ -85,10 +86,6 @@ class DecisionLog:
             self._file.close()
         except OSError as error:
             log.warning("the end of the decision log is lost: %s", error)
-
-    def _begin(self) -> None:
-        self._file.write(head_of(self._config))
-        self._file.flush()
 
 
 def head_of(config: PolicyConfig) -> str:
