@@ -19,7 +19,7 @@ from twostep.lab.simulation.__main__ import main
 from twostep.lab.simulation.outcome import RequestLedger, ScalingOutcome, most_reversals, recovery
 from twostep.lab.simulation.pods import PodCluster, PodsConfig
 from twostep.lab.simulation.run import Setting, decision_lines, simulate
-from twostep.lab.simulation.scalers import FixedFleet, contestant, hpa_grid
+from twostep.lab.simulation.scalers import FixedFleet, contestant
 from twostep.lab.simulation.traces import LoadTrace, TraceCurve, WorkerLoss, requests, trace_names, trace_of
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 
@@ -121,14 +121,6 @@ def test_what_nobody_can_hold_is_refused_in_time() -> None:
     assert cluster.ledger.totals.ended + cluster.ledger.totals.refused == len(found)
 
 
-def test_a_seed_is_a_run() -> None:
-    trace = steady(10, 1500, 150, 20, WorkerLoss(10, "decode"))
-    fleet = FixedFleet({"prefill": 2, "decode": 2})
-    one, again = (simulate(setting(), trace, requests(trace, seed=5), fleet, seed=5) for _ in range(2))
-    assert one == again
-    assert simulate(setting(), trace, requests(trace, seed=6), fleet, seed=6) != one
-
-
 def test_pods_are_paid_from_their_making_to_their_end() -> None:
     cluster = cluster_of([], {"prefill": 1, "decode": 1}, cold_start_s=40)
     cluster.at(10.0, lambda now, _: cluster.scale("prefill", 3, now))
@@ -209,7 +201,7 @@ def test_every_trace_has_its_peak_and_ends_at_its_end() -> None:
         trace_of("weekly", peak=1)
 
 
-def test_requests_follow_the_trace() -> None:
+def test_requests_follow_the_trace_and_a_seed_is_a_run() -> None:
     trace = trace_of("shift", peak=2)
     found = requests(trace, 4)
     assert found == requests(trace, 4)
@@ -217,6 +209,9 @@ def test_requests_follow_the_trace() -> None:
     assert found == sorted(found, key=lambda request: request.arrival_s)
     late = [request.num_output for request in found if 2400 < request.arrival_s < 3600]
     assert sum(late) / len(late) == pytest.approx(450, rel=0.1)
+    short, fleet = steady(10, 1500, 150, 20, WorkerLoss(10, "decode")), FixedFleet({"prefill": 2, "decode": 2})
+    one, again, other = (simulate(setting(), short, requests(short, seed), fleet, seed=seed) for seed in (5, 5, 6))
+    assert one == again != other
 
 
 def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -233,9 +228,3 @@ def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[s
 def test_contestants_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         contestant(text, POLICY)
-
-
-def test_the_grid_reaches_below_30_percent() -> None:
-    pairs = list(hpa_grid())
-    assert len(pairs) == len(set(pairs)) == 48
-    assert any("seats:0.08" in pair for pair in pairs)
