@@ -2,9 +2,9 @@
 
     1. look      what is asked of the deployment, who serves it, what was decided last          collect.py
     2. decide    the policy, a pure function of that and of its memory                          policy.py
-    3. mark      pods that should go first, before anybody is told; a later lease's are left     pods.py
-    4. commit    the decision and the policy's memory to Redis, if the lease is still held       leadership.py
-    5. act       KEDA is answered from it (external_scaler.py), and a worker changes its role    switches.py
+    3. mark      pods that should go first, before anybody is told; a later lease's are left    pods.py
+    4. commit    the decision and the policy's memory to Redis, if the lease is still held      leadership.py
+    5. act       KEDA is answered from it, and workers change their roles                       external_scaler.py, switches.py
 
 A replica that does not lead looks at the decision alone, and answers from it. Who comes to lead goes on from the memory in it. Where
 anything is missing for a decision (Redis, what routers meter, for the first one the workers) none is made: the last one answers until it is
@@ -270,7 +270,16 @@ class Controller:
         decision = step.decision
         pods: dict[str, int] = {role: observation.pods[role] for role in ROLES}
         replicas: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
-        asked = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance, self._config)
+        told: dict[str, Asked] = {}
+        if look.decision is not None:
+            wishes = look.decision.asked_for
+            told = {role: Asked(num, wishes[role]) for role, num in look.decision.asked.items() if role in wishes}
+        asked = replicas_asked(replicas, pods, told, self._tolerance, self._config)
+        limit = decision.limit
+        if not limit and any(each.more < 0 for each in asked.values()):
+            # The bound that what would come about by itself is beyond.
+            free = replicas_asked(replicas, pods, told, self._tolerance)
+            limit = self._config.beyond({role: comes_to(free[role].pods, pods[role], self._tolerance) for role in ROLES})
         return ScalingRecord(
             token=token,
             number=self._number,
@@ -285,15 +294,10 @@ class Controller:
             victims=decision.victims,
             switches={switch.worker_id: switch.to for switch in decision.switches},
             reason=decision.reason,
-            limit=decision.limit or (self._too_many(look, replicas, pods) if any(each.more < 0 for each in asked.values()) else ""),
+            limit=limit,
             memory=step.memory.to_json(),
             stale_s=self._board.stale_s,
         )
-
-    def _too_many(self, look: ClusterSnapshot, replicas: dict[str, int], pods: dict[str, int]) -> str:
-        """The bound that what would come about is beyond."""
-        free = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance)
-        return self._config.beyond({role: comes_to(free[role].pods, pods[role], self._tolerance) for role in ROLES})
 
     def _count(self, record: ScalingRecord, decision: Decision, look: ClusterSnapshot) -> None:
         before = record.pods if look.decision is None else look.decision.replicas
@@ -333,9 +337,3 @@ class Controller:
         if self._trouble != reason:
             self._trouble = reason
             log.warning("nothing is decided: %s", why)
-
-
-def _asked(record: ScalingRecord | None) -> dict[str, Asked]:
-    if record is None:
-        return {}
-    return {role: Asked(pods, record.asked_for[role]) for role, pods in record.asked.items() if role in record.asked_for}
