@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from policy_fleet import Fleet, config, pool, traffic, worker, workers
 
-from twostep.autoscaler.memory import Memory
+from twostep.autoscaler.memory import Course, Memory
 from twostep.autoscaler.model import Observation, PolicyConfig, Switch, Traffic, WorkerView
 from twostep.autoscaler.policy import Step, decide
 
@@ -95,6 +95,22 @@ def test_one_more_prefill_worker_is_a_switch_where_decode_has_one_to_spare() -> 
     assert decision.replicas["prefill"] == decision.prefill - 1
     assert not fleet.run(traffic(33.0), 120.0)[-1].switches
     assert fleet.serving("prefill") >= 3
+
+
+def test_nobody_switches_to_spread_the_spare_nor_back_in_a_cool_down_without_need() -> None:
+    assert not first(config(), traffic(1.0), workers(3, 1), 3, 1).decision.switches
+    # Prefill can spare one of three for now, but not with what it keeps; a decode worker has come to it lately, or gone.
+    load, settings = traffic(24.0, output=400.0), config(spare=0, hysteresis=0.35)
+    for way, num in ((1, 0), (-1, 1)):
+        memory = Memory(began_s=0.0, at_s=85.0, courses={"switch": Course(way=way, turned_s=90.0)})
+        assert len(first(settings, load, workers(3, 1), 3, 1, memory=memory).decision.switches) == num
+
+
+def test_a_bound_that_was_changed_holds_at_the_next_decision() -> None:
+    fleet = Fleet.of(config(), 2, 2)
+    fleet.run(traffic(RATE), 60.0)
+    fleet.config = config(prefill=pool(min_workers=3))
+    assert fleet.step(traffic(RATE)).replicas["prefill"] == 3
 
 
 def test_a_switch_under_way_is_not_asked_for_again_and_one_that_failed_is() -> None:
@@ -204,10 +220,11 @@ def test_a_missed_target_with_workers_enough_asks_for_more_and_is_forgotten() ->
     assert (slow["prefill"] > 2, slow["decode"]) == (True, 1)
     assert "slower than their curves: prefill" in fleet.decisions[-1].reason
     assert needed(1.0, 3600.0)["prefill"] == 2
-    # A prompt alone takes 60 ms: a target that nobody could keep asks for nobody.
-    fleet = Fleet.of(config(ttft_ms=40.0, spare=0), 3, 1)
-    needed(0.0, 600.0)
-    assert "slower" not in fleet.decisions[-1].reason
+    # A prompt alone takes 60 ms: a target that nobody could keep asks for nobody; and nobody is slow where there are too few.
+    for settings in (config(ttft_ms=40.0, spare=0), config(prefill=pool(max_workers=1))):
+        fleet = Fleet.of(settings, min(3, settings.prefill.max_workers), 1)
+        needed(0.0, 600.0)
+        assert "slower" not in fleet.decisions[-1].reason
 
 
 def test_what_waits_and_cannot_be_served_in_time_counts_as_load() -> None:

@@ -34,6 +34,7 @@ FREE = {"surge": 100}
         # What can be had is asked for; a bound on one side holds the other in proportion.
         (config(), (3, 2), (), 6, (2, 2), (3, 2, 6, "")),
         (config(prefill=pool(max_workers=4), **FREE), (8, 6), (), 0, (1, 1), (4, 3, 7, "max_workers of prefill")),
+        (config(prefill=pool(max_workers=3), decode=pool(max_workers=2), **FREE), (3, 2), (), 6, (2, 2), (3, 2, 5, "max_workers")),
         # But to no less than is needed now, where the bound is enough for that. In the second case half of it is all that can be had of
         # decode: more prefill workers would wait for it.
         (config(decode=pool(max_workers=4), **FREE), (3, 8), (3, 4), 0, (1, 1), (3, 4, 7, "max_workers of decode")),
@@ -47,6 +48,7 @@ FREE = {"surge": 100}
         # Surge raises both sides towards what they need, and takes away as many at once; waking up is not slowed down.
         (config(surge=3), (8, 4), (), 0, (2, 1), (4, 2, 6, "surge")),
         (config(surge=3), (1, 1), (), 0, (6, 4), (1, 1, 7, "surge")),
+        (config(surge=3), (3, 3), (), 0, (6, 4), (3, 3, 7, "surge")),
         (config(surge=1), (1, 1), (), 0, (0, 0), (1, 1, 2, "")),
     ],
 )
