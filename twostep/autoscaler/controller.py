@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from twostep.autoscaler.collect import ClusterSnapshot, NobodyKnown, NothingMetered, ObservationCollector
 from twostep.autoscaler.decision_log import DecisionLog
@@ -33,7 +34,10 @@ from twostep.autoscaler.switches import Switcher
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.scaling import ScalingRecord
 from twostep.errors import InvalidRequest, Unavailable
-from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
+from twostep.metrics import autoscaler as families
+from twostep.metrics.autoscaler import AutoscalerMetrics
+from twostep.metrics.family import Family
+from twostep.metrics.registry import MetricSample
 
 log = logging.getLogger(__name__)
 
@@ -145,24 +149,30 @@ class Controller:
             return min(self._config.interval_s, _LOOK_AT_LEAST_S)
         return max(0.0, self._config.interval_s - (time.monotonic() - started))
 
-    def state(self) -> AutoscalerState:
-        """For metrics, from any thread."""
+    def samples(self) -> Iterator[MetricSample]:
+        """For metrics, from any thread. What only a leader knows is missing elsewhere."""
         record, seen, decision, leads = self._board.record, self._seen, self._decision, self._leadership.held
-        state = AutoscalerState(leader=leads, answering=self._board.fresh, age_s=self._board.age_s)
-        if record is not None:
-            cost = self._config.cost({role: record.replicas[role] for role in ROLES})
-            state = replace(state, desired_workers=record.wanted, desired_replicas=record.replicas, pods=record.pods, cost=cost)
-        if record is None or not leads or seen is None or decision is None:
-            return state
-        serving = [w.role for w in seen.workers if w.ready and not w.draining]
-        kept = {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met}
-        return replace(
-            state,
-            needed=dict(decision.needed.items()),
-            workers={role: serving.count(role) for role in ROLES},
-            requests_per_s=seen.traffic.requests_per_s,
-            attainment={kind: share for kind, share in kept.items() if share is not None},
-        )
+        yield MetricSample(families.LEADER, leads)
+        yield MetricSample(families.ANSWERING, self._board.fresh)
+        if record is None:
+            return
+        yield MetricSample(families.AGE, self._board.age_s or 0.0)
+        yield MetricSample(families.COST, self._config.cost({role: record.replicas[role] for role in ROLES}))
+        values: dict[Family, Mapping[Any, float | None]] = {
+            families.DESIRED_WORKERS: record.wanted,
+            families.DESIRED_REPLICAS: record.replicas,
+            families.PODS: record.pods,
+        }
+        if leads and seen is not None and decision is not None:
+            yield MetricSample(families.REQUESTS, seen.traffic.requests_per_s)
+            serving = [w.role for w in seen.workers if w.ready and not w.draining]
+            values |= {
+                families.NEEDED: decision.needed,
+                families.WORKERS: {role: serving.count(role) for role in ROLES},
+                families.ATTAINMENT: {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met},
+            }
+        for family, by_label in values.items():
+            yield from (MetricSample(family, value, (label,)) for label, value in by_label.items() if value is not None)
 
     # ---- the leader ----------------------------------------------------------------------------------------------------
 
