@@ -9,94 +9,74 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_fleet import config, pool, traffic, workers
 
-from twostep.autoscaler.composition import Composition, compose
-from twostep.autoscaler.limits import Goal, fit
+from twostep.autoscaler.composition import compose
+from twostep.autoscaler.limits import Fitted, Goal, fit
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Observation, PolicyConfig, PoolConfig, Role
 from twostep.errors import InvalidRequest
 
 
-def there(settings: PolicyConfig, prefill: int, decode: int) -> Composition:
-    observation = Observation(now_s=0.0, traffic=traffic(1.0), workers=workers(prefill, decode))
-    return compose(settings, Memory(), observation)
+def fitted(settings: PolicyConfig, need: tuple[int, ...], there: tuple[int, int], *, total: int = 0, now: tuple[int, ...] = ()) -> Fitted:
+    """`need`, `now` and `there`: prefill and decode workers."""
+    by_role: dict[Role, int] = {"prefill": need[0], "decode": need[1]}
+    at_once: dict[Role, int] = {"prefill": now[0], "decode": now[1]} if now else by_role
+    goal = Goal(now=at_once, need=by_role, total=total or sum(need), shared=True, asleep=False, ahead=by_role, kept=by_role)
+    seen = Observation(now_s=0.0, traffic=traffic(1.0), workers=workers(*there))
+    return fit(settings, goal, compose(settings, Memory(), seen), sum(there))
 
 
-def goal(prefill: int, decode: int, total: int | None = None, *, now: dict[Role, int] | None = None) -> Goal:
-    need: dict[Role, int] = {"prefill": prefill, "decode": decode}
-    total = prefill + decode if total is None else total
-    return Goal(now=now or need, need=need, total=total, shared=True, asleep=False, ahead=need, kept=need)
+FREE = {"surge": 100}
 
 
-def test_what_can_be_had_is_asked_for() -> None:
-    settings = config()
-    fitted = fit(settings, goal(3, 2, 6), there(settings, 2, 2), 4)
-    assert (dict(fitted.need), fitted.total, fitted.limit) == ({"prefill": 3, "decode": 2}, 6, "")
+@pytest.mark.parametrize(
+    ("settings", "need", "now", "total", "there", "expected"),
+    [
+        # What can be had is asked for; a bound on one side holds the other in proportion.
+        (config(), (3, 2), (), 6, (2, 2), (3, 2, 6, "")),
+        (config(prefill=pool(max_workers=4), **FREE), (8, 6), (), 0, (1, 1), (4, 3, 7, "max_workers of prefill")),
+        (config(prefill=pool(max_workers=3), decode=pool(max_workers=2), **FREE), (3, 2), (), 6, (2, 2), (3, 2, 5, "max_workers")),
+        # But to no less than is needed now, where the bound is enough for that. In the second case half of it is all that can be had of
+        # decode: more prefill workers would wait for it.
+        (config(decode=pool(max_workers=4), **FREE), (3, 8), (3, 4), 0, (1, 1), (3, 4, 7, "max_workers of decode")),
+        (config(decode=pool(max_workers=4), **FREE), (4, 16), (4, 8), 0, (1, 1), (2, 4, 6, "max_workers of decode")),
+        # The budget takes the spare first and then both sides; of two bounds the one that bites is named.
+        (config(max_cost=5.0, **FREE), (3, 2), (), 6, (3, 2), (3, 2, 5, "max_cost")),
+        (config(max_cost=5.0, **FREE), (6, 3), (), 0, (3, 2), (3, 2, 5, "max_cost")),
+        (config(max_workers=5, **FREE), (3, 2), (), 6, (3, 2), (3, 2, 5, "max_workers of both roles: 5")),
+        (config(max_workers=5, **FREE), (3, 2), (), 5, (3, 2), (3, 2, 5, "")),
+        (config(max_workers=5, max_cost=4.0, **FREE), (3, 2), (), 6, (2, 2), (2, 2, 4, "max_cost")),
+        # Surge raises both sides towards what they need, and takes away as many at once; waking up is not slowed down.
+        (config(surge=3), (8, 4), (), 0, (2, 1), (4, 2, 6, "surge")),
+        (config(surge=3), (1, 1), (), 0, (6, 4), (1, 1, 7, "surge")),
+        (config(surge=3), (3, 3), (), 0, (6, 4), (3, 3, 7, "surge")),
+        (config(surge=1), (1, 1), (), 0, (0, 0), (1, 1, 2, "")),
+    ],
+)
+def test_who_gets_what(
+    settings: PolicyConfig, need: tuple[int, int], now: tuple[int, ...], total: int, there: tuple[int, int], expected: tuple[object, ...]
+) -> None:
+    found = fitted(settings, need, there, total=total, now=now)
+    assert (found.need["prefill"], found.need["decode"], found.total, found.limit) == expected
 
 
-def test_a_bound_on_one_side_holds_the_other_in_proportion() -> None:
-    settings = config(prefill=pool(max_workers=4), surge=100)
-    fitted = fit(settings, goal(8, 6), there(settings, 1, 1), 2)
-    assert fitted.need == {"prefill": 4, "decode": 3}
-    assert fitted.limit == "max_workers of prefill"
-
-
-def test_a_bound_that_is_enough_for_now_holds_nobody_to_less_than_is_needed_now() -> None:
-    settings = config(decode=pool(max_workers=4), surge=100)
-    fitted = fit(settings, goal(3, 8, now={"prefill": 3, "decode": 4}), there(settings, 1, 1), 2)
-    assert fitted.need == {"prefill": 3, "decode": 4}
-    # Half of what now needs is all that can be had of decode: more prefill workers would wait for it.
-    fitted = fit(settings, goal(4, 16, now={"prefill": 4, "decode": 8}), there(settings, 1, 1), 2)
-    assert fitted.need == {"prefill": 2, "decode": 4}
-
-
-def test_the_budget_takes_the_spare_first_and_then_both_sides() -> None:
-    settings = config(max_cost=5.0, surge=100)
-    fitted = fit(settings, goal(3, 2, 6), there(settings, 3, 2), 5)
-    assert (dict(fitted.need), fitted.total, fitted.limit) == ({"prefill": 3, "decode": 2}, 5, "max_cost")
-    fitted = fit(settings, goal(6, 3), there(settings, 3, 2), 5)
-    assert (dict(fitted.need), fitted.total) == ({"prefill": 3, "decode": 2}, 5)
-
-
-def test_a_bound_on_both_roles_is_named_as_that_and_the_one_that_bites_is_named() -> None:
-    settings = config(max_workers=5, surge=100)
-    fitted = fit(settings, goal(3, 2, 6), there(settings, 3, 2), 5)
-    assert (dict(fitted.need), fitted.total, fitted.limit) == ({"prefill": 3, "decode": 2}, 5, "max_workers of both roles: 5")
-    assert fit(settings, goal(3, 2, 5), there(settings, 3, 2), 5).limit == ""
-    assert fit(config(max_workers=5, max_cost=4.0, surge=100), goal(3, 2, 6), there(settings, 2, 2), 4).limit == "max_cost"
+@pytest.mark.parametrize("settings", [config(max_cost=3.0), config(max_workers=3), config(surge=1)])
+@pytest.mark.parametrize("now", [(1, 2), (2, 1)])
+def test_what_is_needed_now_comes_before_what_is_needed_later(settings: PolicyConfig, now: tuple[int, int]) -> None:
+    """Not a worker more for a role that may need it in a cold start, while the other one lacks it now."""
+    found = fitted(settings, (4, 4), (1, 1), now=now)
+    assert (found.need["prefill"], found.need["decode"], found.total) == (*now, 3)
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 10), st.integers(0, 12), st.integers(0, 12), st.integers(2, 24))
 def test_a_bound_on_both_roles_is_a_budget_where_every_worker_costs_one(
     prefill: int, decode: int, extra: int, has_p: int, has_d: int, most: int
 ) -> None:
-    by_count, by_cost = config(max_workers=most), config(max_cost=float(most))
     counted, paid = (
-        fit(each, goal(prefill, decode, prefill + decode + extra), there(each, has_p, has_d), has_p + has_d) for each in (by_count, by_cost)
+        fitted(each, (prefill, decode), (has_p, has_d), total=prefill + decode + extra)
+        for each in (config(max_workers=most), config(max_cost=float(most)))
     )
     assert (counted.need, counted.total) == (paid.need, paid.total)
     assert counted.limit == paid.limit.replace("max_cost", f"max_workers of both roles: {most}")
-
-
-def test_surge_raises_both_sides_towards_what_they_need() -> None:
-    settings = config(surge=3)
-    fitted = fit(settings, goal(8, 4), there(settings, 2, 1), 3)
-    assert (dict(fitted.need), fitted.total, fitted.limit) == ({"prefill": 4, "decode": 2}, 6, "surge")
-    # As many are taken away at once.
-    fitted = fit(settings, goal(1, 1), there(settings, 6, 4), 10)
-    assert (fitted.total, fitted.limit) == (7, "surge")
-
-
-@pytest.mark.parametrize("settings", [config(max_cost=3.0), config(max_workers=3), config(surge=1)])
-@pytest.mark.parametrize("now", [{"prefill": 1, "decode": 2}, {"prefill": 2, "decode": 1}])
-def test_what_is_needed_now_comes_before_what_is_needed_later(settings: PolicyConfig, now: dict[Role, int]) -> None:
-    """Not a worker more for a role that may need it in a cold start, while the other one lacks it now."""
-    fitted = fit(settings, goal(4, 4, now=now), there(settings, 1, 1), 2)
-    assert (fitted.need, fitted.total) == (now, 3)
-
-
-def test_waking_up_is_not_slowed_down() -> None:
-    settings = config(surge=1)
-    assert fit(settings, goal(1, 1), there(settings, 0, 0), 0).total == 2
 
 
 def test_a_budget_that_the_least_workers_exceed_is_refused() -> None:
@@ -122,11 +102,10 @@ def test_a_budget_that_the_least_workers_exceed_is_refused() -> None:
 )
 def test_a_fit_is_within_all_limits(prefill: int, decode: int, extra: int, has_p: int, has_d: int, surge: int, more: int) -> None:
     settings = config(prefill=pool(max_workers=12, price_per_gpu_hour=2.0), decode=pool(max_workers=9), surge=surge, max_cost=3.0 + more)
-    asked_for = has_p + has_d
-    fitted = fit(settings, goal(prefill, decode, prefill + decode + extra), there(settings, has_p, has_d), asked_for)
-    least = {role: fitted.need[role] for role in ROLES}
+    found = fitted(settings, (prefill, decode), (has_p, has_d), total=prefill + decode + extra)
+    least = {role: found.need[role] for role in ROLES}
     assert settings.affordable(least)
     for role in ROLES:
-        assert 1 <= fitted.need[role] <= settings.pool(role).max_workers
-    assert sum(least.values()) <= fitted.total <= 21
-    assert fitted.total <= max(asked_for + surge, 2)
+        assert 1 <= found.need[role] <= settings.pool(role).max_workers
+    assert sum(least.values()) <= found.total <= 21
+    assert found.total <= max(has_p + has_d + surge, 2)

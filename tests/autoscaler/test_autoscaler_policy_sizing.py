@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -38,20 +39,14 @@ def load(rate: float, prompt: float = 2600.0, output: float = 128.0, cached: flo
     return OfferedLoad(requests_per_s=rate, prompt_tokens=prompt, cached_tokens=cached, output_tokens=output, prompt_scv=scv)
 
 
-def test_erlang_c_is_that_of_the_tables() -> None:
+def test_waiting_is_that_of_the_tables() -> None:
     assert erlang_c(1, 0.5) == pytest.approx(0.5)  # M/M/1: the load itself
     assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
     assert erlang_c(10, 8.0) == pytest.approx(0.4092, abs=1e-4)
     assert erlang_c(3, 3.0) == 1.0
-
-
-def test_waiting_of_one_server_is_that_of_m_m_1() -> None:
     # One worker, prompts of exponential work (scv 1) that take no time of their own: P(wait > t) = rho exp(-(1 - rho) t / S).
     share = late_share(config(ttft_ms=1000.0, edge_s=0.0), load(4.0, scv=1.0), 0.2, (0.0,), 1)
     assert share == pytest.approx(0.8 * math.exp(-0.2 * 1.0 / 0.2))
-
-
-def test_a_prompts_work_is_its_share_of_full_steps() -> None:
     curve = StepCurve(fixed_s=0.01, per_row_s=1e-4)
     assert prompt_work_s(WorkerSpec(curve=curve, step_tokens=1000), load(1.0, prompt=500.0, cached=100.0)) == pytest.approx(0.044)
 
@@ -80,17 +75,11 @@ def test_sequences_by_littles_law() -> None:
     assert many == pytest.approx(4000.0 * (0.004 + 1e-4 * (many - 10.0)))
 
 
-def test_seats_are_what_is_scarcer_of_sequences_and_blocks() -> None:
+def test_few_seats_or_blocks_ask_for_more_decode_workers_than_tpot_does() -> None:
     spec = WorkerSpec(max_num_seqs=64, num_blocks=1000, block_size=16)
-    assert seats(spec, 100.0) == 64
-    assert seats(spec, 992.0) == 16
-    assert seats(WorkerSpec(), 1e6) == math.inf
-
-
-def test_few_blocks_ask_for_more_decode_workers_than_tpot_does() -> None:
+    assert (seats(spec, 100.0), seats(spec, 992.0), seats(WorkerSpec(), 1e6)) == (64, 16, math.inf)
     assert decode_need(CONFIG, DECODE_SPEC, load(30.0)) == 1
-    tight = WorkerSpec(curve=DECODE, max_num_seqs=256, num_blocks=2000, block_size=16)
-    assert decode_need(CONFIG, tight, load(30.0)) == 3
+    assert decode_need(CONFIG, replace(DECODE_SPEC, num_blocks=2000), load(30.0)) == 3
 
 
 def test_tokens_given_now_count_where_answers_that_ended_were_short() -> None:

@@ -48,17 +48,11 @@ def test_a_view_says_what_the_record_says() -> None:
     assert view.curve == record.curve
 
 
-def test_a_worker_of_an_older_version_is_owned_by_its_role_and_one_without_transports_keeps_it() -> None:
-    assert owner_of(worker("a", "decode", pod_owner="")) == "decode"
-    assert owner_of(worker("a", "decode", pod_owner="router")) == "decode"
-    (view,) = fleet().views([worker("a", "decode", transports=())], 1.0)
-    assert view.ready
-    assert not view.can_switch
-
-
-def test_a_worker_that_no_kv_reaches_serves_nobody() -> None:
-    (view,) = fleet().views([worker("a", "prefill", transports=(), not_ready_reason="no KV transport works")], 1.0)
-    assert not view.ready
+def test_who_owns_it_whether_it_serves_and_whether_it_may_switch() -> None:
+    assert {owner_of(worker("a", "decode", pod_owner=owner)) for owner in ("", "router")} == {"decode"}
+    for options, ready in (({}, True), ({"not_ready_reason": "no KV transport works"}, False)):
+        (view,) = fleet().views([worker("a", "decode", transports=(), **options)], 1.0)
+        assert (view.ready, view.can_switch) == (ready, False)
 
 
 def test_those_that_were_there_already_have_been_since_their_epoch_and_others_since_they_were_seen() -> None:
@@ -182,8 +176,7 @@ def test_every_flag_is_a_variable_and_the_defaults_are_the_configs(monkeypatch: 
 
 def test_keda_may_come_without_a_certificate_and_workers_may_not() -> None:
     flags = ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
-    both = parse_config(flags)
-    assert both.front_tls == both.tls
+    assert parse_config(flags).front_tls == parse_config(flags).tls
     one = parse_config([*flags, "--tls-client-auth", "none"])
     assert (one.front_tls.ca, one.front_tls.cert, one.tls.ca) == (None, Path("c"), Path("a"))
 

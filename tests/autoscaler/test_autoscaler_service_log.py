@@ -92,18 +92,14 @@ def test_a_full_file_makes_room_and_each_can_be_read_by_itself(tmp_path: Path, c
     "line", ["", "{}", "[]", '{"form": 2, "config": {}}', '{"observation": {}, "decision": {}}', '{"memory": "x"}', "nonsense"]
 )
 def test_what_is_no_decision_log_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
-    lines = [head_of(CONFIG), line + "\n"]
     with pytest.raises(InvalidRequest, match="line 2"):
-        list(read_decisions(lines))
-
-
-def test_decisions_without_a_configuration_are_refused_and_an_end_cut_short_is_not(tmp_path: Path) -> None:
+        list(read_decisions([head_of(CONFIG), line + "\n"]))
     path = tmp_path / "log"
     write(path, 3)
     lines = path.read_text().splitlines(keepends=True)
     with pytest.raises(InvalidRequest, match="line 2"):
-        list(read_decisions(lines[1:]))
-    assert len(list(read_decisions([*lines[:-1], lines[-1][:50]]))) == 2
+        list(read_decisions(lines[1:]))  # no configuration stands before it
+    assert len(list(read_decisions([*lines[:-1], lines[-1][:50]]))) == 2, "an end cut short is none"
 
 
 def test_a_file_that_cannot_be_written_is_said_at_the_start_and_a_full_disk_costs_the_log_alone(
@@ -140,19 +136,17 @@ def test_another_one_is_told_line_by_line(tmp_path: Path, capsys: pytest.Capture
     assert len(lines) == sum(expected) > 0
 
 
-@pytest.mark.parametrize("flags", [["--attainment", "2"], ["--prefill-min-workers", "99"], ["--max-cost", "0.1"]])
-def test_flags_that_contradict_the_log_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    path = tmp_path / "log"
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = tmp_path / "log", tmp_path / "other"
     write(path, 3)
-    assert replay.main([str(path), *flags]) == 2
-    assert "cannot be replayed" in capsys.readouterr().err
-
-
-def test_files_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other").write_text("a\n")
-    for name in ("missing", "other"):
-        assert replay.main([str(tmp_path / name)]) == 2
-    assert "line 1" in capsys.readouterr().err
+    other.write_text("a\n")
+    for flags in (["--attainment", "2"], ["--prefill-min-workers", "99"], ["--max-cost", "0.1"]):
+        assert replay.main([str(path), *flags]) == 2
+    for name in (tmp_path / "missing", other):
+        assert replay.main([str(name)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("cannot be replayed") == 5
+    assert "line 1" in said
 
 
 async def test_the_service_writes_what_it_decides(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:

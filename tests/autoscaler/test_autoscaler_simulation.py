@@ -121,15 +121,6 @@ def test_what_nobody_can_hold_is_refused_in_time() -> None:
     assert cluster.ledger.totals.ended + cluster.ledger.totals.refused == len(found)
 
 
-def test_a_seed_is_a_run() -> None:
-    trace = steady(10, 1500, 150, 20, WorkerLoss(10, "decode"))
-
-    def run(seed: int) -> ScalingOutcome:
-        return simulate(setting(), trace, requests(trace, seed), contestant("joint", POLICY), seed=seed)
-
-    assert run(5) == run(5) != run(6)
-
-
 def test_pods_are_paid_from_their_making_to_their_end() -> None:
     cluster = cluster_of([], {"prefill": 1, "decode": 1}, cold_start_s=40)
     cluster.at(10.0, lambda now, _: cluster.scale("prefill", 3, now))
@@ -208,7 +199,7 @@ def test_every_trace_has_its_peak_and_ends_at_its_end() -> None:
         assert trace.rate.points[-1][0] <= trace.seconds
 
 
-def test_requests_follow_the_trace() -> None:
+def test_requests_follow_the_trace_and_a_seed_is_a_run() -> None:
     trace = TRACES["shift"].scaled(2)
     found = requests(trace, 4)
     assert found == requests(trace, 4)
@@ -216,6 +207,9 @@ def test_requests_follow_the_trace() -> None:
     assert found == sorted(found, key=lambda request: request.arrival_s)
     late = [request.num_output for request in found if 2400 < request.arrival_s < 3600]
     assert sum(late) / len(late) == pytest.approx(450, rel=0.1)
+    short, joint = steady(10, 1500, 150, 20, WorkerLoss(10, "decode")), contestant("joint", POLICY)
+    one, again, other = (simulate(setting(), short, requests(short, seed), joint, seed=seed) for seed in (5, 5, 6))
+    assert one == again != other
 
 
 def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from twostep.autoscaler import config as autoscaler_flags
 from twostep.autoscaler.config import AutoscalerConfig
 from twostep.engine.types import EngineStats
 from twostep.metrics import catalogue
-from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
+from twostep.metrics.autoscaler import AutoscalerMetrics
 from twostep.metrics.batches import BatchMetrics, BatchState
 from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.family import MetricKind
@@ -42,7 +42,7 @@ def exported(process: str) -> dict[str, tuple[str, str]]:
         HttpMetrics(registry)
         BatchMetrics(registry, lambda: BatchState(num_open=0, running={}))
     elif process == "autoscaler":
-        AutoscalerMetrics(registry, AutoscalerState)
+        AutoscalerMetrics(registry, list)
     else:
         EngineMetrics(registry, role=process, stats=lambda: STATS)
         WorkerMetrics(registry, role=process)

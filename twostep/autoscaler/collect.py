@@ -3,9 +3,9 @@
     1  the time
     2  what routers metered in the last windows by that time, the last decision
     3  the records of all workers
-    4  once more those that were there the last time and are not now, two heartbeats later; only if there are any. A Redis that came back
-       empty has nobody's record for a second, and a cluster does not lose its workers within one. Whoever knows no worker yet and finds
-       no decision to go on from looks again in the same way until nobody is new, three times at most
+    4  the same again two heartbeats later, where workers that were there the last time are not now: a Redis that came back empty has
+       nobody's record for a second, and a cluster does not lose its workers within one. Or where nobody was known, and there is no
+       decision to go on from: until nobody is new, three times at most
 
 Redis' clock is the clock of all replicas: instants of decisions mean the same to each of them.
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -90,21 +91,17 @@ class ObservationCollector:
 
     async def look(self) -> ClusterSnapshot:
         """Raises Unavailable without Redis."""
-        try:
+        with _redis():
             return await self._look()
-        except (RedisError, OSError, TimeoutError) as error:
-            raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
 
     async def decision(self) -> tuple[float, ScalingRecord | None]:
         """Now, and the decision that stands. One round trip. Raises Unavailable without Redis."""
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.time()
         pipeline.getrange(DECISION_KEY, 0, MAX_DECISION_BYTES)
-        try:
+        with _redis():
             async with asyncio.timeout(_TIMEOUT_S):
                 replies = await pipeline.execute()
-        except (RedisError, OSError, TimeoutError) as error:
-            raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
         return self._now(replies[0]), self._decision(replies[1])
 
     def observation(self, look: ClusterSnapshot, asked: Mapping[str, int] | None, *, switching: Collection[str] = ()) -> Observation:
@@ -135,16 +132,23 @@ class ObservationCollector:
         decision = self._decision(text)
         self._refused.clear()
         found = await self._look_at(known)
-        if decision is None and not known:
-            found |= await self._newcomers(found)
         missing = [name for name, record in self._known.items() if name not in found and not record.draining]
-        if missing:
+        for _ in range(1 if missing else _MOST_LOOKS if decision is None and not known else 0):
             await asyncio.sleep(self._look_again_s)
-            again = await self._look_at(missing)
-            found |= {name: record for name, record in again.items() if name in missing}
+            before = len(found)
+            found |= await self._look_at([*found, *missing])
+            if len(found) == before:
+                break
         self._known = found
         demand = demand_of(fields, now_s=now_s, span_s=self._span_s)
-        self._tell_silent(demand.silent)
+        if new := [name for name in demand.silent if name not in self._silent]:
+            log.warning(
+                "%s %s silent and did not say so before: nobody is taken away as long as what is asked there may be missing; look whether "
+                "Redis is reached from there, and whether its clock is right",
+                ", ".join(new[:_MOST_TOLD]),
+                "is" if len(new) == 1 else "are",
+            )
+        self._silent = demand.silent
         return ClusterSnapshot(
             now_s=now_s,
             records=tuple(found.values()),
@@ -152,18 +156,6 @@ class ObservationCollector:
             decision=decision,
             num_refused=len(self._refused),
         )
-
-    async def _newcomers(self, found: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
-        """Those who register while others do, until a look finds nobody new; three looks at most."""
-        new: dict[str, WorkerRecord] = {}
-        for _ in range(_MOST_LOOKS):
-            await asyncio.sleep(self._look_again_s)
-            seen = await self._look_at([*found, *new])
-            more = {name: record for name, record in seen.items() if name not in found and name not in new}
-            if not more:
-                break
-            new |= more
-        return new
 
     async def _look_at(self, known: Sequence[str]) -> dict[str, WorkerRecord]:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -184,16 +176,6 @@ class ObservationCollector:
                 self._refused.add(name)
         return found
 
-    def _tell_silent(self, silent: tuple[str, ...]) -> None:
-        if new := [name for name in silent if name not in self._silent]:
-            log.warning(
-                "%s %s silent and did not say so before: nobody is taken away as long as what is asked there may be missing; look whether "
-                "Redis is reached from there, and whether its clock is right",
-                ", ".join(new[:_MOST_TOLD]),
-                "is" if len(new) == 1 else "are",
-            )
-        self._silent = silent
-
     def _decision(self, text: bytes) -> ScalingRecord | None:
         try:
             return ScalingRecord.from_redis(text, self._of_decisions)
@@ -207,19 +189,32 @@ class ObservationCollector:
         return int(seconds) + int(microseconds) / 1e6
 
 
+@contextmanager
+def _redis() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as error:
+        raise Unavailable(f"Redis does not answer: {str(error) or type(error).__name__}") from error
+
+
 def traffic_of(demand: Demand, before: Traffic) -> Traffic:
     """Lengths of the last windows; where those say nothing, of all that are kept; where these do not either, as they were `before`."""
     recent, kept = demand.recent, demand.kept
-    prompt = _mean("prompt_tokens", "requests", recent, kept)
-    cached = _mean("cached_tokens", "started_prompt_tokens", recent, kept)
-    output = _mean("output_tokens", "ended", recent, kept)
-    prompt_tokens = before.prompt_tokens if prompt is None else prompt
-    cached_share = _share(before.cached_tokens, before.prompt_tokens) if cached is None else min(1.0, cached)
+    lengths = {}
+    for name, total, count in (
+        ("prompt", "prompt_tokens", "requests"),
+        ("cached", "cached_tokens", "started_prompt_tokens"),
+        ("output", "output_tokens", "ended"),
+    ):
+        counted = next((each for each in (asdict(recent), asdict(kept)) if each[count]), None)
+        lengths[name] = None if counted is None else counted[total] / counted[count]
+    prompt_tokens = before.prompt_tokens if lengths["prompt"] is None else lengths["prompt"]
+    cached_share = _share(before.cached_tokens, before.prompt_tokens) if lengths["cached"] is None else min(1.0, lengths["cached"])
     return Traffic(
         requests_per_s=recent.requests / demand.seconds,
         prompt_tokens=prompt_tokens,
         cached_tokens=prompt_tokens * (cached_share or 0.0),
-        output_tokens=before.output_tokens if output is None else output,
+        output_tokens=before.output_tokens if lengths["output"] is None else lengths["output"],
         refused_per_s=recent.refused / demand.seconds,
         queued_requests=demand.queued,
         ttft_met=_share(recent.ttft_met, recent.ttft_total),
@@ -227,14 +222,6 @@ def traffic_of(demand: Demand, before: Traffic) -> Traffic:
         silent_routers=len(demand.silent),
         prompt_scv=_scv(recent, kept, before.prompt_scv),
     )
-
-
-def _mean(total: str, count: str, *of: DemandTotals) -> float | None:
-    for totals in of:
-        if getattr(totals, count):
-            mean: float = getattr(totals, total) / getattr(totals, count)
-            return mean
-    return None
 
 
 def _share(part: float, whole: float) -> float | None:

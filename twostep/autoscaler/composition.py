@@ -50,7 +50,14 @@ def cost_of_loss(worker: WorkerView) -> tuple[bool, int, float, str]:
 
 
 def compose(config: PolicyConfig, memory: Memory, observation: Observation) -> Composition:
-    switching = _under_way(config, memory, observation)
+    latest = config.drain_s + config.switch_s + _PATIENCE * config.interval_s
+    roles = {w.worker_id: w.role for w in observation.workers}
+    # Asked for and not done, of workers that are there.
+    switching = {
+        worker_id: (role, told_s)
+        for worker_id, (role, told_s) in memory.switching.items()
+        if roles.get(worker_id) == other(role) and observation.now_s - told_s <= latest
+    }
     staying = [w for w in observation.workers if not w.draining or w.worker_id in switching]
     pods: dict[Role, int] = {}
     pending: dict[Role, int] = {}
@@ -66,14 +73,3 @@ def compose(config: PolicyConfig, memory: Memory, observation: Observation) -> C
         for role in ROLES:
             cells[role, owner] = tuple(w for w in own if switching.get(w.worker_id, (w.role,))[0] == role)
     return Composition(cells=cells, pending=pending, pods=pods, switching=switching)
-
-
-def _under_way(config: PolicyConfig, memory: Memory, observation: Observation) -> dict[str, tuple[Role, float]]:
-    """Switches that were asked for and are not done, of workers that are there."""
-    latest = config.drain_s + config.switch_s + _PATIENCE * config.interval_s
-    now_s, roles = observation.now_s, {w.worker_id: w.role for w in observation.workers}
-    return {
-        worker_id: (role, told_s)
-        for worker_id, (role, told_s) in memory.switching.items()
-        if roles.get(worker_id) == other(role) and now_s - told_s <= latest
-    }

@@ -2,9 +2,9 @@
 
     1. look      what is asked of the deployment, who serves it, what was decided last          collect.py
     2. decide    the policy, a pure function of that and of its memory                          policy.py
-    3. mark      pods that should go first, before anybody is told; a later lease's are left     pods.py
-    4. commit    the decision and the policy's memory to Redis, if the lease is still held       leadership.py
-    5. act       KEDA is answered from it (external_scaler.py), and a worker changes its role    switches.py
+    3. mark      pods that should go first, before anybody is told; a later lease's are left    pods.py
+    4. commit    the decision and the policy's memory to Redis, if the lease is still held      leadership.py
+    5. act       KEDA is answered from it, and workers change their roles                       external_scaler.py, switches.py
 
 A replica that does not lead looks at the decision alone, and answers from it. Who comes to lead goes on from the memory in it. Where
 anything is missing for a decision (Redis, what routers meter, for the first one the workers) none is made: the last one answers until it is
@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from twostep.autoscaler.collect import ClusterSnapshot, NobodyKnown, NothingMetered, ObservationCollector
 from twostep.autoscaler.decision_log import DecisionLog
@@ -33,7 +34,10 @@ from twostep.autoscaler.switches import Switcher
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.scaling import ScalingRecord
 from twostep.errors import InvalidRequest, Unavailable
-from twostep.metrics.autoscaler import AutoscalerMetrics, AutoscalerState
+from twostep.metrics import autoscaler as families
+from twostep.metrics.autoscaler import AutoscalerMetrics
+from twostep.metrics.family import Family
+from twostep.metrics.registry import MetricSample
 
 log = logging.getLogger(__name__)
 
@@ -145,24 +149,30 @@ class Controller:
             return min(self._config.interval_s, _LOOK_AT_LEAST_S)
         return max(0.0, self._config.interval_s - (time.monotonic() - started))
 
-    def state(self) -> AutoscalerState:
-        """For metrics, from any thread."""
+    def samples(self) -> Iterator[MetricSample]:
+        """For metrics, from any thread. What only a leader knows is missing elsewhere."""
         record, seen, decision, leads = self._board.record, self._seen, self._decision, self._leadership.held
-        state = AutoscalerState(leader=leads, answering=self._board.fresh, age_s=self._board.age_s)
-        if record is not None:
-            cost = self._config.cost({role: record.replicas[role] for role in ROLES})
-            state = replace(state, desired_workers=record.wanted, desired_replicas=record.replicas, pods=record.pods, cost=cost)
-        if record is None or not leads or seen is None or decision is None:
-            return state
-        serving = [w.role for w in seen.workers if w.ready and not w.draining]
-        kept = {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met}
-        return replace(
-            state,
-            needed=dict(decision.needed.items()),
-            workers={role: serving.count(role) for role in ROLES},
-            requests_per_s=seen.traffic.requests_per_s,
-            attainment={kind: share for kind, share in kept.items() if share is not None},
-        )
+        yield MetricSample(families.LEADER, leads)
+        yield MetricSample(families.ANSWERING, self._board.fresh)
+        if record is None:
+            return
+        yield MetricSample(families.AGE, self._board.age_s or 0.0)
+        yield MetricSample(families.COST, self._config.cost({role: record.replicas[role] for role in ROLES}))
+        values: dict[Family, Mapping[Any, float | None]] = {
+            families.DESIRED_WORKERS: record.wanted,
+            families.DESIRED_REPLICAS: record.replicas,
+            families.PODS: record.pods,
+        }
+        if leads and seen is not None and decision is not None:
+            yield MetricSample(families.REQUESTS, seen.traffic.requests_per_s)
+            serving = [w.role for w in seen.workers if w.ready and not w.draining]
+            values |= {
+                families.NEEDED: decision.needed,
+                families.WORKERS: {role: serving.count(role) for role in ROLES},
+                families.ATTAINMENT: {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met},
+            }
+        for family, by_label in values.items():
+            yield from (MetricSample(family, value, (label,)) for label, value in by_label.items() if value is not None)
 
     # ---- the leader ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +280,16 @@ class Controller:
         decision = step.decision
         pods: dict[str, int] = {role: observation.pods[role] for role in ROLES}
         replicas: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
-        asked = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance, self._config)
+        told: dict[str, Asked] = {}
+        if look.decision is not None:
+            wishes = look.decision.asked_for
+            told = {role: Asked(num, wishes[role]) for role, num in look.decision.asked.items() if role in wishes}
+        asked = replicas_asked(replicas, pods, told, self._tolerance, self._config)
+        limit = decision.limit
+        if not limit and any(each.more < 0 for each in asked.values()):
+            # The bound that what would come about by itself is beyond.
+            free = replicas_asked(replicas, pods, told, self._tolerance)
+            limit = self._config.beyond({role: comes_to(free[role].pods, pods[role], self._tolerance) for role in ROLES})
         return ScalingRecord(
             token=token,
             number=self._number,
@@ -285,15 +304,10 @@ class Controller:
             victims=decision.victims,
             switches={switch.worker_id: switch.to for switch in decision.switches},
             reason=decision.reason,
-            limit=decision.limit or (self._too_many(look, replicas, pods) if any(each.more < 0 for each in asked.values()) else ""),
+            limit=limit,
             memory=step.memory.to_json(),
             stale_s=self._board.stale_s,
         )
-
-    def _too_many(self, look: ClusterSnapshot, replicas: dict[str, int], pods: dict[str, int]) -> str:
-        """The bound that what would come about is beyond."""
-        free = replicas_asked(replicas, pods, _asked(look.decision), self._tolerance)
-        return self._config.beyond({role: comes_to(free[role].pods, pods[role], self._tolerance) for role in ROLES})
 
     def _count(self, record: ScalingRecord, decision: Decision, look: ClusterSnapshot) -> None:
         before = record.pods if look.decision is None else look.decision.replicas
@@ -333,9 +347,3 @@ class Controller:
         if self._trouble != reason:
             self._trouble = reason
             log.warning("nothing is decided: %s", why)
-
-
-def _asked(record: ScalingRecord | None) -> dict[str, Asked]:
-    if record is None:
-        return {}
-    return {role: Asked(pods, record.asked_for[role]) for role, pods in record.asked.items() if role in record.asked_for}

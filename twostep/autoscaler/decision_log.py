@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import Decision, Observation, PolicyConfig
 from twostep.autoscaler.policy import Step
+from twostep.cluster.stored import read_stored
 from twostep.errors import InvalidRequest, SetupError
 
 log = logging.getLogger(__name__)
@@ -44,6 +43,15 @@ class Logged:
     decision: Decision
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    form: int = 0
+    config: PolicyConfig | None = None
+    memory: str | None = None
+    observation: Observation | None = None
+    decision: Decision | None = None
+
+
 class DecisionLog:
     """A full file becomes FILE.1, so that there are two of `max_bytes` at most. One decision is a few kilobytes every some seconds: written
     where it is made. Disks that fail cost the log, not the decisions."""
@@ -53,7 +61,8 @@ class DecisionLog:
         self._path, self._config, self._max_bytes = path, config, max_bytes
         try:
             self._file = path.open("a", encoding="utf-8")
-            self._begin()
+            self._file.write(head_of(config))
+            self._file.flush()
         except OSError as error:
             raise SetupError(f"--decision-log {path} cannot be written ({error}); give another file") from error
         self._broken = False
@@ -69,7 +78,7 @@ class DecisionLog:
                 self._file.close()
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._file = self._path.open("w", encoding="utf-8")
-                self._begin()
+                self._file.write(head_of(self._config))
                 self._memory = None
             if memory != self._memory:
                 self._file.write(_line({"memory": memory.to_json()}))
@@ -86,10 +95,6 @@ class DecisionLog:
         except OSError as error:
             log.warning("the end of the decision log is lost: %s", error)
 
-    def _begin(self) -> None:
-        self._file.write(head_of(self._config))
-        self._file.flush()
-
 
 def head_of(config: PolicyConfig) -> str:
     """The line that stands before decisions of this configuration."""
@@ -104,30 +109,25 @@ def line_of(observation: Observation, decision: Decision) -> str:
 def read_decisions(lines: Iterable[str]) -> Iterator[Logged]:
     """Raises InvalidRequest with the line that is none of a decision log; a last one that was cut short is left out, and so are fields of
     newer versions."""
-    configs, observations, decisions = TypeAdapter(PolicyConfig), TypeAdapter(Observation), TypeAdapter(Decision)
     config: PolicyConfig | None = None
     memory: Memory | None = None
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
+    for number, text in enumerate(lines, 1):
+        if not text.endswith("\n"):
             return
         try:
-            value = json.loads(line)
-            if "config" in value:
-                if value["form"] != FORM:
-                    raise ValueError(f"form {value['form']} is not known here")
-                config = configs.validate_python(value["config"])
-                continue
-            if "memory" in value:
-                memory = Memory.from_json(value["memory"])
-                continue
-            if config is None:
-                raise ValueError("no configuration stands before it")
-            observation, decision = observations.validate_python(value["observation"]), decisions.validate_python(value["decision"])
-            if not math.isfinite(observation.now_s):
-                raise ValueError(f"now_s is {observation.now_s}")
-            yield Logged(line=number, config=config, memory=memory, observation=observation, decision=decision)
-            memory = None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
+            line = read_stored(_Line, text)
+            if line.config is not None:
+                if line.form != FORM:
+                    raise ValueError(f"form {line.form} is not known here")
+                config = line.config
+            elif line.memory is not None:
+                memory = Memory.from_json(line.memory)
+            elif config is None or line.observation is None or line.decision is None or not math.isfinite(line.observation.now_s):
+                raise ValueError("no configuration stands before it, or it is no decision")
+            else:
+                yield Logged(line=number, config=config, memory=memory, observation=line.observation, decision=line.decision)
+                memory = None
+        except (ValueError, RecursionError, InvalidRequest) as error:
             raise InvalidRequest(f"line {number} is none of a decision log: {error!r:.200}") from error
 
 

@@ -33,6 +33,13 @@ def owner_of(record: WorkerRecord) -> Role:
     return cast(Role, record.pod_owner if record.pod_owner in ROLES else record.role)
 
 
+def begun(record: WorkerRecord, now_s: float) -> float:
+    """The instant at which this life began, by its own clock: epochs are microseconds since 1970. What makes no sense as such begins
+    now."""
+    begun = record.epoch / 1e6
+    return begun if 0.0 < begun <= now_s else now_s
+
+
 class Fleet:
     """Records in, views out. `cold_start_s` by role of the Deployment."""
 
@@ -41,9 +48,7 @@ class Fleet:
         self._secret_check = secret_check
         self._pending_s = {role: longest_start_s(cold_start_s[role]) for role in ROLES}
         self._first_seen: dict[Life, float] = {}
-        self._looked = False
-        # What was said of whom.
-        self._said: dict[str, str] = {}
+        self._said: dict[str, str] = {}  # what of whom
         self._unwilling: set[Life] = set()
         # Pods that were asked for and are not there: how many are wanted in all, and since when.
         self._asked: dict[Role, tuple[int, float]] = {}
@@ -54,27 +59,25 @@ class Fleet:
 
     def take(self, name: str, record: WorkerRecord) -> WorkerRecord | None:
         """As it counts here: a pod whose version keeps it from serving is there, and not ready. None: it does not count."""
-        if why := self._why_foreign(name, record):
-            self.refuse(name, why)
-            return None
-        if why := why_not(__version__, record.version, us="the autoscaler", them="it"):
+        if record.role not in ROLES:
+            self.refuse(name, f"its role is {record.role!r}; upgrade the autoscaler")
+        elif record.worker_id != name:
+            self.refuse(name, f"its record says it is {record.worker_id!r}; give every worker a name of its own")
+        elif self._secret_check and record.secret_check != self._secret_check:
+            self.refuse(name, "it has another deployment secret; give all processes the same --secret-file")
+        elif why := why_not(__version__, record.version, us="the autoscaler", them="it"):
             self._say(name, f"counts as a pod that serves nobody: {why}")
             return replace(record, ready=False, not_ready_reason=why)
-        self._said.pop(name, None)
-        return record
-
-    def _why_foreign(self, name: str, record: WorkerRecord) -> str:
-        if record.role not in ROLES:
-            return f"its role is {record.role!r}; upgrade the autoscaler"
-        if record.worker_id != name:
-            return f"its record says it is {record.worker_id!r}; give every worker a name of its own"
-        if self._secret_check and record.secret_check != self._secret_check:
-            return "it has another deployment secret; give all processes the same --secret-file"
-        return ""
+        else:
+            self._said.pop(name, None)
+            return record
+        return None
 
     def _say(self, name: str, what: str) -> None:
         if self._said.get(name) != what:
             log.warning("worker %s %s", name, what)
+            if len(self._said) >= _MAX_REMEMBERED:
+                self._said.clear()
             self._said[name] = what
 
     def would_not_switch(self, record: WorkerRecord) -> None:
@@ -82,15 +85,12 @@ class Fleet:
 
     def views(self, records: Sequence[WorkerRecord], now_s: float) -> tuple[WorkerView, ...]:
         """By name."""
-        lives = {life_of(record) for record in records}
+        lives, first = {life_of(record) for record in records}, not self._first_seen
         for record in records:
-            self._first_seen.setdefault(life_of(record), now_s if self._looked else begun(record, now_s))
-        self._looked = True
-        for life in [known for known in self._first_seen if known not in lives][: max(0, len(self._first_seen) - _MAX_REMEMBERED)]:
-            del self._first_seen[life]
+            self._first_seen.setdefault(life_of(record), begun(record, now_s) if first else now_s)
+        if len(self._first_seen) > _MAX_REMEMBERED:
+            self._first_seen = {life: at_s for life, at_s in self._first_seen.items() if life in lives}
         self._unwilling &= lives
-        for name in list(self._said)[: max(0, len(self._said) - _MAX_REMEMBERED)]:
-            del self._said[name]
         return tuple(self._view(record) for record in sorted(records, key=lambda record: record.worker_id))
 
     def pods(
@@ -99,9 +99,9 @@ class Fleet:
         """Counts the pods of each Deployment. `asked`: the numbers that were asked for last; None: none yet. A pod whose worker drains is
         on its way out and is not counted, unless it is one of `switching`, which only change their role."""
         found: dict[Role, int] = {}
-        staying = [record for record in records if not record.draining or record.worker_id in switching]
+        owners = [owner_of(record) for record in records if not record.draining or record.worker_id in switching]
         for role in ROLES:
-            here = sum(1 for record in staying if owner_of(record) == role)
+            here = owners.count(role)
             wanted = here if asked is None else asked.get(role, here)
             if wanted <= here:
                 self._asked.pop(role, None)
@@ -135,10 +135,3 @@ class Fleet:
             tokens_per_s=max(0.0, load.tokens_per_s),
             started_s=self._first_seen[life],
         )
-
-
-def begun(record: WorkerRecord, now_s: float) -> float:
-    """The instant at which this life began, by its own clock: epochs are microseconds since 1970. What makes no sense as such begins
-    now."""
-    begun = record.epoch / 1e6
-    return begun if 0.0 < begun <= now_s else now_s

@@ -1,13 +1,11 @@
 """Who leads: one replica holds a lease in Redis, with a token that grows each time it changes hands.
 
     renew     takes the lease if nobody has it, or makes it last longer if it is this replica's own
-    held      until a moment before it runs out, reckoned from before the last renewal was sent: without Redis it ends by itself, and never
-              later here than there
-    commit    writes a decision, if the lease is still this one: in one step of Redis, so that a leader that was stopped for a while
-              and does not know that it leads no more cannot write over its successor's
+    held      until a moment before it runs out, reckoned from before the last renewal was sent: without Redis it ends by itself
+    commit    writes a decision, if the lease is still this one, in one step of Redis: a leader that was stopped for a while cannot write
+              over its successor's
 
-Whatever acts on the cluster does so while `held`. Redis may lose everything: the token goes on from the largest that the new holder has
-seen.
+Whatever acts on the cluster does so while `held`. Redis may lose everything: the token goes on from the largest that the new holder saw.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class Leadership:
         self._token = 0
         self._largest_seen = 0
         self._until = -float("inf")
-        self._reachable = True
+        self.reachable = True  # false while Redis does not answer
 
     @property
     def held(self) -> bool:
@@ -72,11 +70,6 @@ class Leadership:
     def token(self) -> int:
         """Returns that of the lease that is held, or was; 0: none ever was, or it is lost."""
         return self._token
-
-    @property
-    def reachable(self) -> bool:
-        """False while Redis does not answer."""
-        return self._reachable
 
     @property
     def renew_every_s(self) -> float:
@@ -141,11 +134,11 @@ class Leadership:
             async with asyncio.timeout(max(_LEAST_TIMEOUT_S, self.renew_every_s)):
                 reply = await self._redis.eval(script, len(keys), *keys, *arguments)
         except (RedisError, OSError, TimeoutError) as error:
-            if self._reachable:
-                self._reachable = False
+            if self.reachable:
+                self.reachable = False
                 log.warning("Redis does not answer (%s): whoever leads does so until the lease ends", str(error) or type(error).__name__)
             return None
-        if not self._reachable:
-            self._reachable = True
+        if not self.reachable:
+            self.reachable = True
             log.warning("Redis answers again")
         return int(reply)

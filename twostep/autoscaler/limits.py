@@ -42,13 +42,8 @@ def fit(config: PolicyConfig, goal: Goal, there: Composition, asked_for: int) ->
     return _within_surge(config, goal, there, max(asked_for, 0), fitted)
 
 
-def _floor(config: PolicyConfig, goal: Goal, role: Role) -> int:
-    return config.pool(role).min_workers if goal.asleep else config.pool(role).least
-
-
-def _in_use(goal: Goal, there: Composition, role: Role) -> int:
-    """Workers that are needed and there: not taken away because others cannot be had."""
-    return min(goal.need[role], there.expected(role))
+def _floor(config: PolicyConfig, goal: Goal) -> dict[Role, int]:
+    return {role: config.pool(role).min_workers if goal.asleep else config.pool(role).least for role in ROLES}
 
 
 def _within_bounds(config: PolicyConfig, goal: Goal, there: Composition) -> Fitted:
@@ -58,13 +53,15 @@ def _within_bounds(config: PolicyConfig, goal: Goal, there: Composition) -> Fitt
     if share >= 1.0:
         total = min(goal.total, sum(most.values()))
         return Fitted(need=goal.need, total=total, limit="max_workers" if total < goal.total else "")
+    floor = _floor(config, goal)
     share_now = min(1.0, *(most[role] / max(1, goal.now[role]) for role in ROLES))
     need: dict[Role, int] = {}
     for role in ROLES:
         part = math.ceil(goal.need[role] * share - 1e-9)
         # Of what is needed now, as much as the other role's bound lets through.
         part = max(part, min(goal.need[role], math.ceil(goal.now[role] * share_now - 1e-9)))
-        need[role] = min(most[role], max(_floor(config, goal, role), _in_use(goal, there, role), part))
+        # Those that are needed and there are not taken away because others cannot be had.
+        need[role] = min(most[role], max(floor[role], min(goal.need[role], there.expected(role)), part))
     # Beyond its bound a role gets nothing; the spare, if there was one, still has its place on the other side.
     extra = goal.total - sum(goal.need.values())
     return Fitted(need=need, total=min(sum(need.values()) + extra, sum(most.values())), limit=f"max_workers of {short}")
@@ -81,10 +78,10 @@ def _within_cost(config: PolicyConfig, goal: Goal, there: Composition, fitted: F
         if not still:
             return replace(fitted, total=total, limit=limit)
         limit = still
-    start = {role: _floor(config, goal, role) for role in ROLES}
+    start = _floor(config, goal)
     if not goal.shared:
         # Nobody can change sides: those that are there stay.
-        kept = {role: max(start[role], min(need[role], _in_use(goal, there, role))) for role in ROLES}
+        kept = {role: max(start[role], min(need[role], goal.need[role], there.expected(role))) for role in ROLES}
         start = kept if config.affordable(kept) else start
     need = _towards(goal, start, need, config.affordable)
     return Fitted(need=need, total=sum(need.values()), limit=limit)
@@ -100,7 +97,7 @@ def _cheapest(config: PolicyConfig, need: Mapping[Role, int], total: int) -> dic
 
 
 def _within_surge(config: PolicyConfig, goal: Goal, there: Composition, asked_for: int, fitted: Fitted) -> Fitted:
-    floor = {role: _floor(config, goal, role) for role in ROLES}
+    floor = _floor(config, goal)
     # What is there already is not added: a number that was wanted too low does not end workers that are needed.
     most = max(asked_for + config.surge, sum(there.pods.values()), sum(floor.values()))
     least = min(asked_for - config.surge, sum(config.pool(role).max_workers for role in ROLES))
@@ -120,20 +117,13 @@ def _within_surge(config: PolicyConfig, goal: Goal, there: Composition, asked_fo
 def _towards(
     goal: Goal, start: Mapping[Role, int], need: Mapping[Role, int], allowed: Callable[[Mapping[Role, int]], bool]
 ) -> dict[Role, int]:
-    """From `start` towards `need`. A worker that the load of now needs is not taken for one that the load may need later."""
-    now = {role: min(goal.now[role], need[role]) for role in ROLES}
-    return _grow(_grow(start, now, allowed), need, allowed)
-
-
-def _grow(start: Mapping[Role, int], need: Mapping[Role, int], allowed: Callable[[Mapping[Role, int]], bool]) -> dict[Role, int]:
-    """From `start` towards `need`, always the role that has the smaller share of what it needs, as long as it is allowed."""
+    """From `start` towards `need`, always the role that has the smaller share of what it needs, as long as it is allowed. A worker that the
+    load of now needs is not taken for one that the load may need later."""
     counts = dict(start)
-    while True:
-        short = [role for role in ROLES if counts[role] < need[role]]
-        if not short:
-            return counts
-        role = min(short, key=lambda role: counts[role] / need[role])
-        grown = {**counts, role: counts[role] + 1}
-        if not allowed(grown):
-            return counts
-        counts = grown
+    for target in ({role: min(goal.now[role], need[role]) for role in ROLES}, need):
+        while short := [role for role in ROLES if counts[role] < target[role]]:
+            role = min(short, key=lambda role: counts[role] / target[role])
+            if not allowed({**counts, role: counts[role] + 1}):
+                break
+            counts[role] += 1
+    return counts

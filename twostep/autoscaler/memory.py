@@ -7,13 +7,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-
-from pydantic import TypeAdapter
 
 from twostep.autoscaler.forecast import Forecast
 from twostep.autoscaler.model import Role
 from twostep.autoscaler.sizing import WorkerSpec
+from twostep.cluster.stored import read_stored
 from twostep.errors import InvalidRequest
 
 # A memory of another form is forgotten, not guessed at.
@@ -111,16 +109,10 @@ class Memory:
         """Raises InvalidRequest for anything that is not a memory of this form; whoever has none begins with `Memory()`. Fields of newer
         versions are left out."""
         try:
-            raw = json.loads(text)
-            if raw.pop("form") != FORM:
+            if json.loads(text)["form"] != FORM:
                 raise ValueError("another form")
-            memory = _reader().validate_python(raw)
+            memory = read_stored(cls, text)
             memory.to_json()  # raises for what is not finite
             return memory
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidRequest(f"not a memory of this autoscaler: {error!r:.80}; begin without one") from error
-
-
-@cache
-def _reader() -> TypeAdapter[Memory]:
-    return TypeAdapter(Memory)

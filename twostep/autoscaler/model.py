@@ -1,8 +1,5 @@
-"""Defines the input and the output of the autoscaler's policy: plain frozen values, no clock, no I/O.
-
-A decision is a pure function of (config, memory, observation): the same three give the same answer on any replica, in the simulation, and
-again from a file. Instants are seconds of whatever clock the caller has, as long as it is one and does not go back; times are seconds, but
-for the two targets, which are milliseconds as everywhere else.
+"""Defines the input and the output of the autoscaler's policy: plain frozen values. Instants are seconds of whatever clock the caller has,
+if it does not go back; times are seconds, but for the two targets, which are milliseconds.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """Which pods a Deployment that shrinks should lose first: `controller.kubernetes.io/pod-deletion-cost` on them, and who said so.
 
 Kubernetes takes the pods of least cost first; one without the annotation costs 0. So those that should go get negative costs, the first the
-least, and those that should not get none. A replica that has just come to lead does not know what its predecessor has marked: it clears the
-mark of every other pod once.
-
-Marks come before the decision is told to anybody, so that nothing shrinks without them; Redis' check of the lease comes with the decision,
-too late for them. They have their own. Each mark, a cleared one too, leaves the leader's lease ("{token}:{holder}") on the pod:
+least, and those that should not get none. Marks come before the decision is told to anybody, so that nothing shrinks without them, and so
+before Redis' check of the lease. They have their own: each mark, a cleared one too, leaves the leader's lease ("{token}:{holder}") there:
 
     read      an empty patch; its answer has the pod's lease and resourceVersion. A larger token than one's own, or one's own token with
               another holder: outranked, nothing is written
     write     with that resourceVersion, which makes the API server refuse (409) if anything has changed since: read again
 
-The answer to a write has the next resourceVersion, so that reading is for the first time, and after a conflict. Once a leader has been at a
-pod, one with a smaller token, however long it was stopped and wherever in this, cannot write to it any more.
-
-The right to patch pods is all that this needs (verb `patch` on `pods`, in the workers' namespace). Each round has a deadline and a bound on
-calls at once; what failed is tried again in the next one. Off the cluster there is nothing to mark.
+The answer to a write has the next resourceVersion. Once a leader has been at a pod, one with a smaller token, however long it was stopped
+and wherever in this, cannot write to it any more. Each round has a deadline and a bound on calls at once; what failed is tried again in the
+next one. It needs the verb `patch` on `pods`.
 """
 
 from __future__ import annotations
@@ -141,10 +136,11 @@ class PodMarks:
         # Whoever should go is marked first: the time may not suffice for all.
         ordered = sorted(changes.items(), key=lambda each: (each[1] is None, int(each[1] or 0), each[0]))
         room = asyncio.Semaphore(_AT_ONCE)
-        token = _text(self._directory / "token")
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": _MERGE_PATCH, "Accept": _ACCEPT}
+        authority = self._directory / "ca.crt"
+        tls = ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
+        headers = {"Authorization": f"Bearer {_text(self._directory / 'token')}", "Content-Type": _MERGE_PATCH, "Accept": _ACCEPT}
         timeout = aiohttp.ClientTimeout(total=self._call_s)
-        async with aiohttp.ClientSession(connector=self._connector(), headers=headers, timeout=timeout) as session:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls), headers=headers, timeout=timeout) as session:
 
             async def patch(name: str, cost: str | None) -> bool:
                 async with room:
@@ -154,9 +150,7 @@ class PodMarks:
             if all(await asyncio.gather(*(patch(name, cost) for name, cost in ordered))):
                 self._complained = ""
 
-    async def _patch(
-        self, session: aiohttp.ClientSession, name: str, cost: str | None, lease: MarkLease, barred: list[int]
-    ) -> bool:  # fmt: skip
+    async def _patch(self, session: aiohttp.ClientSession, name: str, cost: str | None, lease: MarkLease, barred: list[int]) -> bool:
         if not _NAME.fullmatch(name):
             self._complain(f"{name!r:.80} is no name of a pod")
             return False
@@ -203,13 +197,6 @@ class PodMarks:
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError("the API server's answer is no pod; is --kubernetes-api its address?") from error
             return response.status, seen
-
-    def _connector(self) -> aiohttp.TCPConnector:
-        authority = self._directory / "ca.crt"
-        if not self._url.startswith("https:"):
-            return aiohttp.TCPConnector()
-        context = ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
-        return aiohttp.TCPConnector(ssl=context)
 
     def _complain(self, why: str) -> None:
         if why != self._complained:

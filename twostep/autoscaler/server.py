@@ -69,7 +69,7 @@ class Autoscaler:
         self._decisions = None if config.decision_log is None else DecisionLog(config.decision_log, settings)
         registry = MetricsRegistry()
         register_process(registry, "autoscaler")
-        self.metrics = AutoscalerMetrics(registry, lambda: self.controller.state())
+        self.metrics = AutoscalerMetrics(registry, lambda: self.controller.samples())
         self.controller = Controller(
             settings,
             self.metrics,

@@ -65,17 +65,13 @@ def check_joinable(source: LayoutRecord, target: LayoutRecord) -> None:
     """Raises Incompatible where there are no hand-overs between the two, also not by converting on the way. (What leaves a runner is
     whole, whatever number of devices it is cut over.)"""
     check_convertible(source, target)
-    if not _whole(source, target):
+    if source.tp_size > 1 or target.tp_size > 1:
         raise Incompatible(f"KV is handed over in whole blocks, not in {source.tp_size} parts there and {target.tp_size} here")
 
 
 def joinable(source: LayoutRecord, target: LayoutRecord) -> bool:
     """Returns whether check_joinable lets the two pass."""
-    return not reasons_against(source, target) and _whole(source, target)
-
-
-def _whole(source: LayoutRecord, target: LayoutRecord) -> bool:
-    return source.tp_size == target.tp_size == 1
+    return source.tp_size == target.tp_size == 1 and not reasons_against(source, target)
 
 
 def keeps_keys(source: LayoutRecord, target: LayoutRecord) -> bool:

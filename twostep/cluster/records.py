@@ -16,8 +16,11 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
+from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, with_config
+
+from twostep.cluster.stored import read_stored
 from twostep.errors import InvalidRequest
 from twostep.step_curve import StepCurve
 from twostep.version_skew import UNSAID
@@ -51,38 +54,51 @@ def host_prefix_key(worker_id: str, epoch: int) -> str:
     return f"twostep:v1:host-prefix:{worker_id}:{epoch}"
 
 
+def _finite(curve: StepCurve | None) -> StepCurve | None:
+    if curve is not None and not all(map(math.isfinite, dataclasses.astuple(curve))):
+        raise ValueError("a curve is finite")
+    return curve
+
+
+# What no worker means is refused: one record that is damaged must not keep a router from placing on the others.
+Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Curve = Annotated[StepCurve | None, AfterValidator(_finite)]
+
+
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRecord:
-    """twostep.v1.KvLayout as a plain value; twostep.cluster.convertible says which two workers can be paired."""
+    """twostep.v1.KvLayout as a plain value; twostep.cluster.convertible says which two workers can be paired. A field that this version
+    does not know may change what the bytes mean: it is refused."""
 
     model_fingerprint: str
     dtype: str
-    block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    tp_rank: int = 0
-    tp_size: int = 1
+    block_size: Annotated[Int, Field(ge=1)]
+    num_layers: Int
+    num_kv_heads: Int
+    head_dim: Int
+    tp_rank: Int = 0
+    tp_size: Int = 1
     quantization: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    num_running: int = 0
-    num_waiting: int = 0
-    num_reserved: int = 0
-    num_held: int = 0
-    num_free_blocks: int = 0  # that can be given out now, those with a cached prefix that nobody uses included
-    num_queued_tokens: int = 0  # prompt tokens that are here and not yet computed
-    num_queued_batch_tokens: int = 0  # those of batch requests among them
-    num_context_tokens: int = 0  # tokens of the running sequences, whose KV a decode step reads
-    max_step_s: float = 0.0  # longest that a step which computes prompts may take now, for the sake of those that decode; 0: any time
+    num_running: Int = 0
+    num_waiting: Int = 0
+    num_reserved: Int = 0
+    num_held: Int = 0
+    num_free_blocks: Int = 0  # that can be given out now, those with a cached prefix that nobody uses included
+    num_queued_tokens: Int = 0  # prompt tokens that are here and not yet computed
+    num_queued_batch_tokens: Int = 0  # those of batch requests among them
+    num_context_tokens: Int = 0  # tokens of the running sequences, whose KV a decode step reads
+    max_step_s: FiniteFloat = 0.0  # longest that a step which computes prompts may take now, for the sake of those that decode; 0: any time
     # A second, over the last ten: prompt tokens looked up in the prefix cache and those found there, KV bytes taken from prefill workers,
     # tokens computed.
-    queried_tokens_per_s: float = 0.0
-    hit_tokens_per_s: float = 0.0
-    fetched_bytes_per_s: float = 0.0
-    tokens_per_s: float = 0.0
+    queried_tokens_per_s: FiniteFloat = 0.0
+    hit_tokens_per_s: FiniteFloat = 0.0
+    fetched_bytes_per_s: FiniteFloat = 0.0
+    tokens_per_s: FiniteFloat = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,31 +106,31 @@ class WorkerRecord:
     worker_id: str
     role: str  # "prefill" | "decode"
     address: str  # host:port of its gRPC server
-    epoch: int  # names one life of the worker; a later one's is larger (twostep/cluster/epochs.py)
+    epoch: Int  # names one life of the worker; a later one's is larger (twostep/cluster/epochs.py)
     model: str  # name it is served under
     layout: LayoutRecord
-    hash_unit: int
+    hash_unit: Int
     secret_check: str  # tells whether two processes have the same deployment secret, without telling it
-    num_blocks: int
-    max_num_seqs: int
-    max_model_len: int
-    num_host_blocks: int = 0  # that prefixes may take in host memory, below the pool; 0: none are kept there
+    num_blocks: Int
+    max_num_seqs: Int
+    max_model_len: Int
+    num_host_blocks: Int = 0  # that prefixes may take in host memory, below the pool; 0: none are kept there
     ready: bool = True
     draining: bool = False
     not_ready_reason: str = ""  # why nobody could be served there now, although it is ready itself: no KV transport works
     transports: tuple[str, ...] = ()  # those ready now
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # How long its steps take; None: not measured yet.
-    curve: StepCurve | None = None
+    curve: Curve = None
     version: str = UNSAID  # twostep.__version__ of its process
     # Token budget of a step, and whether prompts may be computed on a decode worker, in chunks of it.
-    step_tokens: int = 512
+    step_tokens: Annotated[Int, Field(ge=1)] = 512
     local_prefill: bool = False
     # The Kubernetes pod it runs in, and the role of the Deployment that the pod is counted for, which a change of roles leaves as it is.
     pod_name: str = ""
     pod_namespace: str = ""
     pod_owner: str = ""
-    beat: int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
+    beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
     @property
     def serves(self) -> bool:
@@ -126,44 +142,9 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerRecord:
-        """Reads a worker's record. Leaves out fields that this version does not know, so that workers can be upgraded before routers; but
-        refuses those of a layout, where they may change what the bytes mean. Raises InvalidRequest for anything that is not a worker
-        record."""
+        """Reads a worker's record, without fields that this version does not know: workers can be upgraded before routers. Raises
+        InvalidRequest for anything that is not a worker record."""
         try:
-            raw: dict[str, Any] = json.loads(text)
-            raw["layout"] = LayoutRecord(**raw["layout"])
-            raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
-            raw["curve"] = StepCurve(**_known(StepCurve, raw["curve"])) if raw.get("curve") else None
-            raw["transports"] = tuple(raw["transports"])
-            record = cls(**_known(cls, raw))
-            _check(record)
-            return record
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return read_stored(cls, text)
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"not a worker record of this version: {error}; upgrade the worker or the router") from error
-
-
-def _known(kind: type[WorkerRecord | WorkerLoad | StepCurve], raw: dict[str, Any]) -> dict[str, Any]:
-    names = {its.name for its in dataclasses.fields(kind)}
-    return {name: value for name, value in raw.items() if name in names}
-
-
-# Below these placement would divide by nothing.
-_LEAST = {"block_size": 1, "step_tokens": 1}
-
-
-def _check(record: WorkerRecord | LayoutRecord | WorkerLoad | StepCurve) -> None:
-    """Raises ValueError for what no worker means: one record that is damaged must not keep a router from placing on the others."""
-    for its in dataclasses.fields(record):
-        value = getattr(record, its.name)
-        if isinstance(value, LayoutRecord | WorkerLoad | StepCurve):
-            _check(value)
-        elif not _means_something(its.name, str(its.type), value):
-            raise ValueError(f"{its.name} is {value!r:.40}")
-
-
-def _means_something(name: str, kind: str, value: object) -> bool:
-    if kind not in ("int", "float"):
-        return kind not in ("str", "bool") or type(value).__name__ == kind
-    if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
-        return False
-    return math.isfinite(value) and value >= _LEAST.get(name, -math.inf)

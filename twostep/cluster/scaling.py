@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, FiniteFloat
 
 from twostep.cluster.signed import Signer
+from twostep.cluster.stored import read_stored
 from twostep.errors import InvalidRequest, Unauthenticated
 
 LEASE_KEY = "twostep:v1:autoscaler:lease"
@@ -29,7 +31,13 @@ DECISION_TTL_S = 3600
 MAX_DECISION_BYTES = 1 << 20
 
 _ROLES = ("prefill", "decode")
-_MOST = 100_000
+
+
+def _known(counts: Mapping[str, int]) -> Mapping[str, int]:
+    return {role: counts[role] for role in _ROLES if role in counts}
+
+
+Counts = Annotated[Mapping[str, Annotated[int, Field(ge=0, le=100_000)]], AfterValidator(_known)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +48,20 @@ class ScalingRecord:
     token: int
     number: int  # of the leader's decisions, from 1
     leader: str
-    at_s: float  # by Redis' clock
-    interval_s: float  # until the next one
-    replicas: Mapping[str, int]
-    pods: Mapping[str, int]
-    wanted: Mapping[str, int]
+    at_s: FiniteFloat  # by Redis' clock
+    interval_s: FiniteFloat  # until the next one
+    replicas: Counts
+    pods: Counts
+    wanted: Counts
     # Pods that are asked for instead, where whoever scales does not move for so few more; see twostep/autoscaler/hpa.py.
-    asked: Mapping[str, int] = field(default_factory=dict)
-    asked_for: Mapping[str, int] = field(default_factory=dict)  # what was wanted when that was asked for
+    asked: Counts = field(default_factory=dict)
+    asked_for: Counts = field(default_factory=dict)  # what was wanted when that was asked for
     victims: tuple[str, ...] = ()  # worker ids, those that should go first
     switches: Mapping[str, str] = field(default_factory=dict)  # worker id -> role
     reason: str = ""
     limit: str = ""
     memory: Any = None  # of the policy, as JSON
-    stale_s: float = 0.0  # age from which its autoscaler answers nobody from it; 0: one that does not tell
+    stale_s: FiniteFloat = 0.0  # age from which its autoscaler answers nobody from it; 0: one that does not tell
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -62,23 +70,12 @@ class ScalingRecord:
     def from_json(cls, text: str | bytes) -> ScalingRecord:
         """Fields beyond those known here are left out. Raises InvalidRequest for anything that is no decision."""
         try:
-            raw: dict[str, Any] = json.loads(text)
-            names = {its.name for its in dataclasses.fields(cls)}
-            raw = {name: value for name, value in raw.items() if name in names}
-            raw["victims"] = tuple(str(each) for each in raw.get("victims", ()))
-            raw["switches"] = {str(worker): str(role) for worker, role in raw.get("switches", {}).items()}
-            for name in ("replicas", "pods", "wanted"):
-                raw[name] = {role: _count(raw[name][role]) for role in _ROLES}
-            for name in ("asked", "asked_for"):
-                raw[name] = {role: _count(raw.get(name, {})[role]) for role in _ROLES if role in raw.get(name, {})}
-            for name in ("at_s", "interval_s", "stale_s"):
-                raw[name] = float(raw.get(name, 0.0) if name == "stale_s" else raw[name])
-                if not math.isfinite(raw[name]):
-                    raise ValueError(f"{name} is {raw[name]}")
-            raw["token"], raw["number"] = int(raw["token"]), int(raw["number"])
-            return cls(**raw)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise InvalidRequest(f"not a decision of an autoscaler: {error!r:.200}; upgrade whoever reads or wrote it") from error
+            record = read_stored(cls, text)
+            if not len(record.replicas) == len(record.pods) == len(record.wanted) == len(_ROLES):
+                raise ValueError("a role is missing")
+            return record
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"not a decision of an autoscaler: {error}; upgrade whoever reads or wrote it") from error
 
     @classmethod
     def from_redis(cls, text: bytes, signer: Signer) -> ScalingRecord:
@@ -94,9 +91,3 @@ class ScalingRecord:
     def order(self) -> tuple[int, int]:
         """Returns a pair to compare decisions by: the later decision has the larger one."""
         return self.token, self.number
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise ValueError(f"{value!r:.40} is no number of pods")
-    return value

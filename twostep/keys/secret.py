@@ -39,7 +39,7 @@ def purpose_key(secret: bytes, purpose: str) -> bytes:
 # ---- how a worker shows that it lives: in the name of its present life at its address, whatever Redis says -----------------------
 
 CHALLENGE_BYTES = 16
-_PURPOSE = "twostep.keys.secret.v1"
+_PURPOSE = "twostep.keys.vouch.v1"
 
 
 def vouch(secret: bytes, challenge: bytes, *, worker_id: str, address: str, epoch: int) -> bytes:

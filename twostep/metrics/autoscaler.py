@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from twostep.metrics.family import counter, gauge
 from twostep.metrics.registry import MetricSample, MetricsRegistry
@@ -54,30 +53,13 @@ SWITCHES = counter(
 )
 PATCHES = counter("twostep_autoscaler_pod_patches_total", "Pods marked to go first, or cleared of it, by status: ok, failed.", ["status"])
 
+# Read when somebody asks; the others are counted.
 _READ = (LEADER, ANSWERING, AGE, DESIRED_WORKERS, DESIRED_REPLICAS, NEEDED, WORKERS, PODS, COST, REQUESTS, ATTAINMENT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoscalerState:
-    """A moment of an autoscaler. Maps are by role; what only a leader knows is empty elsewhere. `attainment` by kind."""
-
-    leader: bool = False
-    answering: bool = False
-    age_s: float | None = None
-    desired_workers: Mapping[str, int] = field(default_factory=dict)
-    desired_replicas: Mapping[str, int] = field(default_factory=dict)
-    pods: Mapping[str, int] = field(default_factory=dict)
-    cost: float | None = None
-    needed: Mapping[str, int] = field(default_factory=dict)
-    workers: Mapping[str, int] = field(default_factory=dict)
-    requests_per_s: float | None = None
-    attainment: Mapping[str, float] = field(default_factory=dict)
-
-
 class AutoscalerMetrics:
-    def __init__(self, registry: MetricsRegistry, state: Callable[[], AutoscalerState]) -> None:
-        """`state` is called from scrapes' threads."""
-        self._state = state
+    def __init__(self, registry: MetricsRegistry, read: Callable[[], Iterable[MetricSample]]) -> None:
+        """`read` is called from scrapes' threads."""
         self.decisions = registry.counter(DECISIONS)
         self.limited = registry.counter(LIMITED)
         self.skipped = registry.counter(SKIPPED)
@@ -88,21 +70,4 @@ class AutoscalerMetrics:
             self.turns.labels(role)
         for status in ("ok", "failed"):
             self.patches.labels(status)
-        registry.on_scrape(_READ, self._read)
-
-    def _read(self) -> Iterable[MetricSample]:
-        state = self._state()
-        yield MetricSample(LEADER, state.leader)
-        yield MetricSample(ANSWERING, state.answering)
-        for family, value in ((AGE, state.age_s), (COST, state.cost), (REQUESTS, state.requests_per_s)):
-            if value is not None:
-                yield MetricSample(family, value)
-        for family, by_label in (
-            (DESIRED_WORKERS, state.desired_workers),
-            (DESIRED_REPLICAS, state.desired_replicas),
-            (NEEDED, state.needed),
-            (WORKERS, state.workers),
-            (PODS, state.pods),
-            (ATTAINMENT, state.attainment),
-        ):
-            yield from (MetricSample(family, each, (label,)) for label, each in by_label.items())
+        registry.on_scrape(_READ, read)

@@ -6,19 +6,22 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from twostep.metrics import autoscaler, batches, engine, http, process, requests, router, transfer, worker
+from twostep.metrics import autoscaler, batches, engine, http, process, router, transfer, worker
 from twostep.metrics.family import Family, MetricKind
 
 
-def declared(*modules: ModuleType) -> list[Family]:
-    """Returns the families of these modules, in the order of their declarations, without those that they have from requests.py."""
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
-    return [family for family in found if requests in modules or family not in (requests.RUNNING, requests.WAITING)]
+def declared(module: ModuleType) -> list[Family]:
+    """Returns the families of a module, in the order of their declarations, without those that it has from process.py."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, Family) and (module is process or value not in (process.RUNNING, process.WAITING))
+    ]
 
 
 # In the page's order: title, who exports it, the families.
 SECTIONS: Sequence[tuple[str, str, Sequence[Family]]] = (
-    ("Every process", "router, prefill and decode worker", declared(process, requests)),
+    ("Every process", "router, prefill and decode worker", declared(process)),
     ("Requests", "router", declared(router)),
     ("HTTP", "router with an HTTP port", declared(http)),
     ("Batches", "router with --batch-dir", declared(batches)),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from twostep.engine.types import EngineStats, FailureKind, StepOutput
 from twostep.metrics.family import STEP_SECONDS, Family, counter, gauge, histogram
+from twostep.metrics.process import RUNNING, WAITING
 from twostep.metrics.registry import MetricSample, MetricsRegistry
-from twostep.metrics.requests import RUNNING, WAITING
 
 _ROLE = ["role"]
 

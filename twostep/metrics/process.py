@@ -1,4 +1,4 @@
-"""Who a process is, and what becomes of its spans."""
+"""Declares the metrics that every process has: who it is, what becomes of its spans, requests that run and that wait."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ SPANS = counter(
     "twostep_trace_spans_total",
     "Spans by status: exported (the collector took them), lost (it did not, or there was no room). Only where something is traced.",
     ["status"],
+)
+
+RUNNING = gauge("twostep_num_requests_running", "router: requests being served. Workers: sequences in the engine's batch.", ["role"])
+WAITING = gauge(
+    "twostep_num_requests_waiting",
+    "router: requests that wait to be served. Workers: prompts that wait for a place in the batch, and sequences that gave way.",
+    ["role"],
 )
 
 

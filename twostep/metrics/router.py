@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from twostep.metrics.family import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
+from twostep.metrics.process import RUNNING, WAITING
 from twostep.metrics.registry import MetricSample, MetricsRegistry
-from twostep.metrics.requests import RUNNING, WAITING
 
 REQUESTS = counter(
     "twostep_requests_total",
