@@ -33,8 +33,6 @@ def real_engine(spec: EngineSpec) -> Engine:
         look_ahead=spec.look_ahead,
         preemption_mode=PreemptionMode.RECOMPUTE,
         hash_unit=spec.block_size,
-        max_step_s=spec.max_step_s,
-        min_chunk_tokens=spec.min_chunk_tokens,
     )
     engine = Engine(runner, config)
     engine.set_curve(spec.prompt_curve)
