@@ -215,7 +215,6 @@ class SimulatedCluster:
         self.deployment = deployment
         self.prefill: list[SimulatedWorker] = []  # those that the router sends to
         self.decode: list[SimulatedWorker] = []
-        self.peak_waiting = 0
         self.stopped = False
         self._arrivals: Iterator[SimulatedRequest] = iter(requests)
         self._observer = observer
@@ -272,7 +271,6 @@ class SimulatedCluster:
             self._observer.refused(request)
         else:
             self._wait(serving, now)
-            self.peak_waiting = max(self.peak_waiting, len(self._waiting))
 
     def _wait(self, serving: ServingRequest, now: float, *, first: bool = False) -> None:
         serving.since = now
