@@ -12,8 +12,7 @@ from twostep.autoscaler.decision_log import read_decisions
 from twostep.autoscaler.model import ROLES
 from twostep.autoscaler.server import Autoscaler
 from twostep.lab.plan.machine import machine_of_preset
-from twostep.lab.simulation.pods import PodsConfig
-from twostep.lab.simulation.run import Setting, decision_lines
+from twostep.lab.simulation.run import decision_lines
 from twostep.lab.simulation.traces import LoadTrace, TraceCurve, WorkerLoss, requests
 from twostep.settings.autoscaler import PoolSettings
 
@@ -33,10 +32,8 @@ async def test_the_service_follows_a_trace_as_the_simulation_says(scene: Scene, 
     pool, clock = PoolSettings(max_workers=12, cold_start=45.0), Clock(0.0)
     targets = {"target_ttft_ms": 500.0, "target_tpot_ms": 10.0}
     settings = scene.config(interval=15.0, stale_after=1000, prefill=pool, decode=pool, **targets)
-    simulated = Setting(
-        cluster=PodsConfig(deployment=machine_of_preset("h200-llama-3.1-8b").base, cold_start_s=45), policy=settings.policy()
-    )
-    tape = list(read_decisions(decision_lines(simulated, TRACE, requests(TRACE, 1), seed=1)))
+    deployment = machine_of_preset("h200-llama-3.1-8b").base
+    tape = list(read_decisions(decision_lines(deployment, settings.policy(), TRACE, requests(TRACE, 1), seed=1)))
     assert len({tuple(each.decision.replicas.items()) for each in tape}) > 3, "it has something to follow"
     service = Autoscaler(settings, clock=clock)
     # The simulated deployment begins with workers that serve.

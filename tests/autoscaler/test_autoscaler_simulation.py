@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -17,8 +18,8 @@ from twostep.errors import InvalidRequest
 from twostep.lab.plan.machine import machine_of_preset
 from twostep.lab.simulation.__main__ import main
 from twostep.lab.simulation.outcome import RequestLedger, ScalingOutcome, most_reversals, recovery
-from twostep.lab.simulation.pods import PodCluster, PodsConfig
-from twostep.lab.simulation.run import Setting, decision_lines, simulate
+from twostep.lab.simulation.pods import PodCluster
+from twostep.lab.simulation.run import decision_lines, simulate
 from twostep.lab.simulation.scalers import contestant
 from twostep.lab.simulation.traces import TRACES, LoadTrace, TraceCurve, WorkerLoss, requests
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
@@ -41,19 +42,17 @@ def deployment() -> SimulatedDeployment:
     return machine_of_preset("h200-llama-3.1-8b").base
 
 
-@cache
-def setting() -> Setting:
-    return Setting(cluster=PodsConfig(deployment=deployment(), cold_start_s=45), policy=POLICY)
-
-
 def steady(rate: float, prompt: float, output: float, seconds: float, *losses: WorkerLoss) -> LoadTrace:
     level = [TraceCurve(((0.0, value),)) for value in (rate, prompt, output)]
     return LoadTrace(name="steady", seconds=seconds, rate=level[0], prompts=level[1], outputs=level[2], losses=losses)
 
 
-def cluster_of(found: Sequence[SimulatedRequest], replicas: Mapping[Role, int], *, seed: int = 0, **config: float) -> PodCluster:
-    ledger = RequestLedger(ttft_ms=500, tpot_ms=10)
-    cluster = PodCluster(PodsConfig(deployment=deployment(), **config), found, ledger, seed=seed)
+def cluster_of(
+    found: Sequence[SimulatedRequest], replicas: Mapping[Role, int], *, cold_start_s: float = 90, drain_s: float = 30, **more: float
+) -> PodCluster:
+    pool = PoolConfig(max_workers=16, cold_start_s=cold_start_s)
+    policy = replace(POLICY, prefill=pool, decode=pool, drain_s=drain_s)
+    cluster = PodCluster(deployment(), policy, found, RequestLedger(policy), **more)
     cluster.start_with(replicas)
     return cluster
 
@@ -94,12 +93,10 @@ def turn_one(cluster: PodCluster, now: float) -> None:
 
 
 def test_tokens_of_a_lost_worker_stay_and_its_pod_is_paid_until_then() -> None:
-    ledger = RequestLedger(ttft_ms=500, tpot_ms=10)
     ended: list[Sequence[float]] = []
-    ledger.ended = lambda request, token_times: ended.append(token_times)  # type: ignore[method-assign]
     request = SimulatedRequest(arrival_s=0.0, num_prompt=1000, num_output=500)
-    cluster = PodCluster(PodsConfig(deployment=deployment(), cold_start_s=1.0, detect_s=4.0), [request], ledger)
-    cluster.start_with({"prefill": 1, "decode": 1})
+    cluster = cluster_of([request], {"prefill": 1, "decode": 1}, cold_start_s=1.0)
+    cluster.ledger.ended = lambda request, token_times: ended.append(token_times)  # type: ignore[method-assign]
     cluster.plan_losses([WorkerLoss(1.0, "decode")])
     cluster.at(10.0, lambda now, _: cluster.pay(now))
     cluster.run(20)
@@ -108,7 +105,7 @@ def test_tokens_of_a_lost_worker_stay_and_its_pod_is_paid_until_then() -> None:
     before, after = [at for at in times if at <= 1.0], [at for at in times if at > 5.0]
     assert len(before) > 100
     assert len(before) + len(after) == 500, "nothing between the loss and its detection"
-    assert ledger.pod_s == pytest.approx({"prefill": 10.0, "decode": 1.0 + 9.0})
+    assert cluster.ledger.pod_s == pytest.approx({"prefill": 10.0, "decode": 1.0 + 9.0})
 
 
 def test_what_nobody_can_hold_is_refused_in_time() -> None:
@@ -164,7 +161,7 @@ def short_requests(seed: int) -> list[SimulatedRequest]:
 
 
 def outcome(who: str, seed: int = 2) -> ScalingOutcome:
-    return simulate(setting(), SHORT, short_requests(seed), contestant(who, POLICY), seed=seed)
+    return simulate(deployment(), POLICY, SHORT, short_requests(seed), contestant(who, POLICY), seed=seed)
 
 
 @pytest.mark.system
@@ -181,7 +178,7 @@ def test_the_joint_policy_keeps_the_targets_with_fewer_gpus_than_two_hpas() -> N
 
 def test_a_decision_log_of_a_simulation_is_decided_again_alike() -> None:
     trace = SHORT.shortened(0.25).scaled(15)
-    lines = decision_lines(setting(), trace, requests(trace, 1), seed=1)
+    lines = decision_lines(deployment(), POLICY, trace, requests(trace, 1), seed=1)
     memory = Memory()
     logged = list(read_decisions(lines))
     assert len(logged) == 20
@@ -208,7 +205,7 @@ def test_requests_follow_the_trace_and_a_seed_is_a_run() -> None:
     late = [request.num_output for request in found if 2400 < request.arrival_s < 3600]
     assert sum(late) / len(late) == pytest.approx(450, rel=0.1)
     short, joint = steady(10, 1500, 150, 20, WorkerLoss(10, "decode")), contestant("joint", POLICY)
-    one, again, other = (simulate(setting(), short, requests(short, seed), joint, seed=seed) for seed in (5, 5, 6))
+    one, again, other = (simulate(deployment(), POLICY, short, requests(short, seed), joint, seed=seed) for seed in (5, 5, 6))
     assert one == again != other
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hpa_formula import desired
-from hypothesis import given
-from hypothesis import strategies as st
 
-from twostep.lab.simulation.hpa import Hpa, average_value, pods_metric
+from twostep.lab.simulation.scalers import Hpa, pods_metric
 
 
 @pytest.mark.parametrize(
@@ -41,16 +36,6 @@ def test_pods_without_a_metric_dampen() -> None:
     assert pods_metric(4, [150.0, 150.0], 2, 100.0) == 4
     # Down: they count as on target. (2 * 20 + 2 * 100) / 400 = 0.6 of four.
     assert pods_metric(4, [20.0, 20.0], 2, 100.0) == 3
-
-
-@given(total=st.floats(0, 60), current=st.integers(1, 50))
-def test_average_value_is_the_formula_in_thousandths(total: float, current: int) -> None:
-    milli = int(total * 1000)
-    assert average_value(current, milli / 1000) in (
-        desired(milli / 1000, current),
-        # The two divide in another order: on the edge of the tolerance, and of a whole number, one bit decides.
-        current if abs(abs(1 - milli / 1000 / current) - 0.1) < 1e-9 else math.ceil(milli / 1000),
-    )
 
 
 def test_scale_down_waits_for_five_minutes_of_less() -> None:

@@ -62,11 +62,6 @@ def shape_of(config: ModelConfig, dtype: str = "bfloat16") -> ModelShape:
     return ModelShape.of(config, kv, dtype)
 
 
-def test_seven_billion_parameters_at_a_hundred_steps_read_1400_gigabytes_a_second() -> None:
-    step = Work(flops=2 * 7e9, num_bytes=7e9 * 2)
-    assert step.mbu(1 / 100, DeviceLimits(bytes_per_s=1400e9, flops_per_s=1e15)) == pytest.approx(1.0)
-
-
 def test_llama_8b_is_what_it_is_called() -> None:
     shape = shape_of(LLAMA_8B)
     embedding = LLAMA_8B.vocab_size * LLAMA_8B.hidden_size

@@ -31,8 +31,6 @@ def real_engine(spec: EngineSpec) -> Engine:
         enable_prefix_caching=False,
         look_ahead=spec.look_ahead,
         hash_unit=spec.block_size,
-        max_step_s=spec.max_step_s,
-        min_chunk_tokens=spec.min_chunk_tokens,
     )
     engine = Engine(runner, config)
     engine.set_curve(spec.prompt_curve)

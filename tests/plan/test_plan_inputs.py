@@ -17,7 +17,7 @@ from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
 from twostep.lab.plan import machine
 from twostep.lab.plan.goodput import simulate
-from twostep.lab.plan.machine import load_preset, machine_of_preset, machine_of_workers, preset_names, read_curves
+from twostep.lab.plan.machine import load_preset, machine_of_preset, machine_of_workers, preset_names
 from twostep.lab.plan.model import GIB, model_of, parse_bytes, read_model, worker_memory
 from twostep.lab.plan.workload import parse_workload
 from twostep.lab.simulator.cluster import SimulatedDeployment
@@ -150,24 +150,27 @@ def test_presets_say_what_was_measured(name: str) -> None:
         assert step["source"]
 
 
-def test_curves_in_files(tmp_path: Path) -> None:
+def test_a_preset_of_curves_alone(tmp_path: Path) -> None:
     path = tmp_path / "curves.json"
-    path.write_text(json.dumps(asdict(CURVE)))
-    assert read_curves(path) == (CURVE, CURVE)
     other = replace(CURVE, knee=9.0)
     path.write_text(json.dumps({"prefill": asdict(CURVE), "decode": asdict(other)}))
-    assert read_curves(path) == (CURVE, other)
+    base = load_preset(str(path)).base
+    assert base.prefill is not None
+    assert (base.prefill.curve, base.decode.curve, base.decode.mixed) == (CURVE, other, None)
+    sound = {"fixed_s": 1, "per_row_s": 1}
     for wrong, message in (
-        ('{"prefill": {"fixed_s": 1, "per_row_s": 1}}', "decode"),
-        ('{"fixed_s": -1, "per_row_s": 1}', "fixed_s"),
-        ('{"fixed_s": 1, "per_row_s": 1, "hue": 2}', "fixed_s"),
-        ('{"fixed_s": 0, "per_row_s": 0}', "fixed_s"),
-        ("[1]", "list"),
-        ("{", "JSON"),
+        ({"prefill": sound}, "decode"),
+        ({"prefill": sound, "decode": {"fixed_s": -1, "per_row_s": 1}}, "fixed_s"),
+        ({"prefill": sound, "decode": sound | {"hue": 2}}, "fixed_s"),
+        ({"prefill": sound, "decode": {"fixed_s": 0, "per_row_s": 0}}, "fixed_s"),
+        ([1], "list"),
     ):
-        path.write_text(wrong)
+        path.write_text(json.dumps(wrong))
         with pytest.raises(SetupError, match=message):
-            read_curves(path)
+            load_preset(str(path))
+    path.write_text("{")
+    with pytest.raises(SetupError):
+        load_preset(str(path))
     with pytest.raises(SetupError, match="h200-llama"):
         load_preset("abacus")
 

@@ -21,7 +21,6 @@ from twostep.lab.plan.machine import (
     machine_of,
     machine_of_workers,
     preset_names,
-    read_curves,
     registered_workers,
 )
 from twostep.lab.plan.model import PlannedModel, model_of, parse_bytes, read_model, worker_memory
@@ -114,20 +113,12 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 def _preset(args: argparse.Namespace) -> Preset:
     """Returns what is known of the machine, with what the flags say instead."""
-    if sum(map(bool, (args.curve, args.redis_url))) > 1:
-        raise InvalidRequest("--curve and --redis-url both say how long steps take: give one of them")
-    if args.preset:
-        preset = load_preset(args.preset)
-    elif args.curve or args.redis_url:
-        # Of a known machine, how KV travels and what the edge adds.
-        preset = replace(load_preset(preset_names()[0]), name="", model=None, gpu_memory_bytes=0)
-    else:
-        raise InvalidRequest(
-            f"how long steps take is not known: give --preset ({', '.join(preset_names())}), --curve FILE or --redis-url URL"
-        )
-    if args.curve:
-        prefill, decode = read_curves(args.curve)
-        preset = replace(preset, name=str(args.curve)).with_specs(prefill={"curve": prefill}, decode={"curve": decode, "mixed": None})
+    if not args.preset and not args.redis_url:
+        raise InvalidRequest(f"how long steps take is not known: give --preset ({', '.join(preset_names())}, or a file) or --redis-url URL")
+    preset = load_preset(args.preset or preset_names()[0])
+    if args.redis_url:
+        # Of the preset, how KV travels and what the edge adds.
+        preset = replace(preset, model=None, gpu_memory_bytes=0)
     seats = {"max_num_seqs": args.max_num_seqs} if args.max_num_seqs else {}
     budget = {"step_tokens": args.max_num_batched_tokens} if args.max_num_batched_tokens else {}
     return preset.with_specs(prefill={**seats, **budget}, decode=seats)

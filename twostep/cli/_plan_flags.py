@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from twostep.settings.reading import FlagParser
 
 DESCRIPTION = (
@@ -26,8 +24,7 @@ def add_flags(command: FlagParser) -> None:
     load.add_argument("--rate", type=float, metavar="R", help="requests a second: what is the least that answers them?")
     load.add_argument("--gpus", type=int, metavar="N", help="so many GPUs: how are they best used?")
 
-    add("--preset", default="", metavar="NAME|FILE", help="a known machine and model; h200-llama-3.1-8b is one")
-    add("--curve", type=Path, metavar="FILE", help="JSON of step curves as workers publish them: one, or an object of prefill and decode")
+    add("--preset", default="", metavar="NAME|FILE", help="a known machine and model (h200-llama-3.1-8b is one), or JSON of step curves")
     command.flag("--redis-url", default="", metavar="URL", help="curves and sizes of the workers that are registered there now")
 
     add(

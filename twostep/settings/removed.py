@@ -52,6 +52,7 @@ REMOVED_FLAGS: dict[str, str] = {
     "burstiness": "arrivals are Poisson's",
     "cached-share": "give cached=X in --workload",
     "cooldown": "it is as long as --warmup",
+    "curve": "give it to --preset, an object of a prefill and a decode curve",
     "decode-gpu-hour-price": "give two prices, as --gpu-hour-price 2,3 of `twostep plan`",
     "decode-gpus": "give those of prefill and decode workers, as --gpus 1+3",
     "edge-ms": "give --preset FILE with it",

@@ -57,8 +57,7 @@ class ScenarioResult:
 
 
 def run_scenario(runner: Runner, shape: ModelShape, limits: DeviceLimits, scenario: Scenario, budget: int) -> ScenarioResult:
-    """Raises SetupError if the pool cannot hold the scenario at once."""
-    check_room(runner, scenario)
+    """`check_room` comes first. Raises SetupError if no step decoded all sequences."""
     config = EngineConfig(
         max_num_batched_tokens=max(budget, scenario.batch),
         max_num_seqs=scenario.batch,

@@ -60,7 +60,6 @@ class SimulationRun:
 
     served: Sequence[ServedRequest]
     workers: Sequence[WorkerUse]
-    peak_waiting: int  # requests that no worker had room for
     stopped: bool
 
 
@@ -97,7 +96,6 @@ def simulate(
     return SimulationRun(
         served=served,
         workers=[_use(worker, seconds, aggregated=deployment.aggregated) for worker in workers],
-        peak_waiting=cluster.peak_waiting,
         stopped=cluster.stopped,
     )
 
@@ -141,7 +139,6 @@ def try_requests(
     targets: LatencyTargets,
     *,
     to_the_end: bool = True,
-    placement: PlacementRule = shortest_ttft,
 ) -> Trial:
     """Serves all `requests`, which came within `seconds`. Not `to_the_end`: only until it is clear that too many missed."""
     latencies: list[Latency] = []
@@ -155,7 +152,7 @@ def try_requests(
         num_missed += bool(targets.missed(latency))
         return not to_the_end and num_missed > most_missed
 
-    run = simulate(deployment, requests, placement=placement, enough=enough)
+    run = simulate(deployment, requests, enough=enough)
     lost: list[Latency | None] = [None] * (len(requests) - len(latencies))
     judged = goodput([*latencies, *lost], targets, seconds, deployment.num_workers)
     return Trial(rate=len(requests) / seconds, goodput=judged, latencies=latencies, run=run)

@@ -1,5 +1,5 @@
-"""The machines that a plan is for: what each worker's engine is, its memory, and how KV travels. They come from a preset, from step curves
-in a file, or from the workers that are registered in Redis."""
+"""The machines that a plan is for: what each worker's engine is, its memory, and how KV travels. They come from a preset, or from the
+workers that are registered in Redis."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
     there = [r for r in records if r.ready and not r.draining and r.curve is not None]
     decodes = [r for r in there if r.role == "decode"]
     if not decodes:
-        raise SetupError("no ready decode worker there has published a step curve yet; wait for its warm-up, or give --preset or --curve")
+        raise SetupError("no ready decode worker there has published a step curve yet; wait for its warm-up, or give --preset")
     decode, prefill = _typical(decodes), _typical([r for r in there if r.role == "prefill"] or decodes)
     layout = decode.layout
     model = PlannedModel(
@@ -132,7 +132,7 @@ def registered_workers(url: str) -> list[WorkerRecord]:
         raise SetupError(f"no Redis answers at {url}: {error}; give the URL that the workers have") from error
     records = [WorkerRecord.from_json(text) for text in raw if text is not None]
     if not records:
-        raise SetupError(f"no worker is registered at {url}; start some, or give --preset or --curve")
+        raise SetupError(f"no worker is registered at {url}; start some, or give --preset")
     return records
 
 
@@ -148,8 +148,9 @@ def load_preset(name: str) -> Preset:
     path = _FOLDER / f"{name}.json"
     path = path if path.is_file() else Path(name)
     if not path.is_file():
-        raise SetupError(f"there is no preset {name!r}; known are {', '.join(preset_names())}, or give a file like them, or --curve")
+        raise SetupError(f"there is no preset {name!r}; known are {', '.join(preset_names())}, or give a file like them")
     raw = _read_object(path)
+    # A file may be the curves of a prefill and of a decode worker alone.
     curves, tokens, ahead = raw.get("curves", raw), raw.get("step_tokens", {}), raw.get("ahead_s", {})
     try:
         prefill = EngineSpec(
@@ -179,25 +180,11 @@ def load_preset(name: str) -> Preset:
         raise SetupError(f"{path} is no preset ({error!r}); take one that comes with twostep/lab/plan/presets as a pattern") from error
 
 
-def read_curves(path: Path) -> tuple[StepCurve, StepCurve]:
-    """Reads the curves of a prefill and of a decode worker: one curve for both, or an object with `prefill` and `decode`, or a preset.
-    Raises SetupError."""
-    raw = _read_object(path)
-    raw = raw.get("curves", raw)
-    if isinstance(raw, dict) and "prefill" in raw and "decode" in raw:
-        return _curve(raw["prefill"], path), _curve(raw["decode"], path)
-    curve = _curve(raw, path)
-    return curve, curve
-
-
 def _curve(raw: object, path: Path) -> StepCurve:
     """Raises SetupError for anything but non-negative numbers under StepCurve's names."""
     names = [field.name for field in fields(StepCurve)]
     if not isinstance(raw, dict) or not set(raw) <= set(names) or not {"fixed_s", "per_row_s"} <= set(raw):
-        raise SetupError(
-            f"{path}: a curve is a JSON object with fixed_s and per_row_s, and perhaps {', '.join(names[2:])}; or give one each of "
-            "`prefill` and `decode`"
-        )
+        raise SetupError(f"{path}: a curve is a JSON object with fixed_s and per_row_s, and perhaps {', '.join(names[2:])}")
     wrong = [k for k, v in raw.items() if isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < math.inf]
     if wrong or not raw["fixed_s"] + raw["per_row_s"]:
         raise SetupError(f"{path}: {', '.join(wrong) or 'fixed_s or per_row_s'} must be numbers from 0 up, and steps take some time")

@@ -12,7 +12,8 @@ taken to be never worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,7 +23,7 @@ from twostep.lab.plan.goodput import Trial, find_knee, simulate, try_rate
 from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 from twostep.lab.simulator.engine import EngineSpec
-from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+from twostep.step_curve import StepWorkload, chunk_pairs
 
 AGGREGATED_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 # What arithmetic says is exceeded by this much at most before a simulation is asked.
@@ -102,7 +103,7 @@ class Plan:
         return self.disaggregated.worth / self.aggregated.worth - 1
 
 
-Report = Callable[[str], None]
+Report = Callable[[str], None]  # told what was tried
 
 
 def plan_for_rate(question: Question, rate: float, report: Report = lambda line: None) -> Plan:
@@ -266,33 +267,15 @@ class _Search:
         return best
 
     def _fewest(self, sized: Callable[[int], SimulatedDeployment], rate: float, least: int, most: int) -> SimulatedDeployment | None:
-        """By bisection between `least` and `most`; None: not even `most` will do."""
+        """In growing strides from `least`, then by bisection; None: not even `most` will do."""
         if most < least:
             return None
-        for num_workers in _rising(least, most):
-            if self.met(sized(num_workers), rate):
-                break
-            least = num_workers + 1
-        else:
-            return None
-        high = num_workers
-        while least < high:
-            middle = (least + high) // 2
-            if self.met(sized(middle), rate):
-                high = middle
-            else:
-                least = middle + 1
-        return sized(high)
-
-
-def _rising(least: int, most: int) -> Iterator[int]:
-    """`least`, then in growing strides up to `most`, which is always the last."""
-    stride, at = 1, least
-    while at < most:
-        yield at
-        at += stride
-        stride *= 2
-    yield most
+        stride = 1
+        while not self.met(sized(high := min(most, least + stride - 1)), rate):
+            if high == most:
+                return None
+            least, stride = high + 1, 2 * stride
+        return sized(least + bisect_left(range(least, high), True, key=lambda num_workers: self.met(sized(num_workers), rate)))
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------------------------
@@ -316,22 +299,10 @@ def decode_rate(spec: EngineSpec, sample: Sequence[SimulatedRequest], targets: L
     context = sum((r.num_prompt + r.num_output / 2) * (r.num_output - 1) for r in sample) / len(sample) / num_later
     seats = max(1, min(spec.max_num_seqs, spec.step_tokens, int(spec.num_blocks * spec.block_size / context)))
     limit = float("inf") if targets.tpot_ms is None else targets.tpot_ms / 1e3
-    num_seqs = _most(lambda n: step_s(spec.curve, n, context) <= limit, seats)
-    return num_seqs / (step_s(spec.curve, num_seqs, context) * num_later)
 
+    def step_s(num_seqs: int) -> float:
+        return spec.curve.decode_step_s(num_seqs, round(num_seqs * context))
 
-def step_s(curve: StepCurve, num_seqs: int, context: float) -> float:
-    """A decode step of so many sequences of `context` tokens each."""
-    return curve.decode_step_s(num_seqs, round(num_seqs * context))
-
-
-def _most(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` of which it holds; 1 if it holds of none."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    # The most that keep the target; one in any case.
+    num_seqs = 1 + bisect_left(range(2, seats + 1), True, key=lambda n: step_s(n) > limit)
+    return num_seqs / (step_s(num_seqs) * num_later)

@@ -15,8 +15,7 @@ from twostep.autoscaler.model import PolicyConfig, PoolConfig
 from twostep.errors import InvalidRequest, TwostepError
 from twostep.lab.plan.machine import machine_of_preset
 from twostep.lab.simulation.outcome import ScalingOutcome
-from twostep.lab.simulation.pods import PodsConfig
-from twostep.lab.simulation.run import Setting, decision_lines, simulate
+from twostep.lab.simulation.run import decision_lines, simulate
 from twostep.lab.simulation.scalers import contestant
 from twostep.lab.simulation.traces import TRACES, requests
 from twostep.settings.reading import FlagParser
@@ -28,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if not (args.peak > 0 and args.shorten > 0):
         raise InvalidRequest("--peak and --shorten are above 0")
-    setting = _setting(args)
+    pool = PoolConfig(max_workers=args.max_workers, cold_start_s=args.cold_start)
+    policy = PolicyConfig(prefill=pool, decode=pool, ttft_ms=args.ttft_ms, tpot_ms=args.tpot_ms, drain_s=args.drain)
+    deployment = machine_of_preset(args.preset).base
     for name in args.trace:
         trace = TRACES[name].scaled(args.peak).shortened(args.shorten)
         drawn = {seed: requests(trace, seed) for seed in args.seeds}
@@ -36,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in (_COLUMNS, ("---",) * len(_COLUMNS)):
             _say(f"| {' | '.join(row)} |")
         for who in args.who:
-            outcomes = [simulate(setting, trace, drawn[seed], contestant(who, setting.policy), seed=seed) for seed in args.seeds]
+            outcomes = [simulate(deployment, policy, trace, drawn[seed], contestant(who, policy), seed=seed) for seed in args.seeds]
             _say(f"| {' | '.join(_cells(outcomes))} |")
         _say("")
         if args.decision_log:
-            lines = decision_lines(setting, trace, drawn[args.seeds[0]], seed=args.seeds[0])
+            lines = decision_lines(deployment, policy, trace, drawn[args.seeds[0]], seed=args.seeds[0])
             args.decision_log.write_text("".join(lines), encoding="utf-8")
     return 0
 
@@ -84,14 +85,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--drain", type=float, default=30.0, help="seconds that streams have before they are migrated")
     parser.add_argument("--max-workers", type=int, default=32, help="of each role")
     return parser.parse_args(argv)
-
-
-def _setting(args: argparse.Namespace) -> Setting:
-    pool = PoolConfig(max_workers=args.max_workers, cold_start_s=args.cold_start)
-    policy = PolicyConfig(prefill=pool, decode=pool, ttft_ms=args.ttft_ms, tpot_ms=args.tpot_ms, drain_s=args.drain)
-    deployment = machine_of_preset(args.preset).base
-    cluster = PodsConfig(deployment=deployment, cold_start_s=args.cold_start, drain_s=args.drain, switch_s=policy.switch_s)
-    return Setting(cluster=cluster, policy=policy)
 
 
 if __name__ == "__main__":

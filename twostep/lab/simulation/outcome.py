@@ -38,13 +38,13 @@ class Totals:
 class RequestLedger(ClusterObserver):
     """Instants in seconds since the start. `edge_s` is what comes on top of the times at the workers."""
 
-    def __init__(self, *, ttft_ms: float, tpot_ms: float, edge_s: float = 0.0) -> None:
+    def __init__(self, policy: PolicyConfig, *, edge_s: float = 0.0) -> None:
         self.totals = Totals()
-        self.pod_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
+        self.pod_s: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
         self.lost_at: list[float] = []
         self.closed = False  # nothing more is paid
         self.kept = 0
-        self._ttft_s, self._tpot_s, self._edge_s = ttft_ms / 1e3, tpot_ms / 1e3, edge_s
+        self._ttft_s, self._tpot_s, self._edge_s = policy.ttft_ms / 1e3, policy.tpot_ms / 1e3, edge_s
         self._came, self._kept = array("d"), array("d")  # arrivals of all requests, and of those that were kept
 
     def arrived(self, request: SimulatedRequest) -> None:

@@ -11,25 +11,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from twostep.autoscaler.model import ROLES, Role
+from twostep.autoscaler.model import ROLES, PolicyConfig, Role
 from twostep.cluster.records import HEARTBEAT_TTL_S
 from twostep.lab.simulation.outcome import RequestLedger
 from twostep.lab.simulation.traces import WorkerLoss
 from twostep.lab.simulator.cluster import SimulatedCluster, SimulatedDeployment, SimulatedRequest, SimulatedWorker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodsConfig:
-    """`deployment` says what workers are like (its numbers of them do not matter). `max_waiting` requests wait in the routers, each for
-    `max_wait_s`; more, and longer, are refused."""
-
-    deployment: SimulatedDeployment
-    cold_start_s: float = 90.0
-    drain_s: float = 30.0
-    switch_s: float = 0.1
-    detect_s: float = HEARTBEAT_TTL_S
-    max_waiting: int = 1024
-    max_wait_s: float = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +46,25 @@ class SimulatedPod:
 
 
 class PodCluster(SimulatedCluster):
-    def __init__(self, config: PodsConfig, requests: Iterable[SimulatedRequest], ledger: RequestLedger, *, seed: int = 0) -> None:
-        super().__init__(config.deployment, requests, ledger, max_waiting=config.max_waiting, max_wait_s=config.max_wait_s)
-        self.config = config
+    """`deployment` says what workers are like (its numbers of them do not matter), `policy` how long pods take to start, to drain and to
+    switch. `max_waiting` requests wait in the routers, each for `max_wait_s`; more, and longer, are refused."""
+
+    def __init__(
+        self,
+        deployment: SimulatedDeployment,
+        policy: PolicyConfig,
+        requests: Iterable[SimulatedRequest],
+        ledger: RequestLedger,
+        *,
+        seed: int = 0,
+        max_waiting: int = 1024,
+        max_wait_s: float = 30.0,
+    ) -> None:
+        super().__init__(deployment, requests, ledger, max_waiting=max_waiting, max_wait_s=max_wait_s)
         self.ledger = ledger
         self.pods: dict[int, SimulatedPod] = {}
-        self.replicas: dict[Role, int] = {"prefill": 0, "decode": 0}
+        self.replicas: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self._policy = policy
         self._rng = random.Random(f"losses/{seed}")
         self._num_pods = 0
 
@@ -74,7 +73,7 @@ class PodCluster(SimulatedCluster):
         for role in ROLES:
             self.replicas[role] = replicas[role]
             for _ in range(replicas[role]):
-                self._ready(0.0, self._create(role, 0.0, cold_start_s=None))
+                self._ready(0.0, self._create(role, 0.0))
 
     def plan_losses(self, losses: Sequence[WorkerLoss]) -> None:
         for loss in losses:
@@ -86,7 +85,7 @@ class PodCluster(SimulatedCluster):
         self.replicas[role] = replicas
         owned = [pod for pod in self.pods.values() if pod.owner == role and pod.alive and not pod.terminating]
         for _ in range(replicas - len(owned)):
-            self._create(role, now, cold_start_s=self.config.cold_start_s)
+            self._start(role, now)
         rank = {worker_id: place for place, worker_id in enumerate(victims)}
         owned.sort(key=lambda pod: (pod.worker is not None, rank.get(pod.worker_id, len(rank)), -pod.created_at))
         for pod in owned[: max(0, len(owned) - replicas)]:
@@ -94,7 +93,7 @@ class PodCluster(SimulatedCluster):
             if pod.worker is None and pod.switch_to is None:
                 self._remove(now, pod)
             else:
-                self._drain(now, pod, self.config.drain_s, None)
+                self._drain(now, pod, self._policy.drain_s, None)
 
     def switch(self, worker_id: str, to: Role, now: float, *, drain_s: float) -> bool:
         """False: it cannot now."""
@@ -112,13 +111,14 @@ class PodCluster(SimulatedCluster):
 
     # ---- a pod's life -----------------------------------------------------------------------------------------------
 
-    def _create(self, role: Role, now: float, *, cold_start_s: float | None) -> SimulatedPod:
+    def _create(self, role: Role, now: float) -> SimulatedPod:
         self._num_pods += 1
         pod = SimulatedPod(number=self._num_pods, owner=role, role=role, created_at=now)
         self.pods[pod.number] = pod
-        if cold_start_s is not None:
-            self.at(now + cold_start_s, self._ready, pod)
         return pod
+
+    def _start(self, role: Role, now: float) -> None:
+        self.at(now + self._policy.pool(role).cold_start_s, self._ready, self._create(role, now))
 
     def _ready(self, now: float, pod: SimulatedPod) -> None:
         """It serves in its role."""
@@ -159,7 +159,7 @@ class PodCluster(SimulatedCluster):
             self._remove(now, pod)
         else:
             pod.role, pod.draining = pod.switch_to, False
-            self.at(now + self.config.switch_s, self._ready, pod)
+            self.at(now + self._policy.switch_s, self._ready, pod)
 
     def _lose(self, now: float, role: Role) -> None:
         there = [pod for pod in self.pods.values() if pod.serving and pod.role == role]
@@ -171,8 +171,8 @@ class PodCluster(SimulatedCluster):
         pod.alive = False
         self.ledger.lost_at.append(now)
         self.ledger.paid(pod.owner, now - pod.created_at)
-        self._create(pod.owner, now, cold_start_s=self.config.cold_start_s)
-        self.at(now + self.config.detect_s, self._notice, pod)
+        self._start(pod.owner, now)
+        self.at(now + HEARTBEAT_TTL_S, self._notice, pod)
 
     def _notice(self, now: float, pod: SimulatedPod) -> None:
         del self.pods[pod.number]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from twostep.autoscaler.decision_log import head_of, line_of
@@ -12,11 +11,11 @@ from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig,
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.planner import decode_rate, prompt_work_s
 from twostep.lab.simulation.outcome import Asked, RequestLedger, ScalingOutcome, judge
-from twostep.lab.simulation.pods import PodCluster, PodsConfig
+from twostep.lab.simulation.pods import PodCluster
 from twostep.lab.simulation.sampling import AGE_S, Sampler
 from twostep.lab.simulation.scalers import JointPolicy, Scaler
 from twostep.lab.simulation.traces import LoadTrace
-from twostep.lab.simulator.cluster import SimulatedRequest
+from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 
 # How long answers have after the trace's end; nothing is decided and nothing paid in it.
 _AFTER_S = 120.0
@@ -25,20 +24,20 @@ _FIRST_UTILIZATION = 0.6
 _FIRST_REQUESTS = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The setting that all scalers have in common."""
-
-    cluster: PodsConfig
-    policy: PolicyConfig
-
-
-def simulate(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedRequest], scaler: Scaler, *, seed: int) -> ScalingOutcome:
-    """`requests` are the trace's for this seed; they can be given to any number of simulations."""
-    policy = setting.policy
-    ledger = RequestLedger(ttft_ms=policy.ttft_ms, tpot_ms=policy.tpot_ms, edge_s=setting.cluster.deployment.edge_s)
-    cluster = PodCluster(setting.cluster, requests, ledger, seed=seed)
-    cluster.start_with(_fitting(setting, trace.rate.at(0.0), requests[:_FIRST_REQUESTS]))
+def simulate(
+    deployment: SimulatedDeployment,
+    policy: PolicyConfig,
+    trace: LoadTrace,
+    requests: Sequence[SimulatedRequest],
+    scaler: Scaler,
+    *,
+    seed: int,
+) -> ScalingOutcome:
+    """`requests` are the trace's for this seed; they can be given to any number of simulations. `policy` is what all scalers are judged
+    by, and how long pods take."""
+    ledger = RequestLedger(policy, edge_s=deployment.edge_s)
+    cluster = PodCluster(deployment, policy, requests, ledger, seed=seed)
+    cluster.start_with(_fitting(deployment, policy, trace.rate.at(0.0), requests[:_FIRST_REQUESTS]))
     cluster.plan_losses(trace.losses)
     sampler = Sampler(cluster, window_s=policy.window_s)
     asked: dict[Role, Asked] = {role: [] for role in ROLES}
@@ -64,9 +63,8 @@ def simulate(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedReq
     return judge(scaler.name, ledger, asked, policy)
 
 
-def _fitting(setting: Setting, rate: float, sample: Sequence[SimulatedRequest]) -> dict[Role, int]:
+def _fitting(deployment: SimulatedDeployment, policy: PolicyConfig, rate: float, sample: Sequence[SimulatedRequest]) -> dict[Role, int]:
     """A fleet that carries `rate` requests a second like those of `sample`."""
-    deployment, policy = setting.cluster.deployment, setting.policy
     if not sample:
         return dict.fromkeys(ROLES, 1)
     needed = {
@@ -76,13 +74,15 @@ def _fitting(setting: Setting, rate: float, sample: Sequence[SimulatedRequest]) 
     return {role: min(policy.pool(role).max_workers, max(1, math.ceil(needed[role] / _FIRST_UTILIZATION))) for role in ROLES}
 
 
-def decision_lines(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedRequest], *, seed: int) -> list[str]:
+def decision_lines(
+    deployment: SimulatedDeployment, policy: PolicyConfig, trace: LoadTrace, requests: Sequence[SimulatedRequest], *, seed: int
+) -> list[str]:
     """Returns a simulation as a decision log (twostep/autoscaler/decision_log.py), to be replayed through the policy or the service: the
     configuration, then what the joint policy saw and decided, in order."""
-    lines = [head_of(setting.policy)]
+    lines = [head_of(policy)]
 
     def write(observation: Observation, decision: Decision) -> None:
         lines.append(line_of(observation, decision))
 
-    simulate(setting, trace, requests, JointPolicy(setting.policy, on_decision=write), seed=seed)
+    simulate(deployment, policy, trace, requests, JointPolicy(policy, on_decision=write), seed=seed)
     return lines

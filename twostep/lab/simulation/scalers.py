@@ -7,21 +7,25 @@ hpas,prefill=busy:0.6,decode=pool:0.1   two independent HPAs, metric and target 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from twostep.autoscaler.hpa import Asked, metric, replicas_asked
+from twostep.autoscaler.hpa import Asked, comes_to, replicas_asked
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
 from twostep.autoscaler.policy import decide
 from twostep.errors import InvalidRequest
-from twostep.lab.simulation.hpa import DEFAULT_TOLERANCE, Hpa, average_value, pods_metric
 from twostep.lab.simulation.pods import PodCluster
 from twostep.lab.simulation.sampling import ClusterSample, PodMetrics
 
 # The HPAs that carry out decisions look at them that much later: half an interval, on average.
 _SYNC_AFTER_S = 7.5
+# Kubernetes's defaults (pkg/controller/podautoscaler: replica_calculator.go, horizontal.go).
+_TOLERANCE = 0.1
+_PERIOD_S, _UP_PODS, _SETTLE_S = 15.0, 4, 300.0
 _METRICS: Mapping[str, Callable[[PodMetrics], float]] = {
     "busy": lambda pod: pod.busy,
     "seats": lambda pod: pod.seats,
@@ -47,9 +51,6 @@ class JointPolicy:
         self._memory = Memory()
         self._on_decision = on_decision
         self._asked: Mapping[str, Asked] = {}
-        self._hpas = {
-            role: Hpa(least=config.pool(role).min_workers, most=config.pool(role).max_workers, up_pods=100, settle_s=0.0) for role in ROLES
-        }
 
     def act(self, now: float, sample: ClusterSample, cluster: PodCluster) -> None:
         step = decide(self._config, self._memory, sample.observation)
@@ -61,17 +62,60 @@ class JointPolicy:
             cluster.switch(switch.worker_id, switch.to, now, drain_s=self._config.drain_s)
         wishes: dict[str, int] = {role: decision.replicas[role] for role in ROLES}
         pods: dict[str, int] = {role: cluster.replicas[role] for role in ROLES}
-        self._asked = replicas_asked(wishes, pods, self._asked, DEFAULT_TOLERANCE)
+        self._asked = replicas_asked(wishes, pods, self._asked, _TOLERANCE)
         cluster.at(now + _SYNC_AFTER_S, self._sync, (cluster, decision))
 
     def _sync(self, now: float, argument: tuple[PodCluster, Decision]) -> None:
         cluster, decision = argument
         for role in ROLES:
-            current = cluster.replicas[role]
-            told = metric(self._asked[role].pods, current, DEFAULT_TOLERANCE)
-            replicas = self._hpas[role].follow(now, current, average_value(current, told))
+            current, pool = cluster.replicas[role], self._config.pool(role)
+            replicas = min(max(comes_to(self._asked[role].pods, current, _TOLERANCE), pool.min_workers), pool.max_workers)
             if replicas != current:
                 cluster.scale(role, replicas, now, victims=decision.victims)
+
+
+def pods_metric(current: int, values: Sequence[float], num_missing: int, target: float) -> int:
+    """Replicas for a metric of each pod (type Pods, AverageValue). `values` of those that have one; the `num_missing` others, not ready
+    yet, count as idle when it would scale up and as on target when it would scale down. Without any value nothing changes."""
+    if not values:
+        return current
+    ratio = sum(values) / (len(values) * target)
+    if not num_missing:
+        return current if abs(1 - ratio) <= _TOLERANCE else math.ceil(ratio * len(values))
+    num = len(values) + num_missing
+    total = sum(values) + (target * num_missing if ratio < 1 else 0.0)
+    new_ratio = total / (num * target)
+    if abs(1 - new_ratio) <= _TOLERANCE or (ratio < 1) != (new_ratio < 1):
+        return current
+    wanted = math.ceil(new_ratio * num)
+    return current if (new_ratio < 1 and wanted > current) or (new_ratio > 1 and wanted < current) else wanted
+
+
+class Hpa:
+    """One HorizontalPodAutoscaler's memory: what it recommended and did lately. Instants of one clock. Up at once, by 100 % or by four pods
+    in 15 s, whichever is more; down to the most that was recommended within five minutes."""
+
+    def __init__(self, *, least: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._recommended: deque[tuple[float, int]] = deque()
+        self._changes: deque[tuple[float, int]] = deque()
+
+    def follow(self, now: float, current: int, wanted: int) -> int:
+        """Replicas to have, where the metrics ask for `wanted`."""
+        recommended, changes = self._recommended, self._changes
+        recommended.append((now, wanted))
+        while recommended[0][0] < now - _SETTLE_S:
+            recommended.popleft()
+        while changes and changes[0][0] <= now - _PERIOD_S:
+            changes.popleft()
+        wanted = max(wanted, min(current, max(value for _, value in recommended)))
+        wanted = min(max(wanted, self._least), self._most)
+        if wanted > current:
+            before = current - sum(change for _, change in changes)
+            wanted = max(current, min(wanted, before + max(before, _UP_PODS)))
+        if wanted != current:
+            changes.append((now, wanted - current))
+        return wanted
 
 
 class TwoHpas:

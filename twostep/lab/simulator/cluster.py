@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any
 
 from twostep.lab.simulator.engine import EngineSpec, SimulatedEngine, SimulatedSequence
 from twostep.step_curve import chunk_pairs
@@ -156,19 +156,11 @@ class PlacementChoice:
     num_cached: int | None = None
 
 
-class PlacementRule(Protocol):
-    """Any function of this shape decides where requests go."""
-
-    def __call__(
-        self,
-        request: SimulatedRequest,
-        now: float,
-        prefill: Sequence[SimulatedEngine],
-        decode: Sequence[SimulatedEngine],
-        full: Collection[int],
-    ) -> PlacementChoice | None:
-        """`full` are decode workers that have just refused the request. None: it waits in the router's queue until one has room."""
-        ...
+# Decides where a request goes, at a time, of prefill and decode workers, the last of which (by number) have just refused it. None: it waits
+# in the router's queue until one has room.
+PlacementRule = Callable[
+    [SimulatedRequest, float, Sequence[SimulatedEngine], Sequence[SimulatedEngine], Collection[int]], PlacementChoice | None
+]
 
 
 def shortest_ttft(
@@ -223,7 +215,6 @@ class SimulatedCluster:
         self.deployment = deployment
         self.prefill: list[SimulatedWorker] = []  # those that the router sends to
         self.decode: list[SimulatedWorker] = []
-        self.peak_waiting = 0
         self.stopped = False
         self._arrivals: Iterator[SimulatedRequest] = iter(requests)
         self._observer = observer
@@ -280,7 +271,6 @@ class SimulatedCluster:
             self._observer.refused(request)
         else:
             self._wait(serving, now)
-            self.peak_waiting = max(self.peak_waiting, len(self._waiting))
 
     def _wait(self, serving: ServingRequest, now: float, *, first: bool = False) -> None:
         serving.since = now

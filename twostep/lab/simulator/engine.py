@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, StepTimeLimit, WaitingPrompt, plan_step, watermark
+from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, WaitingPrompt, plan_step, watermark
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 # Ends of steps that no sequence refers to any more are dropped when there are so many.
@@ -34,13 +34,11 @@ _MOST_STEP_ENDS = 8192
 class EngineSpec:
     """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. `max_step_s` bounds mixed steps, as TPOT targets do; 0: nothing does. With `look_ahead` a step is
+    of decodes alone are replayed graphs. With `look_ahead` a step is
     planned so long before the running one ends (twostep/engine/pacing.py), or at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
-    max_step_s: float = 0.0
-    min_chunk_tokens: int = 32
     step_tokens: int = 2048
     max_num_seqs: int = 256
     max_waiting: int = 256
@@ -102,9 +100,6 @@ class SimulatedStep:
 class SimulatedEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self._time_limit: StepTimeLimit | None = None
-        if spec.max_step_s:
-            self._time_limit = StepTimeLimit(curve=spec.prompt_curve, max_step_s=spec.max_step_s, min_chunk=spec.min_chunk_tokens)
         self._max_num_seqs = min(spec.max_num_seqs, spec.step_tokens)
         self._decoding: dict[SimulatedSequence, None] = {}  # in the order in which they joined
         self._stalled: list[SimulatedSequence] = []  # they would decode, and wait for a block
@@ -129,7 +124,6 @@ class SimulatedEngine:
         self.context = 0  # tokens of the decoding sequences, those without a block for the next one left out
         # Over the whole run.
         self.busy_s = 0.0
-        self.num_steps = 0
         self.num_preemptions = 0
         self.most_blocks = 0
         self.most_decodes = 0
@@ -274,7 +268,7 @@ class SimulatedEngine:
                 self.free_blocks - self._watermark() if open_ else 0,
             ),
             num_context=self.context + sum(s.length for s in self._stalled),
-            time_limit=self._time_limit if num_decodes else None,
+            time_limit=None,
         )
         for candidate in plan.admitted:
             self._admit(candidate.item)
@@ -299,7 +293,6 @@ class SimulatedEngine:
         duration = (self.spec.prompt_curve if num_prompt_tokens else self.spec.curve).step_s(work)
         end_s = (max(now, self._launched[-1].end_s) if self._launched else now) + duration
         self.busy_s += duration
-        self.num_steps += 1
         self.num_tokens += num_prompt_tokens + num_decodes
         self.sequence_s += duration * num_decodes
         self.token_s += duration * self.context
