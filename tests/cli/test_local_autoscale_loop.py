@@ -17,12 +17,9 @@ from twostep.cluster.connection import connect
 from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.cluster.signed import DECISIONS, RECORDS, Signer
-from twostep.local.autoscale import LocalAutoscale
-from twostep.local.process import Process
+from twostep.local.autoscale import Bounds, LocalAutoscale, Scale, ScalerClient, WantedWorkers
 from twostep.local.redis_server import answers, server_argv, server_binary, server_url
-from twostep.local.scaler import ScalerClient, WantedWorkers
-from twostep.local.scaling import Bounds, Scale
-from twostep.local.supervisor import Component, Supervisor
+from twostep.local.supervisor import Component, Process, Supervisor
 from twostep.rpc.keda import externalscaler_pb2_grpc
 from twostep.rpc.server import GrpcServer, ServerConfig
 
@@ -188,7 +185,7 @@ def record(**changes: object) -> ScalingRecord:
 
 async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine is no silent autoscaler here.
-    monkeypatch.setattr("twostep.local.scaler._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.local.autoscale._TIMEOUT_S", 60.0)
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
     board = DecisionBoard(stale_s=1000.0, max_listeners=1)
     server = GrpcServer(ServerConfig(health_port=-1))

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from twostep.local import redis_server
-from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, RAY_HOST, LocalPlan, LocalWorker
+from twostep.local.autoscale import ROLES, Scale
+from twostep.local.plan import LOOPBACK, RAY_HOST, LocalOptions, LocalPlan, LocalWorker
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes, ray_up
-from twostep.local.scaling import ROLES, Scale
 from twostep.local.supervisor import Component
 
 # Meant for a client of another system, or true of one process only: wrong for every process of this one.
