@@ -221,7 +221,6 @@ class LocalAutoscale:
             await asyncio.gather(*self._retiring.values(), return_exceptions=True)
 
     async def step(self) -> None:
-        """One look, and what follows from it."""
         self._look_after()
         await self._look_at_roles()
         wanted = await self._ask()
@@ -238,7 +237,6 @@ class LocalAutoscale:
                 self._start(role)
 
     def _look_after(self) -> None:
-        """Who is gone, and who has become ready."""
         for name in [name for name, task in self._retiring.items() if task.done()]:
             self._retiring.pop(name).result()
             self._starting.discard(name)

@@ -93,7 +93,6 @@ def share_gpus(num_workers: int, num_gpus: int, *, per_worker: int = 1, utilizat
 
 
 def describe(names: Sequence[str], shares: Sequence[GpuShare]) -> str:
-    """One line for people."""
     parts = []
     for name, share in zip(names, shares, strict=True):
         gpu = f"GPU {share.index}" if share.num_gpus == 1 else f"{share.num_gpus} GPUs from {share.index}"
@@ -149,5 +148,4 @@ def memory_of(model_dir: Path, *, fake: bool, on_gpu: bool, kv_cache_bytes: int)
 
 
 def num_cores() -> int:
-    """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -166,7 +166,6 @@ class LocalOptions(UpSettings):
 
     @property
     def num_workers(self) -> int:
-        """At the start."""
         return self.num_prefill + self.decode
 
 
@@ -183,7 +182,6 @@ class LocalWorker:
 
     @classmethod
     def new(cls, worker_id: str, role: str, gpu: GpuShare | None) -> LocalWorker:
-        """On ports that are free now."""
         port, health_port, metrics_port = free_ports(3)
         return cls(worker_id=worker_id, role=role, port=port, health_port=health_port, metrics_port=metrics_port, gpu=gpu)
 
@@ -202,8 +200,6 @@ class LocalWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """Where everything of one system is."""
-
     model_dir: Path
     model_name: str
     run_dir: Path
@@ -232,7 +228,6 @@ class LocalPlan:
 
     @property
     def secret_file(self) -> Path:
-        """The deployment secret that all processes share."""
         return self.run_dir / "secret"
 
     @property
@@ -321,7 +316,6 @@ def _check_shared_memory(options: LocalOptions, directory: Path = Path("/dev/shm
 
 
 def _num_gpus(options: LocalOptions, environ: Mapping[str, str]) -> int:
-    """That are ours to deal out."""
     return (count_gpus(environ) or 0) if options.worker.runner == "model" and options.worker.device in ("auto", "cuda") else 0
 
 

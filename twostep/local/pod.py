@@ -66,7 +66,6 @@ class PodWorker:
 
 
 def pod_workers(config: PodSettings) -> list[PodWorker]:
-    """Prefill workers first, then decode workers."""
     roles = [("prefill", i) for i in range(config.prefill)] + [("decode", i) for i in range(config.decode)]
     workers = []
     for index, (role, number) in enumerate(roles):
@@ -81,7 +80,6 @@ def pod_workers(config: PodSettings) -> list[PodWorker]:
 
 
 def parse_pod(argv: Sequence[str] | None = None) -> PodSettings:
-    """Exits with a usage message if a flag does not make sense."""
     return read_settings(
         PodSettings, argv, prog="python -P -m twostep.local.pod", description="Several workers as processes of one container."
     )
@@ -148,7 +146,6 @@ class Pod(Observer):
         return self._last_live.keys() == self._workers.keys()
 
     async def _look(self, worker: PodWorker) -> bool:
-        """Returns whether it is ready."""
         health = worker.health_address
         live, ready = await asyncio.gather(self._probes.healthy(health, "liveness"), self._probes.healthy(health, READINESS))
         if worker.name not in self._last_live:

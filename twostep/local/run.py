@@ -84,7 +84,6 @@ class LogFollower:
         self._rests: dict[Path, str] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self.poll()
             await asyncio.sleep(_FOLLOW_EVERY_S)

@@ -34,8 +34,6 @@ _LONG_LIFE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One process to keep running."""
-
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -164,7 +162,6 @@ def _fresh(log: Path | None, pid_file: Path) -> AbstractContextManager[BinaryIO 
 
 
 def tail(log: Path, num_lines: int = 20) -> list[str]:
-    """The last lines of a log file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
@@ -248,7 +245,6 @@ class Supervisor:
         self._forget(name)
 
     async def stop(self) -> None:
-        """Idempotent. Returns when no process is left."""
         self._stopping.set()
         for order in sorted({component.stop_order for component in self._components.values()}):
             group = [
@@ -282,7 +278,6 @@ class Supervisor:
         return self._stops[name]
 
     async def _stop_one(self, name: str) -> None:
-        """Its process, and then whoever would start it again."""
         task = self._tasks[name]
         await self._stop_process(name)
         task.cancel()
@@ -341,7 +336,6 @@ class Supervisor:
             self.num_restarts += 1
 
     def _over(self, name: str) -> bool:
-        """Nothing is to be started again."""
         return self._stopping.is_set() or name in self._stops
 
     async def _launch(self, component: Component) -> Process:

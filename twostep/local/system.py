@@ -58,7 +58,6 @@ class LocalSystem:
 
     @property
     def http_url(self) -> str:
-        """Where OpenAI's clients find the router."""
         return f"http://{self.target.rpartition(':')[0]}:{self.plan.http_port}"
 
     @property
@@ -74,7 +73,6 @@ class LocalSystem:
 
     @property
     def metrics_urls(self) -> dict[str, str]:
-        """Where each process of the start serves its metrics."""
         found = {"router": self.plan.router_metrics_port} | {worker.worker_id: worker.metrics_port for worker in self.plan.workers}
         if self.plan.scale is not None:
             found["autoscaler"] = self.plan.scaler_metrics_port

@@ -107,8 +107,6 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 class _Call:
-    """See twostep.rpc.slots.Call."""
-
     __slots__ = ("_caller", "_calls", "_context", "_ended", "_handler", "_reading", "_slots", "_task", "_unread")
 
     def __init__(self, handler: Any, slots: Slots, caller: str, *, calls: set[_Call], unread: Unread) -> None:
@@ -257,6 +255,5 @@ _kept: set[asyncio.Task[None]] = set()
 
 
 def _keep(task: asyncio.Task[None]) -> None:
-    """An event loop alone does not."""
     _kept.add(task)
     task.add_done_callback(_kept.discard)

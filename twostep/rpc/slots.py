@@ -97,7 +97,6 @@ class Slots:
         await _enter(place, self._reading, bounds.of_all, self._waiting, bounds.patience_s)
 
     def _read(self, place: Slot) -> None:
-        """Not read any more."""
         if place in place.of.reading:
             del place.of.reading[place]
             _wake(place.of.waiting)
@@ -139,12 +138,10 @@ class Slot:
         await self._slots._turn(self)
 
     def running(self) -> None:
-        """The message is here."""
         if not self._freed:
             self._slots._run(self)
 
     def give_way(self) -> None:
-        """To another one's call."""
         self.free()
         self._call.end(ResourceExhausted(_TOO_SLOW))
 

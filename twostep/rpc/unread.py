@@ -17,8 +17,6 @@ _SMALL_BYTES = 64 << 10
 
 
 class Unread:
-    """The answers of one server."""
-
     def __init__(self, *, of_caller: int = _OF_CALLER_BYTES, of_all: int = _OF_ALL_BYTES) -> None:
         self._of_caller = of_caller
         self._of_all = of_all

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 _CONSTANT = "it is a constant now, "
 
-# Settings of the processes.
 REMOVED: dict[str, str] = {
     "ageing": f"{_CONSTANT}10 s on routers and 30 s on workers",
     "batch-concurrency": "it is an eighth of --max-inflight",
@@ -40,7 +39,6 @@ REMOVED: dict[str, str] = {
     "switch-time": f"{_CONSTANT}0.1 s",
 }
 
-# Flags of commands alone.
 REMOVED_FLAGS: dict[str, str] = {
     "arrivals": "--concurrency gives a closed loop, a trace without --rate its own times, all else Poisson arrivals",
     "batch-timeout-ms": f"{_CONSTANT}100 ms",

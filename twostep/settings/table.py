@@ -173,7 +173,6 @@ def _setting(name: str, hint: Any, about: _About, default: Any) -> SettingRow:
 
 
 def table_of(table: type[Settings], values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Returns an instance of the table with these values, by their paths, and defaults for the rest."""
     flat = {path[0]: value for path, value in values.items() if len(path) == 1}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
