@@ -22,8 +22,7 @@ from twostep.errors import ResourceExhausted, TwostepError, Unauthenticated
 from twostep.rpc.channel import open_channel
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer
-from twostep.rpc.slots import ReadBounds, Slots
-from twostep.rpc.unread import Unread
+from twostep.rpc.slots import ReadBounds, Slots, Unread
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 STATS = "/twostep.v1.Worker/Stats"

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kills import kill_under_load
+from loads import answered, kill_under_load
 from oracle import Oracle
-from oracle_cases import answered
 from running import System, wait_until
 
 pytestmark = pytest.mark.timeout(600)

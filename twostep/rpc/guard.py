@@ -28,8 +28,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError, Unavailable, status_of, trailing_metadata
-from twostep.rpc.slots import ReadBounds, Slot, Slots
-from twostep.rpc.unread import Unread
+from twostep.rpc.slots import ReadBounds, Slot, Slots, Unread
 
 log = logging.getLogger(__name__)
 

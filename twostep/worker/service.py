@@ -11,8 +11,8 @@ import grpc.aio
 from twostep.engine.engine import Engine
 from twostep.errors import InternalError
 from twostep.keys.vouch import vouch
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import RolePass
 from twostep.worker.roles import RoleChange, RoleConflict
 
 _Context = grpc.aio.ServicerContext[Any, Any]
