@@ -192,13 +192,12 @@ class LocalAutoscale:
         ask: Callable[[], Awaitable[WantedWorkers | None]],
         roles: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
         say: Callable[[str], None],
-        look_every_s: float = _LOOK_EVERY_S,
-        first_pause_s: float = _FIRST_PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`first`: (worker id, role) of those that run already."""
         self._scale, self._supervisor, self._make, self._say = scale, supervisor, make, say
         self._ask, self._roles = ask, roles
-        self._look_every_s, self._first_pause_s = look_every_s, first_pause_s
+        self._clock = clock
         self._numbers = itertools.count()
         self._held: dict[str, RunningWorker] = {}
         for place, (worker_id, role) in enumerate(first):
@@ -214,7 +213,7 @@ class LocalAutoscale:
         try:
             while True:
                 await self.step()
-                await asyncio.sleep(self._look_every_s)
+                await asyncio.sleep(_LOOK_EVERY_S)
         finally:
             for task in self._retiring.values():
                 task.cancel()
@@ -231,7 +230,7 @@ class LocalAutoscale:
         self._tell(wanted)
         for name in todo.retire:
             self._retire(name)
-        now = time.monotonic()
+        now = self._clock()
         for role in todo.start:
             if now >= self._not_before[role]:
                 self._start(role)
@@ -251,8 +250,8 @@ class LocalAutoscale:
                 # The supervisor has said why.
                 self._starting.discard(name)
                 del self._held[name]
-                self._pause_s[role] = min(_LONGEST_PAUSE_S, 2 * self._pause_s[role] or self._first_pause_s)
-                self._not_before[role] = time.monotonic() + self._pause_s[role]
+                self._pause_s[role] = min(_LONGEST_PAUSE_S, 2 * self._pause_s[role] or _FIRST_PAUSE_S)
+                self._not_before[role] = self._clock() + self._pause_s[role]
                 self._say(f"autoscaler: no {role} worker is started for {self._pause_s[role]:g} s")
 
     async def _look_at_roles(self) -> None:
@@ -271,9 +270,9 @@ class LocalAutoscale:
         self._retiring[name] = asyncio.create_task(self._gone(name), name=f"retire {name}")
 
     async def _gone(self, name: str) -> None:
-        begun = time.monotonic()
+        begun = self._clock()
         await self._supervisor.retire(name)
-        self._say(f"{name}: gone, took {time.monotonic() - begun:.1f} s")
+        self._say(f"{name}: gone, took {self._clock() - begun:.1f} s")
 
     def _start(self, role: str) -> None:
         taken = {held.place for held in self._held.values()}
