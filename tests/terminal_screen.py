@@ -1,4 +1,4 @@
-"""A terminal for tests and pictures: what a VT100-like screen shows after the escape sequences that our commands and readline write."""
+"""A terminal for tests: what a VT100-like screen shows after the escape sequences that our commands and readline write."""
 
 from __future__ import annotations
 
@@ -11,58 +11,40 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from fcntl import ioctl
 
 from twostep.cli._terminal import char_width
 
 _SEQUENCE = re.compile(r"\x1b(?:\[(?P<args>[0-9;?]*)(?P<final>[@-~])|(?P<plain>[78DM=>])|\](?P<osc>[^\x07\x1b]*)(?:\x07|\x1b\\))")
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    bold: bool = False
-    dim: bool = False
-    inverse: bool = False
-    color: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A wide character fills two: the second is empty."""
-
-    char: str = " "
-    style: Style = field(default_factory=Style)
+_MODES = (1, 7, 12, 25, 1034, 1049, 2004)
 
 
 class Screen:
-    """Feed it what a program writes. Raises ValueError for a sequence that it does not know."""
+    """Feed it what a program writes. Raises ValueError for a sequence that it does not know. A wide character fills two cells, the second
+    of which is empty; colours are only counted as sequences."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self.scrolled: list[list[Cell]] = []
-        self.rows = [self._blank() for _ in range(height)]
+        self.scrolled: list[list[str]] = []
+        self.rows = self._blank(height)
         self.row = self.column = 0
-        self.style = Style()
         self.num_sequences = 0
         self.cursor_hidden = False
         self._pending = False
         self._saved = (0, 0, False)
-        self._main: list[list[Cell]] | None = None
+        self._main: list[list[str]] | None = None
         self._rest = ""
 
     def lines(self) -> list[str]:
         """What is shown, without what has scrolled away."""
-        return ["".join(cell.char for cell in row).rstrip() for row in self.rows]
+        return ["".join(row).rstrip() for row in self.rows]
 
     def text(self) -> str:
         """All there was, what has scrolled away included."""
-        rows = [*self.scrolled, *self.rows]
-        return "\n".join("".join(cell.char for cell in row).rstrip() for row in rows).rstrip("\n")
+        return "\n".join("".join(row).rstrip() for row in [*self.scrolled, *self.rows]).rstrip("\n")
 
     def feed(self, text: str) -> None:
-        text, at = self._rest + text, 0
-        self._rest = ""
+        text, at, self._rest = self._rest + text, 0, ""
         while at < len(text):
             if text[at] != "\x1b":
                 self._char(text[at])
@@ -78,8 +60,8 @@ class Screen:
             self._sequence(match)
             at = match.end()
 
-    def _blank(self) -> list[Cell]:
-        return [Cell()] * self.width
+    def _blank(self, count: int) -> list[list[str]]:
+        return [[" "] * self.width for _ in range(count)]
 
     def _char(self, char: str) -> None:
         if char == "\n":
@@ -91,27 +73,16 @@ class Screen:
             self.column, self._pending = max(0, self.column - 1), False
         elif char == "\t":
             self.column = min(self.width - 1, (self.column // 8 + 1) * 8)
-        elif char in "\x07\x0e\x0f\x00":
-            pass
-        elif char < " ":
+        elif char >= " " and (columns := char_width(char)):
+            if self._pending or self.column + columns > self.width:
+                self.column, self._pending = 0, False
+                self._down()
+            self.rows[self.row][self.column : self.column + columns] = [char, ""][:columns]
+            self.column += columns
+            if self.column >= self.width:
+                self.column, self._pending = self.width - 1, True
+        elif char < " " and char not in "\x07\x0e\x0f\x00":
             raise ValueError(f"unknown control character {char!r}")
-        else:
-            self._print(char)
-
-    def _print(self, char: str) -> None:
-        columns = char_width(char)
-        if columns == 0:
-            return
-        if self._pending or self.column + columns > self.width:
-            self.column = 0
-            self._down()
-            self._pending = False
-        self.rows[self.row][self.column] = Cell(char, self.style)
-        if columns == 2:
-            self.rows[self.row][self.column + 1] = Cell("", self.style)
-        self.column += columns
-        if self.column >= self.width:
-            self.column, self._pending = self.width - 1, True
 
     def _down(self) -> None:
         if self.row < self.height - 1:
@@ -119,89 +90,63 @@ class Screen:
             return
         if self._main is None:
             self.scrolled.append(self.rows[0])
-        self.rows = [*self.rows[1:], self._blank()]
+        self.rows = [*self.rows[1:], *self._blank(1)]
 
     def _sequence(self, match: re.Match[str]) -> None:
-        plain, final = match["plain"], match["final"]
-        if match["osc"] is not None:
+        plain, final, args = match["plain"], match["final"], match["args"] or ""
+        if match["osc"] is not None or final == "m" or plain in ("=", ">"):
             return
-        if plain is not None:
-            self._plain(plain)
+        if plain == "7":
+            self._saved = (self.row, self.column, self._pending)
             return
-        args = match["args"]
+        if plain == "8":
+            self.row, self.column, self._pending = self._saved
+            return
         numbers = [int(number) if number else 0 for number in args.lstrip("?").split(";")]
-        count = max(1, numbers[0])
         if args.startswith("?"):
-            self._mode(numbers, final == "h")
-            return
-        if final == "m":
             for number in numbers:
-                self._rendition(number)
+                self._mode(number, final == "h")
             return
         self._pending = False
-        if final == "A":
-            self.row = max(0, self.row - count)
-        elif final == "B":
-            self.row = min(self.height - 1, self.row + count)
-        elif final == "C":
-            self.column = min(self.width - 1, self.column + count)
-        elif final == "D":
-            self.column = max(0, self.column - count)
-        elif final == "G":
-            self.column = min(self.width, count) - 1
-        elif final == "H":
-            self.row, self.column = min(self.height, count) - 1, min(self.width, max(1, (numbers[1:] or [1])[0])) - 1
-        elif final == "K":
-            self.rows[self.row] = self.rows[self.row][: self.column] + [Cell()] * (self.width - self.column)
-        elif final == "J" and numbers[0] in (0, 2):
-            if numbers[0] == 2:
-                self.rows = [self._blank() for _ in range(self.height)]
-            else:
-                self.rows[self.row] = self.rows[self.row][: self.column] + [Cell()] * (self.width - self.column)
-                self.rows[self.row + 1 :] = [self._blank() for _ in range(self.height - self.row - 1)]
-        elif final == "P":
-            row = self.rows[self.row]
-            self.rows[self.row] = row[: self.column] + row[self.column + count :] + [Cell()] * min(count, self.width - self.column)
-        elif final == "@":
-            row = self.rows[self.row]
-            self.rows[self.row] = (row[: self.column] + [Cell()] * count + row[self.column :])[: self.width]
-        else:
-            raise ValueError(f"unknown sequence {match[0]!r}")
+        count, row = max(1, numbers[0]), self.rows[self.row]
+        match plain or final:
+            case "D" if plain:
+                self._down()
+            case "M" | "A":
+                self.row = max(0, self.row - count)
+            case "B":
+                self.row = min(self.height - 1, self.row + count)
+            case "C":
+                self.column = min(self.width - 1, self.column + count)
+            case "D":
+                self.column = max(0, self.column - count)
+            case "G":
+                self.column = min(self.width, count) - 1
+            case "H":
+                self.row, self.column = min(self.height, count) - 1, min(self.width, max(1, (numbers[1:] or [1])[0])) - 1
+            case "K":
+                row[self.column :] = [" "] * (self.width - self.column)
+            case "J":
+                if numbers[0] == 0:
+                    row[self.column :] = [" "] * (self.width - self.column)
+                first = self.row + 1 if numbers[0] == 0 else 0
+                self.rows[first:] = self._blank(self.height - first)
+            case "P":
+                row[self.column :] = (row[self.column + count :] + [" "] * count)[: self.width - self.column]
+            case "@":
+                row[self.column :] = ([" "] * count + row[self.column :])[: self.width - self.column]
+            case _:
+                raise ValueError(f"unknown sequence {match[0]!r}")
 
-    def _plain(self, what: str) -> None:
-        if what == "7":
-            self._saved = (self.row, self.column, self._pending)
-        elif what == "8":
-            self.row, self.column, self._pending = self._saved
-        elif what == "D":
-            self._pending = False
-            self._down()
-        elif what == "M":
-            self._pending = False
-            assert self.row > 0, "nothing of ours scrolls back"
-            self.row -= 1
-
-    def _mode(self, numbers: Sequence[int], on: bool) -> None:
-        for number in numbers:
-            if number == 1049:
-                if on:
-                    self._main, self.rows = self.rows, [self._blank() for _ in range(self.height)]
-                elif self._main is not None:
-                    self._main, self.rows = None, self._main
-            elif number == 25:
-                self.cursor_hidden = not on
-            elif number not in (7, 12, 1, 1034, 2004):
-                raise ValueError(f"unknown mode {number}")
-
-    def _rendition(self, number: int) -> None:
-        if number == 0:
-            self.style = Style()
-        elif number in (1, 2, 7):
-            self.style = replace(self.style, **{{1: "bold", 2: "dim", 7: "inverse"}[number]: True})
-        elif 30 <= number <= 37 or 90 <= number <= 97:
-            self.style = replace(self.style, color=number % 10 + (8 if number >= 90 else 0))
-        else:
-            raise ValueError(f"unknown rendition {number}")
+    def _mode(self, number: int, on: bool) -> None:
+        if number not in _MODES:
+            raise ValueError(f"unknown mode {number}")
+        if number == 25:
+            self.cursor_hidden = not on
+        elif number == 1049 and on:
+            self._main, self.rows = self.rows, self._blank(self.height)
+        elif number == 1049 and self._main is not None:
+            self._main, self.rows = None, self._main
 
 
 class Session:

@@ -30,8 +30,6 @@ class ReplayError(Exception):
 
 @dataclass(slots=True)
 class Image:
-    """Holds what a stage has come to."""
-
     root: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": _PATH})
     args: dict[str, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ _COMPILERS = ("gcc", "cc", "clang", "tcc")
 
 
 class Checks:
-    """Checks of the image `name`. `binds`: what it is given of the host; `ports`: three free ones."""
+    """Checks of the image `name`, over an empty Redis. `ports`: three free ones."""
 
     def __init__(self, name: str, image: Image, *, model: Path, redis_url: str, ports: Sequence[int], scratch: Path) -> None:
         self._name, self._image, self._ports, self._log = name, image, ports, scratch / f"{name}.log"
@@ -32,7 +32,6 @@ class Checks:
         self._redis_url = redis_url
 
     def all(self) -> None:
-        """Raises ReplayError at the first that fails."""
         if self._image.user.partition(":")[0] in ("0", "root", ""):
             raise ReplayError("the image runs as root")
         for module in MODULES[self._name]:

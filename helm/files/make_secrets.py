@@ -20,7 +20,6 @@ KEYS = ("deployment-secret", "ray-token", "redis-password")
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Exit status: 0 the Secret is there, 1 it is not."""
     name, namespace = environ["SECRET_NAME"], environ["NAMESPACE"]
     path = f"/api/v1/namespaces/{namespace}/secrets"
     api = Api(environ)

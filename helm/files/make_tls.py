@@ -35,7 +35,6 @@ class ApiAnswer:
     object: Any = None
 
     def data(self, key: str) -> bytes:
-        """Returns the data of a Secret; empty if it has no such key."""
         return base64.b64decode((self.object.get("data") or {}).get(key, ""))
 
 
@@ -51,7 +50,6 @@ class Api:
         self._context = ssl.create_default_context(cafile=str(authority)) if authority.exists() else None
 
     def call(self, method: str, path: str, body: Any = None) -> ApiAnswer:
-        """Raises OSError where the API cannot be reached."""
         request = urllib.request.Request(self._base + path, method=method, data=None if body is None else json.dumps(body).encode())
         request.add_header("Authorization", f"Bearer {self._token}")
         request.add_header("Content-Type", "application/json")
@@ -137,7 +135,6 @@ def provide(api: Api, environ: Mapping[str, str], name: str, names: list[str], u
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Exit status: 0 the Secrets are there, 1 one is not."""
     api = Api(environ)
     keda = environ.get("KEDA_SECRET_NAME")
     try:

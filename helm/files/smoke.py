@@ -104,7 +104,6 @@ def until_it_holds(check: Callable[[float], str], deadline: float) -> bool:
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Exit status: 0 everything answered, 1 something did not in time."""
     smoke = Smoke(environ)
     deadline = time.monotonic() + float(environ.get("TIMEOUT_S", "120"))
     return 0 if all(until_it_holds(check, deadline) for check in (smoke.health, smoke.generate, smoke.chat)) else 1

@@ -15,9 +15,9 @@ from twostep.autoscaler.server import Autoscaler
 from twostep.autoscaler.switches import Outcome, Switcher, last_of_role
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, Unavailable
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import RolePass
 from twostep.settings.autoscaler import PoolSettings
 
 ANSWERS = Load(requests=9, prompt_tokens=200, output_tokens=800)

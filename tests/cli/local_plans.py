@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from twostep.cli._flags import parser
 from twostep.cli._up import options_of
 from twostep.local.components import Components
-from twostep.local.options import LocalOptions
-from twostep.local.plan import LocalPlan, make_plan
+from twostep.local.plan import LocalOptions, LocalPlan, make_plan
 from twostep.local.probes import Probes
 from twostep.local.supervisor import Component
 

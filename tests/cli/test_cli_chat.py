@@ -120,14 +120,6 @@ def test_what_is_typed_too_early_waits_for_the_prompt(server: tuple[ScriptedInfe
         assert shown.index("[3 tokens") < shown.index("> ok")
 
 
-def test_waiting_is_shown(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
-    with chat(server, tmp_path) as terminal:
-        say(terminal, "silent\n")
-        terminal.expect("waiting for the first token · ")
-        terminal.type("\x03")
-        terminal.expect("[cancelled · 0 tokens]")
-
-
 def test_history_is_kept_and_is_the_users_own(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
     path = tmp_path / "twostep" / "chat_history"
     for number, _ in enumerate(range(2)):

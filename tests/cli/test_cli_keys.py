@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 import subprocess
 import sys
@@ -163,25 +162,6 @@ def test_a_port_that_asks_for_a_certificate_is_shown_one(
         status, _, err = run(capsys, *where, *flags)
         assert status == 1
         assert complaint in err
-
-
-def test_what_speaks_no_http_is_no_admin_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where the gRPC port is given."""
-    (tmp_path / "secret").write_bytes(SECRET)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        status, _, err = run(capsys, "list", "--admin", f"127.0.0.1:{server.getsockname()[1]}", "--secret-file", tmp_path / "secret")
-        thread.join()
-    assert status == 1
-    assert "is no router's admin port" in err
 
 
 def test_it_loads_nothing_heavy() -> None:

@@ -21,8 +21,8 @@ from twostep.cli._role import is_last
 from twostep.client import WorkerStatus
 from twostep.errors import InvalidRequest, TwostepError
 from twostep.keys.api_keys import system_key
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import RolePass
 
 SECRET = b"sixteen bytes or more"
 

@@ -1,4 +1,4 @@
-"""What keeps the workers of `twostep up --autoscale`: over trivial processes, and asking a real external scaler."""
+"""What keeps the workers of `twostep up --autoscale`, and that it asks a real external scaler."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from test_local_supervisor import Journal, alive, component, until
 
 from twostep.autoscaler.external_scaler import DecisionBoard, ExternalScaler
 from twostep.autoscaler.server import SERVICE
@@ -16,12 +17,9 @@ from twostep.cluster.connection import connect
 from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.cluster.signed import DECISIONS, RECORDS, Signer
-from twostep.local.autoscale import LocalAutoscale
-from twostep.local.process import Process
+from twostep.local.autoscale import Bounds, LocalAutoscale, Scale, ScalerClient, WantedWorkers
 from twostep.local.redis_server import answers, server_argv, server_binary, server_url
-from twostep.local.scaler import ScalerClient, WantedWorkers
-from twostep.local.scaling import Bounds, Scale
-from twostep.local.supervisor import Component, Supervisor
+from twostep.local.supervisor import Component, Process, Supervisor
 from twostep.rpc.keda import externalscaler_pb2_grpc
 from twostep.rpc.server import GrpcServer, ServerConfig
 
@@ -39,50 +37,70 @@ SWITCHED = WorkerRecord(
     max_model_len=64,
     pod_owner="decode",
 )
-SLOW_TO_GO = """
-def slowly(*_):
-    with open("asked", "a") as file:
-        file.write("x")
-    time.sleep(1)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, slowly)
-"""
+
+
+class Processes:
+    """In the supervisor's place: who is kept running, and who is ready. One that is told to go has gone once it is in `gone`."""
+
+    def __init__(self, *names: str) -> None:
+        self.running = dict.fromkeys(names, True)
+        self.leaving: dict[str, asyncio.Event] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.running)
+
+    def is_ready(self, name: str) -> bool:
+        return self.running.get(name, False)
+
+    def add(self, component: Component) -> None:
+        self.running[component.name] = False
+
+    async def retire(self, name: str) -> None:
+        await self.leaving.setdefault(name, asyncio.Event()).wait()
+        del self.running[name]
 
 
 class Loop:
-    """A local autoscale over processes that only wait; `says` is what the autoscaler wants."""
+    """A local autoscale that is looked on by hand; `says` is what the autoscaler wants."""
 
-    def __init__(self, tmp: Path, *, total: int = 4) -> None:
-        self.tmp, self.journal, self.said = tmp, Journal(), list[str]()
+    def __init__(self, *, total: int = 4) -> None:
+        self.processes, self.said, self.now = Processes("prefill-0", "decode-0"), list[str](), 0.0
         self.says: WantedWorkers | None = None
         self.roles: dict[str, str] = {}
         self.places: dict[str, int] = {}
-        self.script = ""
-        first = [("prefill-0", "prefill"), ("decode-0", "decode")]
-        self.supervisor = Supervisor([component(tmp, name, stop_grace_s=60) for name, _ in first], run_dir=tmp, observer=self.journal)
         bounds = Bounds(least=1, most=3)
         self.autoscale = LocalAutoscale(
             Scale(prefill=bounds, decode=bounds, total=total),
-            self.supervisor,
-            first,
+            cast(Supervisor, self.processes),
+            [("prefill-0", "prefill"), ("decode-0", "decode")],
             make=self._make,
             ask=self._ask,
             roles=self._roles,
             say=self.said.append,
-            look_every_s=0.02,
-            first_pause_s=0.2,
+            clock=lambda: self.now,
         )
 
-    def wants(self, prefill: int, decode: int, *victims: str) -> None:
-        self.says = WantedWorkers(replicas={"prefill": prefill, "decode": decode}, victims=victims, reason="because")
+    async def look(self, *, ready: bool = True) -> set[str]:
+        """Returns who runs or starts then; all of them are ready by the next look."""
+        await self.autoscale.step()
+        await asyncio.sleep(0)
+        self.processes.running = dict.fromkeys(self.processes.running, ready)
+        return set(self.processes.names)
 
-    @property
-    def ready(self) -> set[str]:
-        return {name for name in self.supervisor.names if self.supervisor.is_ready(name)}
+    async def wants(self, prefill: int, decode: int, *victims: str) -> set[str]:
+        self.says = WantedWorkers(replicas={"prefill": prefill, "decode": decode}, victims=victims, reason="because")
+        return await self.look()
+
+    async def gone(self, *names: str) -> set[str]:
+        for name in names:
+            self.processes.leaving[name].set()
+        await asyncio.sleep(0)
+        return await self.look()
 
     def _make(self, worker_id: str, role: str, place: int) -> Component:
         self.places[worker_id] = place
-        return component(self.tmp, worker_id, self.script, stop_grace_s=60)
+        return cast(Component, SimpleNamespace(name=worker_id))
 
     async def _roles(self, worker_ids: Sequence[str]) -> dict[str, str]:
         return {name: role for name, role in self.roles.items() if name in worker_ids}
@@ -91,89 +109,52 @@ class Loop:
         return self.says
 
 
-@pytest.fixture
-def loop(tmp_path: Path) -> Loop:
-    return Loop(tmp_path)
-
-
-async def test_workers_come_and_go_and_places_are_given_again(loop: Loop) -> None:
-    await loop.supervisor.start()
-    running = asyncio.create_task(loop.autoscale.run())
-    await asyncio.sleep(0.1)
-    assert loop.ready == {"prefill-0", "decode-0"}, "nobody has said anything"
-    loop.wants(1, 3)
-    await until(lambda: loop.ready == {"prefill-0", "decode-0", "decode-1", "decode-2"})
+async def test_workers_come_and_go_and_places_are_given_again() -> None:
+    loop = Loop()
+    assert await loop.look() == {"prefill-0", "decode-0"}, "nobody has said anything"
+    four = {"prefill-0", "decode-0", "decode-1", "decode-2"}
+    assert await loop.wants(1, 3) == four
     assert loop.places == {"decode-1": 2, "decode-2": 3}
-    # No answer, no change.
     loop.says = None
-    await asyncio.sleep(0.1)
-    assert len(loop.ready) == 4
-    loop.wants(3, 1, "decode-0")
-    await until(lambda: loop.ready == {"prefill-0", "prefill-1", "prefill-2", "decode-1"})
-    assert sorted(loop.places[name] for name in ("prefill-1", "prefill-2")) == [1, 3], "those of decode-0 and of the youngest"
+    assert await loop.look() == four, "no answer, no change"
+    assert await loop.wants(3, 1, "decode-0") == four, "no place is free yet"
+    assert loop.processes.leaving.keys() == {"decode-0", "decode-2"}, "who should go first, and the youngest"
+    await loop.look()
+    assert loop.said.count("decode-0: draining, it is not needed any more") == 1
+    assert await loop.gone("decode-0") == {"prefill-0", "prefill-1", "decode-1", "decode-2"}
+    assert await loop.gone("decode-2") == {"prefill-0", "prefill-1", "prefill-2", "decode-1"}
+    assert (loop.places["prefill-1"], loop.places["prefill-2"]) == (1, 3)
     assert loop.said[0] == "autoscaler: 1 prefill, 3 decode workers wanted: because"
-    assert "decode-0: draining, it is not needed any more" in loop.said
-    running.cancel()
-    await asyncio.wait([running])
-    await loop.supervisor.stop()
 
 
-async def test_who_changes_its_role_is_told_as_who_comes_and_goes_is(loop: Loop) -> None:
+async def test_who_changes_its_role_is_told_as_who_comes_and_goes_is() -> None:
     """And what is wanted is told by the roles, not by what the workers were started as."""
-    await loop.supervisor.start()
-    running = asyncio.create_task(loop.autoscale.run())
-    loop.wants(1, 2)
-    await until(lambda: "decode-1" in loop.ready)
-    assert loop.said == ["autoscaler: 1 prefill, 2 decode workers wanted: because"]
+    loop = Loop()
+    await loop.wants(1, 2)
     loop.says = WantedWorkers(replicas={"prefill": 1, "decode": 2}, workers={"prefill": 2, "decode": 1}, reason="long prompts")
     loop.roles = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill", "of-another-system": "decode"}
-    await until(lambda: len(loop.said) >= 3)
+    await loop.look()
     loop.roles["decode-1"] = "decode"
-    await until(lambda: len(loop.said) >= 4)
-    assert sorted(loop.said[1:3]) == ["autoscaler: 2 prefill, 1 decode workers wanted: long prompts", "decode-1: a prefill worker now"]
-    assert loop.said[3:] == ["decode-1: a decode worker now"], "each is told once"
-    assert loop.ready == {"prefill-0", "decode-0", "decode-1"}
-    running.cancel()
-    await asyncio.wait([running])
-    await loop.supervisor.stop()
+    await loop.look()
+    assert await loop.look() == {"prefill-0", "decode-0", "decode-1"}
+    assert loop.said == [
+        "autoscaler: 1 prefill, 2 decode workers wanted: because",
+        "decode-1: a prefill worker now",
+        "autoscaler: 2 prefill, 1 decode workers wanted: long prompts",
+        "decode-1: a decode worker now",
+    ], "each is told once"
 
 
-@pytest.mark.system
-async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that_grows(loop: Loop) -> None:
-    await loop.supervisor.start()
-    loop.script = "sys.exit(3)"
-    running = asyncio.create_task(loop.autoscale.run())
-    loop.wants(1, 2)
-    await until(lambda: "autoscaler: no decode worker is started for 0.8 s" in loop.said)
-    pauses = [line.rpartition("for ")[2] for line in loop.said if "no decode" in line]
-    assert pauses[:3] == ["0.2 s", "0.4 s", "0.8 s"]
-    assert loop.ready == {"prefill-0", "decode-0"}
-    loop.script = ""
-    await until(lambda: "decode-1" in loop.ready)
-    running.cancel()
-    await asyncio.wait([running])
-    await loop.supervisor.stop()
-
-
-@pytest.mark.system
-async def test_an_end_in_the_midst_of_scaling_leaves_nothing_and_cuts_no_drain_short(loop: Loop) -> None:
-    """One worker drains, one is being started and never gets ready."""
-    await loop.supervisor.start()
-    running = asyncio.create_task(loop.autoscale.run())
-    loop.script = SLOW_TO_GO
-    loop.wants(1, 2)
-    await until(lambda: "decode-1" in loop.ready)
-    loop.script = "time.sleep(1000)"
-    loop.wants(2, 1, "decode-1")
-    asked = loop.tmp / "asked"
-    await until(lambda: asked.exists() and loop.supervisor.pid_of("prefill-1") is not None)
-    pids = [loop.supervisor.pid_of(name) for name in loop.supervisor.names]
-    running.cancel()
-    await asyncio.wait([running])
-    await loop.supervisor.stop()
-    assert not [pid for pid in pids if pid is not None and alive(pid)]
-    assert asked.read_text() == "x"
-    assert not [event for event in loop.journal.events if event.startswith("killed")]
+async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that_grows() -> None:
+    loop = Loop()
+    loop.says = WantedWorkers(replicas={"prefill": 1, "decode": 2})
+    for _ in range(190):
+        await loop.look(ready=False)
+        # It has ended before it was ready.
+        loop.processes.running.pop("decode-1", None)
+        loop.now += 5.0
+    pauses = [line.rpartition("for ")[2] for line in loop.said if "no decode worker is started" in line]
+    assert pauses == ["10 s", "20 s", "40 s", "80 s", "160 s", "300 s", "300 s"], "in a thousand seconds"
 
 
 _SECRET = b"a secret of this test"
@@ -187,7 +168,7 @@ def record(**changes: object) -> ScalingRecord:
 
 async def test_the_external_scaler_is_asked_as_keda_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine is no silent autoscaler here.
-    monkeypatch.setattr("twostep.local.scaler._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("twostep.local.autoscale._TIMEOUT_S", 60.0)
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
     board = DecisionBoard(stale_s=1000.0, max_listeners=1)
     server = GrpcServer(ServerConfig(health_port=-1))

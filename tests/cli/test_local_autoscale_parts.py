@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from local_plans import planned, told
 
 from twostep.cli._up import admin_url, to_come
-from twostep.local.capacity import HostResources, WorkerResources, need_of, room_for, this_machine
-from twostep.local.scaling import ROLES, Bounds, Changes, RunningWorker, Scale, changes
+from twostep.local.autoscale import ROLES, Bounds, Changes, RunningWorker, Scale, changes
+from twostep.local.machine import memory_of, room_for
 from twostep.process.free_memory import Free
 
 GIB = 1 << 30
@@ -21,39 +21,25 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("machine", "need", "room"),
+    ("each_gib", "memory_gib", "cores", "gpus", "room"),
     [
-        (HostResources(cores=16, memory_bytes=60 * GIB), WorkerResources(memory_bytes=3 * GIB), (16, "cores")),
-        (HostResources(cores=16, memory_bytes=60 * GIB), WorkerResources(memory_bytes=20 * GIB), (3, "memory")),
-        (HostResources(cores=2, memory_bytes=60 * GIB, num_gpus=4), WorkerResources(memory_bytes=3 * GIB, num_gpus=2), (2, "GPUs")),
-        (HostResources(cores=2, memory_bytes=9 * GIB, num_gpus=8), WorkerResources(memory_bytes=3 * GIB, num_gpus=1), (3, "memory")),
-        (HostResources(cores=1, memory_bytes=1), WorkerResources(memory_bytes=GIB), (1, "memory")),
-        (HostResources(cores=2, memory_bytes=60 * GIB), WorkerResources(memory_bytes=1, workers_per_core=8), (16, "cores")),
+        (3, 60, 16, None, (16, "cores")),
+        (20, 60, 16, None, (3, "memory")),
+        (3, 60, 2, 2, (2, "GPUs")),
+        (3, 9, 2, 8, (3, "memory")),
+        (1, 0, 1, None, (1, "memory")),
     ],
 )
-def test_room(machine: HostResources, need: WorkerResources, room: tuple[int, str]) -> None:
-    found = room_for(machine, need)
+def test_room(each_gib: int, memory_gib: int, cores: int, gpus: int | None, room: tuple[int, str]) -> None:
+    found = room_for(each_gib * GIB, memory_bytes=memory_gib * GIB, cores=cores, gpus=gpus)
     assert (found.num_workers, found.limit) == room
 
 
 def test_what_a_worker_needs(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
-    need = need_of(tmp_path, fake=False, num_gpus=0, kv_cache_bytes=2 * GIB)
-    assert need.memory_bytes == 3 * GIB + 5000
-    assert need_of(tmp_path, fake=False, num_gpus=2, kv_cache_bytes=None).num_gpus == 2
-    assert need_of(tmp_path, fake=True, num_gpus=0, kv_cache_bytes=None).memory_bytes < need.memory_bytes
-
-
-def test_a_container_has_less_memory_than_its_machine(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    assert this_machine(3, proc=tmp_path, cgroup=tmp_path).memory_bytes == 8000 << 10
-    (tmp_path / "memory.max").write_text("4000000\n")
-    (tmp_path / "memory.current").write_text("3500000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
-    machine = this_machine(3, proc=tmp_path, cgroup=tmp_path)
-    assert (machine.memory_bytes, machine.num_gpus) == (600000, 3)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert this_machine(3, proc=tmp_path, cgroup=tmp_path).memory_bytes == 8000 << 10
+    need = memory_of(tmp_path, fake=False, on_gpu=False, kv_cache_bytes=2 * GIB)
+    assert need == 3 * GIB + 5000
+    assert memory_of(tmp_path, fake=True, on_gpu=False, kv_cache_bytes=0) < need
 
 
 # ---- what to do ----------------------------------------------------------------------------------------------------------
@@ -123,8 +109,8 @@ def test_bounds_hold_whatever_is_asked(
 
 
 def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 8)
-    monkeypatch.setattr("twostep.local.capacity.free_memory", lambda **_: Free(100 * GIB, "this machine"))
+    monkeypatch.setattr("twostep.local.plan.num_cores", lambda: 8)
+    monkeypatch.setattr("twostep.local.plan.free_memory", lambda **_: Free(100 * GIB, "this machine"))
     common = ("--autoscale", "--model", str(tiny_llama_dir), "--device", "cpu", "--port", "0", "--decode-min-workers", "2", "--decode", "2")
     found = planned(told("up", *common, "--prefill-max-workers", "3"))
     plan, said = found.plan, found.said
@@ -137,7 +123,7 @@ def test_the_autoscaler_is_started_with_the_bounds_of_the_machine(tiny_llama_dir
     assert {name for name in found.components if name.startswith(("prefill", "decode"))} == {"prefill-0", "decode-0", "decode-1"}
     assert (found.flag("decode-1", "--pod-owner"), found.flag("prefill-0", "--pod-owner")) == ("decode", "prefill")
     # A machine that has less than is to be started at once is not believed.
-    monkeypatch.setattr("twostep.local.capacity.num_cores", lambda: 1)
+    monkeypatch.setattr("twostep.local.plan.num_cores", lambda: 1)
     found = planned(told("up", *common))
     plan, said = found.plan, found.said
     assert plan.scale == Scale(prefill=Bounds(least=1, most=1), decode=Bounds(least=2, most=2), total=3)

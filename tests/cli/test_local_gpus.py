@@ -11,9 +11,9 @@ from local_plans import planned, told
 
 from twostep.cli import main
 from twostep.errors import SetupError
-from twostep.local import gpus
-from twostep.local.gpus import check_device, count_gpus, describe, share_gpus
-from twostep.local.process import Process
+from twostep.local import machine as gpus
+from twostep.local.machine import check_device, count_gpus, describe, share_gpus
+from twostep.local.supervisor import Process
 
 
 @given(st.integers(1, 20), st.integers(0, 9), st.integers(1, 4))

@@ -18,8 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from twostep.local import redis_server
-from twostep.local.pod import Pod
-from twostep.local.pod_config import PodSettings, parse_pod, pod_workers
+from twostep.local.pod import Pod, PodSettings, parse_pod, pod_workers
 from twostep.local.ports import STRIDE, free_ports
 from twostep.local.probes import Probes
 from twostep.rpc.health import READINESS

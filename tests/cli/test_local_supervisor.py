@@ -20,9 +20,8 @@ import pytest
 from twostep.errors import SetupError
 from twostep.local import ports
 from twostep.local.ports import check_free, free_ports
-from twostep.local.process import Process
-from twostep.local.report import LogFollower, ProgressLines
-from twostep.local.supervisor import Component, ComponentFailed, Supervisor
+from twostep.local.run import LogFollower
+from twostep.local.supervisor import Component, ComponentFailed, Observer, Process, Supervisor
 from twostep.process.ending import how_it_ended, oom_kills
 
 # Real processes and real pauses: two of them are in the first tier.
@@ -283,7 +282,7 @@ def test_nobody_outlives_a_killed_supervisor(tmp_path: Path, victim: str) -> Non
     script = f"""
         import asyncio, os, sys, time
         from pathlib import Path
-        from twostep.local.process import Process
+        from twostep.local.supervisor import Process
         async def main():
             command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)")
             tmp = Path({str(tmp_path)!r})
@@ -350,13 +349,12 @@ def test_ports_of_a_living_process_are_given_to_no_other(monkeypatch: pytest.Mon
 
 def test_report_and_followed_logs(tmp_path: Path) -> None:
     lines: list[str] = []
-    report = ProgressLines(lines.append)
+    report = Observer(lines.append)
     report.starting("ray")
     report.ready("ray", 4.25)
     report.died("ray", "exited with status 3", 0.5)
     report.starting("ray")
-    texts = [line.split(" s  ", 1)[1] for line in lines]
-    assert texts == ["ray: starting", "ray: ready, took 4.2 s", "ray: exited with status 3; next start in 0.5 s", "ray: starting again"]
+    assert lines == ["ray: starting", "ray: ready, took 4.2 s", "ray: exited with status 3; next start in 0.5 s", "ray: starting again"]
 
     lines.clear()
     follower = LogFollower(tmp_path, lines.append)

@@ -10,7 +10,6 @@ import pytest
 from scripted_server import ScriptedInference, serving_in_thread
 
 import twostep
-from twostep import Client
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sdk.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -69,9 +68,3 @@ def test_every_option_is_on_the_page() -> None:
     table = PAGE.split("## Options of a request")[1].split("**Answers of a form.**")[0]
     named = set(re.findall(r"`(\w+)`", table))
     assert set(twostep.ChatOptions.__annotations__) <= named | {"model"}
-
-
-def test_what_the_page_says_of_help(server: tuple[ScriptedInference, str]) -> None:
-    assert "`help(twostep.RequestOptions)`" in PAGE
-    with Client(server[1]) as client:
-        assert [router.target for router in client.routers] == [server[1]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from twostep import Client
 from twostep.client._channel import compression_for, key_metadata, options_for, routers_of, trace_of
-from twostep.client._pool import RENEW_NAMES_AFTER_S, STREAMS_PER_CONNECTION, ConnectionLease, HealthProbe, Pool, RouterEndpoint, choose
+from twostep.client._pool import RENEW_NAMES_AFTER_S, STREAMS_PER_CONNECTION, ConnectionLease, HealthProbe, Pool, RouterEndpoint
 from twostep.errors import InvalidRequest, SetupError
 
 
@@ -45,16 +45,6 @@ def test_requests_are_spread_evenly() -> None:
         lease.release()
         lease.release()
     assert sum(state.num_open for state in pool.states()) == 3
-
-
-def test_one_after_the_other_goes_to_all() -> None:
-    pool, _, _ = make_pool("a", "b")
-    seen = set()
-    for _ in range(32):
-        lease = pool.take()
-        seen.add(lease.target)
-        lease.release()
-    assert seen == {"a", "b"}
 
 
 def test_a_failed_router_gets_nothing_until_it_says_that_it_is_well() -> None:
@@ -216,13 +206,6 @@ def test_whatever_happens_the_counts_are_right_and_the_unwell_are_left_alone(ste
         lease.release()
     closed += pool.worn()
     assert sorted([*closed, *pool.wires()]) == sorted(f"{target}#{n + 1}" for target in opened for n in range(opened[target]))
-
-
-def test_choosing_is_fair_among_equals() -> None:
-    routers: list[RouterEndpoint[str]] = [RouterEndpoint(target) for target in "abcd"]
-    draw = random.Random(7)
-    counts = Counter(choose(routers, (), draw).target for _ in range(4000))
-    assert all(850 < counts[target] < 1150 for target in "abcd")
 
 
 @pytest.mark.parametrize(

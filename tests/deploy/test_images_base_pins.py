@@ -50,12 +50,6 @@ def test_each_tag_gets_the_digest_of_today(deploy: Path) -> None:
     ]
 
 
-def test_without_buildx_nothing_is_said_of_the_images(deploy: Path) -> None:
-    done = run(deploy, f"echo {NEW}", "--check", has_buildx=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "buildx" in done.stderr
-
-
 def test_an_answer_that_is_no_digest_changes_nothing(deploy: Path) -> None:
     before = (deploy / "Dockerfile.a").read_text()
     done = run(deploy, "echo not found")
@@ -71,22 +65,3 @@ def test_a_check_changes_nothing_and_fails_where_a_digest_is_missing(deploy: Pat
     assert done.returncode == 1
     assert f"ok      docker.io/library/python:3.11-slim@{OLD}\nMISSING valkey/valkey:9.1-alpine@{OLD}\n" == done.stdout
     assert (deploy / "compose.yaml").read_text() == before
-
-
-def test_what_the_project_stands_on_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "deploy"
-    folder.mkdir()
-    for name in ("helm/values.yaml", "docs/helm-values.md"):
-        (tmp_path / name).parent.mkdir()
-        shutil.copy(CHECKOUT / name, tmp_path / name)
-    for path in [
-        CHECKOUT / "deploy/pin-base-images",
-        CHECKOUT / "deploy/compose.yaml",
-        *sorted((CHECKOUT / "deploy").glob("Dockerfile.*")),
-    ]:
-        shutil.copy(path, folder)
-    done = run(folder, f"echo {NEW}")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
-    assert all(NEW in path.read_text() for path in folder.glob("Dockerfile.*"))
-    assert NEW in (tmp_path / "helm/values.yaml").read_text()

@@ -15,7 +15,7 @@ from unittest import mock
 
 from chart_render import Chart, Object, Pod
 
-from twostep.local.pod_config import pod_workers
+from twostep.local.pod import pod_workers
 from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.pod import PodSettings
 from twostep.settings.ray_node import RayNodeSettings
@@ -30,7 +30,7 @@ PARSERS: dict[str, tuple[type[Settings], str, str, tuple[str, ...]]] = {
     "twostep.autoscaler": (AutoscalerSettings, "twostep.autoscaler.config", "parse_config", ()),
     "prefill_worker": (WorkerSettings, "twostep.worker.config", "parse_config", ("prefill",)),
     "decode_worker": (WorkerSettings, "twostep.worker.config", "parse_config", ("decode",)),
-    POD: (PodSettings, "twostep.local.pod_config", "parse_pod", ()),
+    POD: (PodSettings, "twostep.local.pod", "parse_pod", ()),
     "kv_transfer.ray.node": (RayNodeSettings, "kv_transfer.ray.node", "parse_node", ()),
 }
 

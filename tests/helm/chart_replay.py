@@ -1,4 +1,4 @@
-"""The demo profile of the chart, as rendered, run by the processes of this machine: `make chart-replay` (root; about five minutes).
+"""The demo profile of the chart, as rendered, run by the processes of this machine: `make chart-replay` (root; a minute).
 
 No cluster and no container engine: pod_sandbox.py makes pods of namespaces and mounts. It shows that the commands, environment, volumes,
 ports, probes, users, read-only roots and drains of the templates work with the code. It cannot show what Kubernetes itself does with the

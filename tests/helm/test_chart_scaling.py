@@ -159,9 +159,3 @@ async def test_the_autoscaler_may_do_what_it_does_and_no_more(api: FakeApi, tmp_
     result = await marks.apply(["a"], ["b"], lease=MarkLease(token=1, holder="x"), timeout_s=60)
     assert result.done == 2
     assert api.asked == rights(render(SWITCHES["autoscaling"]).one("Role", "autoscaler"))
-
-
-def test_rights_over_pods_only_where_pods_are_marked() -> None:
-    without = render(SWITCHES["autoscaling-without-rights"])
-    assert [role["metadata"]["name"] for role in without.of("Role")] == ["demo-twostep-make-secrets", "demo-twostep-make-tls"]
-    assert without.pod("autoscaler").spec["automountServiceAccountToken"] is False

@@ -26,8 +26,8 @@ from router.http.admin import load_admin_key
 from twostep.errors import SetupError
 from twostep.keys.api_keys import admin_key, system_key
 from twostep.local.ports import free_ports
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import RolePass
 
 
 @asynccontextmanager

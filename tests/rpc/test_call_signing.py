@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -12,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
+from served import serving
 
 from twostep.errors import Unauthenticated, Unavailable
 from twostep.rpc.call_signing import HEADER, CallGate, CallSigner, challenge_in, channel_to_worker
 from twostep.rpc.channel import Signature, open_channel
-from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import who_is
 
@@ -74,24 +73,10 @@ def test_a_challenge_of_something_else_is_no_worker() -> None:
             challenge_in([("twostep-challenge-bin", damaged)])
 
 
-class Stats(worker_pb2_grpc.WorkerServicer):
-    async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
-        return worker_pb2.WorkerStats(worker_id="w", epoch=7)
-
-
-class Prefill(prefill_pb2_grpc.PrefillServicer):
-    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(chunks=1))
-
-
 @asynccontextmanager
 async def worker() -> AsyncIterator[str]:
-    server = GrpcServer(ServerConfig(health_port=-1), admit=[CallGate(SECRET, lambda: ("w", 7)).admit])
-    server.add(Stats(), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
-    server.add(Prefill(), prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
-    port = await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.drain(0)
+    async with serving(health_port=-1, admit=[CallGate(SECRET, lambda: ("w", 7)).admit]) as served:
+        yield served.address
 
 
 async def test_calls_of_every_kind_are_signed_and_others_refused() -> None:

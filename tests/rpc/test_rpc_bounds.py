@@ -15,30 +15,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_http2 import RawHttp2
+from served import SOON_S, Worker
+from served import serving as served_by
 
 from twostep.errors import ResourceExhausted, TwostepError, Unauthenticated
 from twostep.rpc.channel import open_channel
 from twostep.rpc.health import READINESS
-from twostep.rpc.server import GrpcServer, ServerConfig
-from twostep.rpc.slots import ReadBounds, Slots
-from twostep.rpc.unread import Unread
+from twostep.rpc.server import GrpcServer
+from twostep.rpc.slots import ReadBounds, Slots, Unread
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 STATS = "/twostep.v1.Worker/Stats"
 WATCH = "/grpc.health.v1.Health/Watch"
-SOON_S = 60.0
 NUM_CALLS = 32
-
-
-class Stats(worker_pb2_grpc.WorkerServicer):
-    """An answer of a MiB to whoever wants its integrity checked."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
-        self.num_calls += 1
-        return worker_pb2.WorkerStats(worker_id="w" * (1 << 20 if request.check_integrity else 1))
 
 
 def key_of(_method: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -53,16 +42,10 @@ def key(name: str) -> tuple[tuple[str, str], ...]:
 
 
 @asynccontextmanager
-async def serving(**config: Any) -> AsyncIterator[tuple[GrpcServer, Stats]]:
-    server = GrpcServer(ServerConfig(**{"max_concurrent_rpcs": NUM_CALLS} | config), admit=[key_of])
-    server.health.set(READINESS, True)
-    stats = Stats()
-    server.add(stats, worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
-    await server.start()
-    try:
-        yield server, stats
-    finally:
-        await server.drain(0)
+async def serving(**config: Any) -> AsyncIterator[tuple[GrpcServer, Worker]]:
+    async with served_by(admit=[key_of], **{"max_concurrent_rpcs": NUM_CALLS} | config) as served:
+        served.server.health.set(READINESS, True)
+        yield served.server, served.worker
 
 
 async def ask(port: int, *, name: str = "honest", large: bool = False) -> worker_pb2.WorkerStats:

@@ -13,68 +13,21 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from served import SOON_S, Prefill, Worker
+from served import serving as served_by
 
-from twostep.errors import STATUS, ResourceExhausted, SetupError, TwostepError
+from twostep.errors import STATUS, SetupError, TwostepError
 from twostep.rpc.channel import error_from_rpc, open_channel
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.settings.tls import TlsFiles
 
-# For what comes at once, were it not for a busy machine.
-SOON_S = 60.0
-
-
-class Stats(worker_pb2_grpc.WorkerServicer):
-    """The first call that finds a `gate` is held until it is set."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.gate: asyncio.Event | None = None
-        self.held = asyncio.Event()
-
-    async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
-        gate, self.gate = self.gate, None
-        if gate is not None:
-            self.held.set()
-            await gate.wait()
-        if self.error is not None:
-            raise self.error
-        return worker_pb2.WorkerStats(worker_id="w")
-
-
-class Prefill(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self) -> None:
-        self.closed = asyncio.Event()
-        self.hanging = asyncio.Event()
-        self.num_sent = 0
-
-    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        try:
-            for _ in range(3):
-                yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(chunks=1))
-            if request.request_id == "hang":
-                self.hanging.set()
-                await asyncio.sleep(1000)
-            if request.request_id == "flood":
-                while True:
-                    self.num_sent += 1
-                    yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(transport="x" * 100_000))
-            raise ResourceExhausted("full; try later")
-        finally:
-            self.closed.set()
-
 
 @asynccontextmanager
-async def serving(alive: Any = lambda: True) -> AsyncIterator[tuple[GrpcServer, Stats, Prefill, grpc.aio.Channel]]:
-    server = GrpcServer(ServerConfig(max_message_bytes=1 << 20), alive=alive)
-    stats, prefill = Stats(), Prefill()
-    server.add(stats, worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
-    server.add(prefill, prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
-    port = await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        yield server, stats, prefill, channel
-    await server.drain(0)
+async def serving(alive: Any = lambda: True) -> AsyncIterator[tuple[GrpcServer, Worker, Prefill, grpc.aio.Channel]]:
+    async with served_by(alive=alive, max_message_bytes=1 << 20) as served, open_channel(served.address) as channel:
+        yield served.server, served.worker, served.prefill, channel
 
 
 @pytest.mark.parametrize("cls", list(STATUS))

@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,10 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
+from served import serving
 
 from twostep import __version__
 from twostep.rpc.channel import open_channel
-from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.rpc.version_gate import VersionGate
 from twostep.version_skew import UNSAID, minor_of, together, user_agent, version_in_agent, why_not
@@ -72,32 +71,11 @@ def test_the_reason_says_what_to_do() -> None:
     assert version_in_agent("grpc-python/1.2 grpc-c/3") == UNSAID
 
 
-class Prefill(prefill_pb2_grpc.PrefillServicer):
-    async def Run(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(chunks=1))
-
-
-class Kv(kv_pb2_grpc.KvServicer):
-    async def Acknowledge(self, request: kv_pb2.AcknowledgeRequest, context: Any) -> kv_pb2.AcknowledgeResponse:
-        return kv_pb2.AcknowledgeResponse()
-
-
-class Worker(worker_pb2_grpc.WorkerServicer):
-    async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: Any) -> worker_pb2.WorkerStats:
-        return worker_pb2.WorkerStats(worker_id="w")
-
-
 @asynccontextmanager
 async def worker(version: str) -> AsyncIterator[str]:
     gate = VersionGate(version, ["twostep.v1.Prefill", "twostep.v1.Kv"], us="prefill-0")
-    server = GrpcServer(ServerConfig(health_port=-1), admit=[gate.admit])
-    server.add(Prefill(), prefill_pb2_grpc.add_PrefillServicer_to_server, "twostep.v1.Prefill")
-    server.add(Kv(), kv_pb2_grpc.add_KvServicer_to_server, "twostep.v1.Kv")
-    server.add(Worker(), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
-    try:
-        yield f"127.0.0.1:{await server.start()}"
-    finally:
-        await server.drain(0)
+    async with serving(health_port=-1, admit=[gate.admit]) as served:
+        yield served.address
 
 
 async def serves(channel: grpc.aio.Channel) -> bool:

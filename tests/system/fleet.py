@@ -25,7 +25,7 @@ from twostep.keys.secret import load_secret
 from twostep.local import redis_server
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes
-from twostep.local.process import Process, tail
+from twostep.local.supervisor import Process, tail
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 

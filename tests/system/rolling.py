@@ -21,8 +21,8 @@ from pathlib import Path
 
 import redis.asyncio
 from fleet import BLOCK_SIZE, Fleet
+from loads import Outcome, SteadyLoad, model_cases
 from oracle import Oracle
-from steady_load import Outcome, SteadyLoad, model_cases
 
 LONG_S, SHORT_S = 60.0, 0.05
 ROLES = ("prefill", "decode", "router")

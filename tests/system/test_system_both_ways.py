@@ -9,8 +9,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from loads import answered
 from oracle import Oracle
-from oracle_cases import answered
 from running import System, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -9,8 +9,7 @@ import signal
 import time
 
 import pytest
-from cancels import cancel_at_all_moments
-from kills import kill_under_load
+from loads import cancel_at_all_moments, kill_under_load
 from oracle import Oracle
 from running import System, wait_until
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from loads import answered
 from oracle import Oracle
-from oracle_cases import answered
 from running import running
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from fleet import Fleet
+from loads import SteadyLoad, fake_cases
 from rolling import LONG_S, SHORT_S, Part, Update, differing
-from steady_load import SteadyLoad, fake_cases
 
 from twostep.text import ModelCard
 

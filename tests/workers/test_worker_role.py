@@ -29,9 +29,8 @@ from twostep.errors import Incompatible, InternalError, SetupError, Unauthentica
 from twostep.rpc.call_signing import CallSigner, channel_to_worker, introduced
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from twostep.rpc.worker_role import switch_role
+from twostep.rpc.worker_role import RolePass, switch_role
 from twostep.sampling_params import SamplingParams
 from twostep.text.model_card import ModelCard
 from twostep.worker.edge import Edge, EdgeParts

@@ -24,8 +24,8 @@ from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.worker import WorkerMetrics
-from twostep.rpc.role_pass import PASS_LIFE_S, RolePass
 from twostep.rpc.v1 import worker_pb2
+from twostep.rpc.worker_role import PASS_LIFE_S, RolePass
 from twostep.sampling_params import SamplingParams
 from twostep.worker import model as worker_model
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role
@@ -73,7 +73,7 @@ def test_whatever_is_changed_of_a_pass_breaks_it(given_pass: RolePass, data: st.
 
 def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1_000_000 * 10**6]
-    monkeypatch.setattr("twostep.rpc.role_pass.time.time_ns", lambda: clock[0])
+    monkeypatch.setattr("twostep.rpc.worker_role.time.time_ns", lambda: clock[0])
     issued = RolePass.issue(SECRET, worker_id="w", epoch=1, role="decode", drain_timeout_s=1.0)
     clock[0] += int(PASS_LIFE_S * 1e9) - 1
     issued.verify(SECRET, worker_id="w", epoch=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from twostep.errors import SetupError
 from twostep.lab.bench.shapes import SHAPES
-from twostep.local.gpus import check_device
+from twostep.local.machine import check_device
 from twostep.model.loading.store import default_cache_dir, resolve
 
 

@@ -176,7 +176,6 @@ class AnswerSpeed:
         return (self.num_tokens - 1) / (now - self.first) if self.num_tokens > 1 and now > self.first else 0.0
 
     def line(self, now: float) -> str:
-        """Returns what is shown until there is something to read."""
         sign = _SPINNER[int((now - self.started) / _TICK_S) % len(_SPINNER)]
         if not self.first:
             return f"{sign} waiting for the first token · {now - self.started:.1f} s · Ctrl-C cancels"
@@ -184,7 +183,6 @@ class AnswerSpeed:
 
 
 def summary(answer: Generation, pace: AnswerSpeed, *, cancelled: bool) -> str:
-    """Returns the line that stays under an answer."""
     parts = ["cancelled"] if cancelled else []
     parts.append(_tokens(pace.num_tokens))
     if pace.rate(pace.last):

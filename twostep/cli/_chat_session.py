@@ -11,26 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twostep.cli._flags import SAMPLING
 from twostep.client import Message
 from twostep.errors import InvalidRequest
 
 _MAX_FILE_BYTES = 16 << 20
 _COMMAND = re.compile(r"/[a-z]+(\s|$)")
 
-SETTINGS: dict[str, Callable[[str], Any]] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "seed": int,
-    "repetition_penalty": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "stop": str,
-    "regex": str,
-    "json_schema": str,
-}
+SETTINGS: dict[str, Callable[[str], Any]] = {**SAMPLING, "regex": str, "json_schema": str}
 
 HELP = """\
   /new              begin again, with the same system message
@@ -65,7 +53,6 @@ class ChatSession:
     messages: list[Message] = field(default_factory=list)
 
     def conversation(self) -> list[Message]:
-        """Returns the messages that are sent."""
         return [*([Message("system", self.system)] if self.system else []), *self.messages]
 
     def take(self, line: str, *, strict: bool = True) -> LineResult:
@@ -187,7 +174,6 @@ _COMMANDS: dict[str, Callable[[ChatSession, str], LineResult]] = {
 
 
 def commands() -> list[str]:
-    """Returns all of them, each with its slash."""
     return list(_COMMANDS)
 
 

@@ -65,7 +65,6 @@ async def _ask(system: LocalSystem, prompt: str, max_tokens: int, *, aggregated:
 
 
 def describe(completion: Completion, pids: dict[str, int | None]) -> list[str]:
-    """The latency and the KV cache's journey, as a table."""
     usage, phases, transfer = completion.usage, completion.phases, completion.transfer
     lines = ["  latency          ms"]
     lines += [f"    {name:<13}{1000 * getattr(phases, field):8.1f}  {what}" for name, (field, what) in _PHASES.items()]

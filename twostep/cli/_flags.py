@@ -18,6 +18,27 @@ from twostep.settings.worker import KV_CACHE_DTYPES, LOAD_FORMATS
 DEFAULT_TARGET = "localhost:50051"
 
 
+# Sampling settings of commands and of a chat.
+SAMPLING: dict[str, type[int] | type[float] | type[str]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "seed": int,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "stop": str,
+}
+_SAMPLING_HELP = {
+    "max_tokens": "tokens to generate at most",
+    "temperature": "0 is greedy",
+    "top_k": "0 is off",
+    "seed": "repeats an answer",
+}
+
+
 class Urgency(TypedDict):
     """Keyword arguments of the SDK's generate and chat."""
 
@@ -187,19 +208,10 @@ def _connection(command: FlagParser, *, with_model: bool = True) -> None:
 
 def _sampling(command: FlagParser) -> None:
     """Left out: the model's own default."""
-    options: dict[str, type] = {
-        "--max-tokens": int,
-        "--temperature": float,
-        "--top-k": int,
-        "--top-p": float,
-        "--min-p": float,
-        "--seed": int,
-        "--repetition-penalty": float,
-        "--frequency-penalty": float,
-        "--presence-penalty": float,
-    }
-    for name, kind in options.items():
-        command.add_argument(name, type=kind, default=None, metavar="N" if kind is int else "X", help=_SAMPLING_HELP.get(name))
+    for name, kind in SAMPLING.items():
+        if name != "stop":
+            letter = "N" if kind is int else "X"
+            command.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=letter, help=_SAMPLING_HELP.get(name))
     command.add_argument("--stop", action="append", default=None, metavar="TEXT", help="end before this text; may be given several times")
 
 
@@ -211,31 +223,9 @@ def _grammar(command: FlagParser) -> None:
     group.add_argument("--regex", metavar="PATTERN", help="the whole answer matches this")
 
 
-_SAMPLING_HELP = {
-    "--max-tokens": "tokens to generate at most",
-    "--temperature": "0 is greedy",
-    "--top-k": "0 is off",
-    "--seed": "repeats an answer",
-}
-
-
 def sampling_of(args: argparse.Namespace) -> dict[str, object]:
-    names = (
-        "max_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "stop",
-        "json_schema",
-        "regex",
-    )
     given = vars(args)
-    return {name: given[name] for name in names if given.get(name) is not None}
+    return {name: given[name] for name in (*SAMPLING, "json_schema", "regex") if given.get(name) is not None}
 
 
 def _urgency(command: FlagParser, default: str) -> None:

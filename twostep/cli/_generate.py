@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _schema(given: str) -> str:
-    """JSON as it stands, or out of a file."""
     if given.lstrip().startswith("{"):
         return given
     try:

@@ -68,7 +68,6 @@ def _look(target: str, client: Client, timeout: float) -> RouterReply:
 
 
 def _error(looks: Sequence[RouterReply]) -> TwostepError:
-    """Returns an error of the kind that the first router raised."""
     kind = type(looks[0].cause) if looks[0].cause is not None else TwostepError
     return kind("; ".join(f"{look.target}: {look.error}" if look.target not in look.error else look.error for look in looks))
 
@@ -107,7 +106,6 @@ def _draw(terminal: Terminal, looks: Sequence[RouterReply]) -> None:
 
 @contextlib.contextmanager
 def _screen(terminal: Terminal) -> Iterator[None]:
-    """The terminal's other screen, so that what was there before comes back."""
     terminal.write(_SCREEN_ON)
     try:
         yield

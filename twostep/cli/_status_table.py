@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twostep.cli._terminal import char_width, clipped, harmless, width_of
-from twostep.client import ClusterStatus, Percentiles, WorkerStatus
+from twostep.client import ClusterStatus, WorkerStatus
 from twostep.client._status import RoleScaling, Scaling
 from twostep.errors import TwostepError
 
@@ -78,7 +78,7 @@ def _router(look: RouterReply, width: int, paint: Paint) -> list[str]:
         paint(clipped(f"{'latency':<9}{'TTFT':>10}{'TPOT':>10}{'ITL':>10}{'queue':>10}   last {load.window_s:.0f} s", width), "dim")
     )
     for which in ("p50", "p95", "p99"):
-        columns = [_instant(percentiles, which) for percentiles in (load.ttft_s, load.tpot_s, load.itl_s, load.queue_s)]
+        columns = [instant(getattr(percentiles, which)) for percentiles in (load.ttft_s, load.tpot_s, load.itl_s, load.queue_s)]
         lines.append(clipped(f"  {which:<7}" + "".join(f"{column:>10}" for column in columns), width))
     return lines
 
@@ -117,7 +117,6 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
 
 
 def _scaling(scaling: Scaling, width: int, paint: Paint) -> list[str]:
-    """Returns lines on what the autoscaler wants, and why."""
     lines: list[str] = []
     if scaling.roles:
         wants = f"{', '.join(map(_wish, scaling.roles))} workers"
@@ -198,11 +197,6 @@ def _kv(worker: WorkerStatus) -> str:
     return f"{'█' * full}{'·' * (_BAR - full)} {100 * share:3.0f} %"
 
 
-def _instant(percentiles: Percentiles, which: str) -> str:
-    seconds: float = getattr(percentiles, which)
-    return instant(seconds)
-
-
 def instant(seconds: float) -> str:
     """A latency. 0 is none: nothing was observed."""
     if not seconds:
@@ -213,7 +207,6 @@ def instant(seconds: float) -> str:
 
 
 def amount(value: float) -> str:
-    """A number in at most five characters or so."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}"

@@ -60,12 +60,10 @@ def char_width(char: str) -> int:
 
 
 def width_of(text: str) -> int:
-    """Columns of one line of text without escape sequences."""
     return sum(map(char_width, text))
 
 
 def clipped(text: str, width: int) -> str:
-    """Returns as much of one line as has room."""
     if width_of(text) <= width:
         return text
     kept, columns = [], 0

@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 
-from twostep.local.options import LocalOptions
+from twostep.local.autoscale import Scale
+from twostep.local.plan import LocalOptions
 from twostep.local.run import INTERRUPTED, run_system
-from twostep.local.scaling import Scale
 from twostep.local.system import LocalSystem
 from twostep.settings.reading import Given, gather
 from twostep.settings.router import DEFAULT_PORT

@@ -132,7 +132,6 @@ class Answer(ABC):
         """Ends early if the answer is cancelled."""
 
     async def _next(self) -> Piece | None:
-        """None: it was the end."""
         while True:
             if self._was_cancelled():
                 raise Cancelled("the request was cancelled on this side; ask again if you want an answer")
@@ -240,7 +239,6 @@ class Answer(ABC):
         )
 
     def _completion(self) -> Completion:
-        """The whole answer; only after the end."""
         end = self._ended()
         return Completion(
             text=self.text,

@@ -38,8 +38,6 @@ class Wire:
 
 
 class ClientBase(ABC, Generic[AnswerT]):
-    """Base of Client and AsyncClient. `_answer` is the class of its answers."""
-
     _answer: type[AnswerT]
 
     def __init__(
@@ -115,7 +113,6 @@ class ClientBase(ABC, Generic[AnswerT]):
         """Has the pool told of a router's health, and waits for nothing."""
 
     def _let_go(self, lease: ConnectionLease[Wire], error: BaseException) -> None:
-        """Releases the lease of a call that came to nothing."""
         lease.release()
 
     # ---- calls ---------------------------------------------------------------------------------------------------------------

@@ -151,7 +151,6 @@ def checked_compression(compression: Compression) -> grpc.Compression | None:
 
 
 def compression_for(num_bytes: int, compression: grpc.Compression | None) -> grpc.Compression | None:
-    """How a request of so many bytes is sent."""
     return compression if num_bytes >= _MIN_COMPRESSED_BYTES else None
 
 
@@ -271,7 +270,6 @@ def checked_timeout(timeout: float | None, default: float) -> float:
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The name the router gave to the request."""
     value = dict(metadata or ()).get("x-request-id", "")
     return value if isinstance(value, str) else value.decode("ascii", "replace")
 

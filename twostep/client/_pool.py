@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 
 from twostep.client._types import RouterState
 
-# What a connection is to the client that opened it: a channel and its stubs.
 W = TypeVar("W")
 
 # Peers and proxies commonly allow a hundred streams or so on one HTTP/2 connection; more would wait in the channel unseen.
@@ -52,8 +51,6 @@ class RouterEndpoint(Generic[W]):
 
 @dataclass(eq=False, slots=True)
 class HealthProbe(Generic[W]):
-    """A question for a router's health, to be asked on `wire` and answered with Pool.probed."""
-
     router: RouterEndpoint[W]
     wire: W
     num_failures: int
@@ -148,7 +145,6 @@ class Pool(Generic[W]):
             return ConnectionLease(self, router, self._connection(router))
 
     def elsewhere(self, tried: Collection[str]) -> bool:
-        """A well router is left that has not been tried."""
         return any(router.well and router.target not in tried for router in self._routers)
 
     def states(self) -> tuple[RouterState, ...]:
@@ -207,7 +203,6 @@ class Pool(Generic[W]):
             return wires
 
     def wires(self) -> list[W]:
-        """All connections that are open."""
         with self.lock:
             return [connection.wire for router in self._routers for connection in (*router.connections, *router.retired)]
 

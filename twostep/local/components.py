@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from twostep.local import redis_server
-from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, RAY_HOST, LocalPlan, LocalWorker
+from twostep.local.autoscale import ROLES, Scale
+from twostep.local.plan import LOOPBACK, RAY_HOST, LocalOptions, LocalPlan, LocalWorker
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes, ray_up
-from twostep.local.scaling import ROLES, Scale
 from twostep.local.supervisor import Component
 
 # Meant for a client of another system, or true of one process only: wrong for every process of this one.
@@ -23,7 +22,6 @@ _NOT_FOR_CHILDREN = frozenset(
 
 
 def write_secret(path: Path) -> None:
-    """A new one, for its owner's eyes only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -82,7 +80,6 @@ class Components:
         )
 
     def worker(self, worker: LocalWorker) -> Component:
-        """Returns the component of a worker, of the start or one more."""
         options, most = self._options, len(self._plan.places)
         threads = str(options.threads_of_each(most))
         flags = [*self._shared(), "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]

@@ -1,4 +1,4 @@
-"""Where everything of one system on this machine is: model, ports, GPUs, run directory. Settled before anything starts."""
+"""What `twostep up` was told, and where everything of the system is: model, ports, GPUs, run directory. Settled before anything starts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,33 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from twostep.errors import SetupError
 from twostep.lab.plan.model import weight_bytes
 from twostep.local import redis_server
-from twostep.local.capacity import CPU_KV_BYTES, need_of, room_for, this_machine
-from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus
-from twostep.local.options import LocalOptions
+from twostep.local.autoscale import Bounds, Scale
+from twostep.local.machine import (
+    CPU_KV_BYTES,
+    FAKES_PER_CORE,
+    GpuShare,
+    check_device,
+    count_gpus,
+    describe,
+    memory_of,
+    num_cores,
+    room_for,
+    share_gpus,
+)
 from twostep.local.ports import check_free, free_ports
-from twostep.local.scaling import Bounds, Scale
 from twostep.model.loading.store import default_cache_dir, resolve
-from twostep.process.free_memory import check_memory, gib
+from twostep.process.free_memory import check_memory, free_memory, gib
+from twostep.settings.autoscaler import AutoscalerSettings
+from twostep.settings.reading import Given, build
+from twostep.settings.router import RouterSettings
+from twostep.settings.up import FORWARDED, UpSettings
+from twostep.settings.worker import WorkerSettings
 
 LOOPBACK = "127.0.0.1"
 # Ray would replace 127.0.0.1 by an address of this machine's own.
@@ -29,6 +43,130 @@ RAY_HOST = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 _RING_BYTES = 64 << 20
 # Ray's unix sockets lie deep below its directory, and a socket's name has 107 bytes.
 _MAX_RUN_DIR_BYTES = 36
+_LEAST_STORE_BYTES = 512 << 20
+_MAX_WORKERS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions(UpSettings):
+    """Everything `twostep up` was told: its own settings, and those of the processes, who read them again from `variables`, besides their
+    environment. `given`: names of those that were told at all. `aggregated`: no prefill workers, and so no hand-overs and no Ray; every
+    decode worker computes its prompts itself."""
+
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    router: RouterSettings = field(default_factory=lambda: RouterSettings(model=Path()))
+    autoscaler: AutoscalerSettings = field(default_factory=AutoscalerSettings)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, texts: Mapping[str, Given]) -> LocalOptions:
+        """Returns the options of these texts. Raises SetupError for what makes no sense: here, rather than by a process whose log nobody
+        reads."""
+        variables = {}
+        for each in (each for settings in FORWARDED.values() for each in settings):
+            if each.name in texts:
+                text = texts[each.name].text
+                # The processes have a directory of their own.
+                variables[each.variable] = os.path.abspath(text) if each.read is Path else text
+        processes = {
+            "worker": build(WorkerSettings, texts),
+            "router": build(RouterSettings, texts, {"model": Path()}),
+            "autoscaler": build(AutoscalerSettings, texts),
+        }
+        return build(cls, texts, {**processes, "variables": variables, "given": frozenset(texts)})
+
+    def contradiction(self) -> str:
+        """Returns what cannot be a system, and what to change; empty: nothing."""
+        if wrong := self._aggregated_wrong() if self.aggregated else self._apart_wrong():
+            return wrong
+        if self.num_workers > _MAX_WORKERS:
+            return f"{self.num_prefill} + {self.decode} workers are too many for one machine; give at most {_MAX_WORKERS}"
+        if self.api_keys_file is not None and not self.api_keys_file.is_file():
+            return f"--api-keys-file {self.api_keys_file} is no file; make the first key with `twostep keys create --api-keys-file FILE`"
+        return self._autoscale_wrong() if self.autoscale else ""
+
+    def _apart_wrong(self) -> str:
+        if self.num_prefill < 1 or self.decode < 1:
+            return "a system needs at least one prefill and one decode worker; give --prefill and --decode of 1 or more, or --aggregated"
+        if self.worker.kv_transfer == "none":
+            return "--kv-transfer none leaves prefill workers nothing to do; give --aggregated for a system without them"
+        return ""
+
+    def _aggregated_wrong(self) -> str:
+        if self.num_prefill:
+            return f"--aggregated and --prefill {self.num_prefill} contradict each other; leave one of them out"
+        if self.decode < 1:
+            return "an aggregated system needs at least one worker; give --decode of 1 or more"
+        if not self.worker.local_prefill:
+            return "--aggregated and --no-local-prefill contradict each other: nobody would compute prompts; leave one of them out"
+        if self.worker.kv_transfer not in ("auto", "none") or self.ray_address:
+            return "with --aggregated no KV is handed over; leave --kv-transfer and --ray-address out"
+        return ""
+
+    def _autoscale_wrong(self) -> str:
+        if self.aggregated:
+            return "--autoscale holds the ratio of prefill to decode workers; with --aggregated there are none of the first: leave one out"
+        for role, first in (("prefill", self.num_prefill), ("decode", self.decode)):
+            least, most = self.least(role), self.most(role)
+            if not 1 <= least <= first:
+                return f"--{role}-min-workers {least} and --{role} {first}: give 1 at least, and start with no fewer than that"
+            if most is not None and not first <= most <= _MAX_WORKERS:
+                return f"--{role} {first} and --{role}-max-workers {most}: start with no more than that, and give {_MAX_WORKERS} at most"
+        return ""
+
+    def least(self, role: str) -> int:
+        """Returns how few workers of a role an autoscaler may leave."""
+        return (self.autoscaler.prefill if role == "prefill" else self.autoscaler.decode).min_workers
+
+    def most(self, role: str) -> int | None:
+        """Returns how many it may have; None: as many as the machine has room for."""
+        pool = self.autoscaler.prefill if role == "prefill" else self.autoscaler.decode
+        return pool.max_workers if f"{role}-max-workers" in self.given else None
+
+    @property
+    def num_prefill(self) -> int:
+        """As told; if not, one, and in an aggregated system none."""
+        return self.prefill if self.prefill is not None else 0 if self.aggregated else 1
+
+    @property
+    def api_keys_file(self) -> Path | None:
+        return self.router.api_keys_file
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return self.api_keys_file is not None or bool(self.router.api_keys)
+
+    @property
+    def uses_ray(self) -> bool:
+        """Returns whether a Ray is needed, of its own or of --ray-address."""
+        return not self.aggregated
+
+    @property
+    def store_bytes(self) -> int:
+        """Size of the object store that KV caches travel through; it takes memory only as it is used."""
+        if self.ray_store_bytes:
+            return self.ray_store_bytes
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        wanted = max(_LEAST_STORE_BYTES, memory // 8)
+        try:
+            shared = os.statvfs("/dev/shm")
+        except OSError:
+            return wanted
+        return max(_LEAST_STORE_BYTES, min(wanted, shared.f_bavail * shared.f_frsize // 2))
+
+    def budget_bytes(self, num_workers: int) -> int:
+        """Returns the bytes that each of so many workers may keep published while it has the prefill role, which all but one may come to
+        have: their shares leave room for what is being copied."""
+        return self.store_bytes * 7 // 10 // max(1, num_workers - 1)
+
+    def threads_of_each(self, num_workers: int) -> int:
+        """This machine's cores shared out to so many workers, at least one each."""
+        return self.worker.cpu_threads if "cpu-threads" in self.given else max(1, num_cores() // num_workers)
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +182,6 @@ class LocalWorker:
 
     @classmethod
     def new(cls, worker_id: str, role: str, gpu: GpuShare | None) -> LocalWorker:
-        """On ports that are free now."""
         port, health_port, metrics_port = free_ports(3)
         return cls(worker_id=worker_id, role=role, port=port, health_port=health_port, metrics_port=metrics_port, gpu=gpu)
 
@@ -63,8 +200,6 @@ class LocalWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """Where everything of one system is."""
-
     model_dir: Path
     model_name: str
     run_dir: Path
@@ -93,7 +228,6 @@ class LocalPlan:
 
     @property
     def secret_file(self) -> Path:
-        """The deployment secret that all processes share."""
         return self.run_dir / "secret"
 
     @property
@@ -182,7 +316,6 @@ def _check_shared_memory(options: LocalOptions, directory: Path = Path("/dev/shm
 
 
 def _num_gpus(options: LocalOptions, environ: Mapping[str, str]) -> int:
-    """That are ours to deal out."""
     return (count_gpus(environ) or 0) if options.worker.runner == "model" and options.worker.device in ("auto", "cuda") else 0
 
 
@@ -200,13 +333,13 @@ def _deal_gpus(
 
 def _scale(options: LocalOptions, model_dir: Path, num_gpus: int, progress: Callable[[str], None]) -> Scale:
     """Bounds that are not given are what the machine has room for, and so is that of both roles together."""
-    need = need_of(
-        model_dir,
-        fake=options.worker.runner == "fake",
-        num_gpus=min(options.worker.tensor_parallel_size, num_gpus),
-        kv_cache_bytes=options.worker.kv_cache_memory_bytes,
+    fake, gpus_each = options.worker.runner == "fake", min(options.worker.tensor_parallel_size, num_gpus)
+    room = room_for(
+        memory_of(model_dir, fake=fake, on_gpu=bool(gpus_each), kv_cache_bytes=options.worker.kv_cache_memory_bytes),
+        memory_bytes=free_memory().num_bytes,
+        cores=num_cores() * (FAKES_PER_CORE if fake else 1),
+        gpus=num_gpus // gpus_each if gpus_each else None,
     )
-    room = room_for(this_machine(num_gpus), need)
     most = max(room.num_workers, options.num_workers)
     min_prefill, min_decode = options.least("prefill"), options.least("decode")
     prefill = Bounds(least=min_prefill, most=options.most("prefill") or max(options.num_prefill, most - min_decode))

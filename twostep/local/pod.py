@@ -7,6 +7,8 @@ CUDA IPC joins processes that see each other's GPUs and share their namespaces. 
 3. The pod is live while this process is, and ready while every worker is (--health-port): from a worker's death to the look after its
    return it is not.
 4. SIGTERM drains all workers at once; a second one kills what is left.
+
+worker i, prefill first:   gRPC first + 10 i   health + 1   metrics + 2   GPUs from i * gpus per worker
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
 
 from twostep.errors import SetupError
-from twostep.local.pod_config import PodWorker, parse_pod, pod_workers
 from twostep.local.probes import Probes
-from twostep.local.supervisor import Component, Supervisor
+from twostep.local.supervisor import Component, Observer, Supervisor
 from twostep.process.log import setup_logging
 from twostep.rpc.health import READINESS, HealthBoard
 from twostep.rpc.server import health_server
 from twostep.settings.pod import PodSettings
-from twostep.settings.reading import CONFIG_VARIABLE
+from twostep.settings.reading import CONFIG_VARIABLE, read_settings
 
 log = logging.getLogger("twostep.local.pod")
 
@@ -41,12 +43,53 @@ _LOOK_EVERY_S = 2.0
 _STALLED_S = 60.0
 # From the drain's end to the worker's (twostep/rpc/lifecycle.py), and some more.
 _STOP_S = 20.0
+_PORTS_EACH = 10
 
 
-class Pod:
+@dataclass(frozen=True, slots=True)
+class PodWorker:
+    """One worker's process: the rest of its flags are the environment's."""
+
+    name: str
+    role: str
+    port: int
+    flags: tuple[str, ...]
+
+    @property
+    def health_address(self) -> str:
+        return f"127.0.0.1:{self.port + 1}"
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        where = (f"--port={self.port}", f"--health-port={self.port + 1}", f"--metrics-port={self.port + 2}", f"--worker-id={self.name}")
+        return (sys.executable, "-P", "-m", f"{self.role}_worker", *where, *self.flags)
+
+
+def pod_workers(config: PodSettings) -> list[PodWorker]:
+    roles = [("prefill", i) for i in range(config.prefill)] + [("decode", i) for i in range(config.decode)]
+    workers = []
+    for index, (role, number) in enumerate(roles):
+        flags = config.prefill_flags if role == "prefill" else config.decode_flags
+        if config.gpus_per_worker:
+            flags = (f"--device=cuda:{index * config.gpus_per_worker}", *flags)
+        if config.gpus_per_worker > 1:
+            flags = (f"--tensor-parallel-size={config.gpus_per_worker}", *flags)
+        name = f"{config.pod_name}-{role}-{number}"
+        workers.append(PodWorker(name, role, config.port + index * _PORTS_EACH, flags))
+    return workers
+
+
+def parse_pod(argv: Sequence[str] | None = None) -> PodSettings:
+    return read_settings(
+        PodSettings, argv, prog="python -P -m twostep.local.pod", description="Several workers as processes of one container."
+    )
+
+
+class Pod(Observer):
     """start(), watch() until cancelled, stop(). The supervisor's observer."""
 
     def __init__(self, config: PodSettings, environ: Mapping[str, str], run_dir: Path) -> None:
+        super().__init__(log.info)
         self._config = config
         self._workers = {worker.name: worker for worker in pod_workers(config)}
         self._probes = Probes()
@@ -103,7 +146,6 @@ class Pod:
         return self._last_live.keys() == self._workers.keys()
 
     async def _look(self, worker: PodWorker) -> bool:
-        """Returns whether it is ready."""
         health = worker.health_address
         live, ready = await asyncio.gather(self._probes.healthy(health, "liveness"), self._probes.healthy(health, READINESS))
         if worker.name not in self._last_live:
@@ -117,28 +159,14 @@ class Pod:
             self.supervisor.kill_one(worker.name)
         return ready
 
-    # ---- what the supervisor tells ----------------------------------------------------------------------------------------
-
-    def starting(self, name: str) -> None:
-        log.info("%s: starting", name)
-
     def ready(self, name: str, seconds: float) -> None:
         self._last_live[name] = time.monotonic()
-        log.info("%s: ready after %.1f s", name, seconds)
+        super().ready(name, seconds)
 
     def died(self, name: str, how: str, pause_s: float) -> None:
         self._last_live.pop(name, None)
         self.board.set(READINESS, False)
         log.warning("%s: %s; next start in %g s", name, how, pause_s)
-
-    def stopping(self, names: Sequence[str]) -> None:
-        log.info("draining %s", ", ".join(names))
-
-    def killed(self, name: str) -> None:
-        log.warning("%s: did not stop in time and was killed", name)
-
-    def failed(self, name: str, why: str) -> None:
-        log.error("%s: not started: %s", name, why)
 
 
 async def _serve_health(config: PodSettings, board: HealthBoard) -> grpc.aio.Server:

@@ -63,7 +63,6 @@ def _claim(port: int) -> bool:
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raises SetupError if nobody can listen there now."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as listener:
@@ -78,7 +77,6 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 async def check_reachable(address: str, flag: str, advice: str) -> None:
-    """Raises SetupError if nobody takes a connection at host:port within two seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise SetupError(f"{flag} is {address!r}; give host:port")

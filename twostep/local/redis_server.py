@@ -14,7 +14,6 @@ from twostep.errors import SetupError
 
 
 def server_binary() -> Path:
-    """Raises SetupError if there is none."""
     installed = shutil.which("redis-server")
     if installed:
         return Path(installed)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 
 from twostep.errors import SetupError
-from twostep.local.options import LocalOptions
-from twostep.local.plan import make_plan
-from twostep.local.report import LogFollower, ProgressLines
+from twostep.local.plan import LocalOptions, make_plan
+from twostep.local.supervisor import Observer
 from twostep.local.system import LocalSystem
 
 INTERRUPTED = 130
+_FOLLOW_EVERY_S = 0.1
+_MAX_READ_BYTES = 1 << 16
 
 
 def run_system(
@@ -23,7 +26,8 @@ def run_system(
 
     The first SIGINT or SIGTERM cancels the start or the work, and drains; the second kills what is left.
     """
-    report = ProgressLines(write)
+    begun = time.monotonic()
+    report = Observer(lambda text: write(f"{time.monotonic() - begun:6.1f} s  {text}"))
     where = make_plan(options, environ=environ, progress=report.line)
     try:
         system = LocalSystem(options, where, environ=environ, observer=report)
@@ -69,3 +73,28 @@ async def _run(system: LocalSystem, work: Callable[[LocalSystem], Awaitable[int]
             following.cancel()
             follower.poll()
         await system.clear()
+
+
+class LogFollower:
+    """Writes each new line of each log in a directory, with the file's name in front."""
+
+    def __init__(self, logs: Path, write: Callable[[str], None]) -> None:
+        self._logs, self._write = logs, write
+        self._offsets: dict[Path, int] = {}
+        self._rests: dict[Path, str] = {}
+
+    async def run(self) -> None:
+        while True:
+            self.poll()
+            await asyncio.sleep(_FOLLOW_EVERY_S)
+
+    def poll(self) -> None:
+        for path in sorted(self._logs.glob("*.log")):
+            offset = self._offsets.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(_MAX_READ_BYTES)
+            self._offsets[path] = offset + len(data)
+            *lines, self._rests[path] = (self._rests.get(path, "") + data.decode("utf-8", "replace")).split("\n")
+            for line in lines:
+                self._write(f"{path.stem:>10} | {line}")

@@ -12,17 +12,21 @@ Knows nothing of what the processes do; twostep.local.components says that.
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
 from twostep.errors import SetupError
-from twostep.local.process import Process, tail
 from twostep.process.ending import how_it_ended, oom_kills
 
 PROBE_EVERY_S = 0.05
+_GUARDIAN = Path(__file__).with_name("guardian.py")
+_TAIL_BYTES = 16384
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 _LONG_LIFE_S = 60.0
@@ -30,8 +34,6 @@ _LONG_LIFE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One process to keep running."""
-
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -55,22 +57,117 @@ class ComponentFailed(SetupError):
     """A component did not become ready. The message has the end of its log and what to do."""
 
 
-class Observer(Protocol):
-    """Told what happens; must not block."""
+class Observer:
+    """Told what happens, and writes a line for each. Must not block."""
 
-    def starting(self, name: str) -> None: ...
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.line = write
+        self._seen: set[str] = set()
 
-    def ready(self, name: str, seconds: float) -> None: ...
+    def starting(self, name: str) -> None:
+        self.line(f"{name}: {'starting again' if name in self._seen else 'starting'}")
+        self._seen.add(name)
+
+    def ready(self, name: str, seconds: float) -> None:
+        self.line(f"{name}: ready, took {seconds:.1f} s")
 
     def died(self, name: str, how: str, pause_s: float) -> None:
         """`how` it ended, as a sentence without its subject."""
+        self.line(f"{name}: {how}; next start in {pause_s:g} s")
 
-    def stopping(self, names: Sequence[str]) -> None: ...
+    def stopping(self, names: Sequence[str]) -> None:
+        self.line(f"stopping {', '.join(names)}")
 
-    def killed(self, name: str) -> None: ...
+    def killed(self, name: str) -> None:
+        self.line(f"{name}: did not stop in time and was killed")
 
     def failed(self, name: str, why: str) -> None:
         """One that was added could not be started."""
+        self.line(f"{name}: not started: {why}")
+
+
+class Process:
+    """A running command. Made by `start`; ended by `terminate` or `kill`, and surely with this process."""
+
+    def __init__(self, guardian: asyncio.subprocess.Process, pid_file: Path) -> None:
+        self._guardian = guardian
+        self._pid_file = pid_file
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], *, env: Mapping[str, str], log: Path | None, pid_file: Path, cwd: Path) -> Process:
+        """Output is appended to `log`; None: it goes where this process's own goes. Raises SetupError if the machine has no room for a
+        process."""
+        with _fresh(log, pid_file) as output:
+            try:
+                guardian = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(_GUARDIAN)),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=dict(env),
+                    cwd=cwd,
+                    # Ctrl-C in a terminal is for the supervisor, which then drains in order.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SetupError(f"cannot start {argv[0]}: {error.strerror}") from error
+        assert guardian.stdin is not None
+        guardian.stdin.write(json.dumps([str(pid_file), *argv]).encode() + b"\n")
+        return cls(guardian, pid_file)
+
+    @property
+    def pid(self) -> int | None:
+        """The command's own process id; None in its first moments."""
+        try:
+            return int(self._pid_file.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def running(self) -> bool:
+        return self._guardian.returncode is None
+
+    async def wait(self) -> int:
+        """The exit status; 128 + n if signal n ended it."""
+        return await self._guardian.wait()
+
+    def terminate(self) -> None:
+        self._order(b"T")
+
+    def kill(self) -> None:
+        self._order(b"K")
+
+    def _order(self, order: bytes) -> None:
+        stdin = self._guardian.stdin
+        assert stdin is not None
+        if self.running and not stdin.is_closing():
+            stdin.write(order)
+
+    async def stop(self, grace_s: float) -> bool:
+        """SIGTERM, and SIGKILL after `grace_s`. False: it had to be killed."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            self.kill()
+            await self.wait()
+            return False
+        return True
+
+
+def _fresh(log: Path | None, pid_file: Path) -> AbstractContextManager[BinaryIO | None]:
+    pid_file.unlink(missing_ok=True)
+    return nullcontext() if log is None else log.open("ab")
+
+
+def tail(log: Path, num_lines: int = 20) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
+    except OSError:
+        return []
 
 
 class Supervisor:
@@ -148,7 +245,6 @@ class Supervisor:
         self._forget(name)
 
     async def stop(self) -> None:
-        """Idempotent. Returns when no process is left."""
         self._stopping.set()
         for order in sorted({component.stop_order for component in self._components.values()}):
             group = [
@@ -161,7 +257,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), *self._stops.values(), return_exceptions=True)
         # One that was being started just then.
-        await asyncio.gather(*(self._stop_process(name) for name, process in self._processes.items() if process.running))
+        await asyncio.gather(*map(self._stop_process, self._processes))
 
     def kill_one(self, name: str) -> None:
         """It is started again, as after any end."""
@@ -182,20 +278,16 @@ class Supervisor:
         return self._stops[name]
 
     async def _stop_one(self, name: str) -> None:
-        """Its process, and then whoever would start it again."""
         task = self._tasks[name]
-        process = self._processes.get(name)
-        if process is not None and process.running:
-            await self._stop_process(name)
+        await self._stop_process(name)
         task.cancel()
         await asyncio.wait((task,))
-        process = self._processes.get(name)
-        if process is not None and process.running:
-            # It was being started just then.
-            await self._stop_process(name)
+        # It may have been being started just then.
+        await self._stop_process(name)
 
     async def _stop_process(self, name: str) -> None:
-        if not await self._processes[name].stop(self._components[name].stop_grace_s):
+        process = self._processes.get(name)
+        if process is not None and process.running and not await process.stop(self._components[name].stop_grace_s):
             self._observer.killed(name)
 
     def _forget(self, name: str) -> None:
@@ -207,9 +299,7 @@ class Supervisor:
             await self._tend(component)
         except SetupError as error:
             self._observer.failed(component.name, error.message)
-            process = self._processes.get(component.name)
-            if process is not None and process.running:
-                await self._stop_process(component.name)
+            await self._stop_process(component.name)
             if component.name not in self._stops:
                 self._forget(component.name)
 
@@ -246,7 +336,6 @@ class Supervisor:
             self.num_restarts += 1
 
     def _over(self, name: str) -> bool:
-        """Nothing is to be started again."""
         return self._stopping.is_set() or name in self._stops
 
     async def _launch(self, component: Component) -> Process:

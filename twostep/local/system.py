@@ -21,16 +21,12 @@ from twostep.keys.api_keys import system_key
 from twostep.keys.exposure import open_door
 from twostep.keys.secret import load_secret
 from twostep.local import redis_server
-from twostep.local.autoscale import LocalAutoscale
+from twostep.local.autoscale import LocalAutoscale, Scale, ScalerClient
 from twostep.local.components import Components, write_secret
-from twostep.local.options import LocalOptions
-from twostep.local.plan import LOOPBACK, LocalPlan, LocalWorker
+from twostep.local.plan import LOOPBACK, LocalOptions, LocalPlan, LocalWorker
 from twostep.local.ports import check_reachable
 from twostep.local.probes import Probes
-from twostep.local.report import ProgressLines
-from twostep.local.scaler import ScalerClient
-from twostep.local.scaling import Scale
-from twostep.local.supervisor import Component, ComponentFailed, Supervisor
+from twostep.local.supervisor import Component, ComponentFailed, Observer, Supervisor
 
 _POLL_S = 0.1
 
@@ -38,7 +34,7 @@ _POLL_S = 0.1
 class LocalSystem:
     """The processes of one LocalPlan. start(), then wait() or use it, then stop() in any case."""
 
-    def __init__(self, options: LocalOptions, plan: LocalPlan, *, environ: Mapping[str, str], observer: ProgressLines) -> None:
+    def __init__(self, options: LocalOptions, plan: LocalPlan, *, environ: Mapping[str, str], observer: Observer) -> None:
         self.plan = plan
         self._options = options
         self._probes = Probes()
@@ -62,7 +58,6 @@ class LocalSystem:
 
     @property
     def http_url(self) -> str:
-        """Where OpenAI's clients find the router."""
         return f"http://{self.target.rpartition(':')[0]}:{self.plan.http_port}"
 
     @property
@@ -78,7 +73,6 @@ class LocalSystem:
 
     @property
     def metrics_urls(self) -> dict[str, str]:
-        """Where each process of the start serves its metrics."""
         found = {"router": self.plan.router_metrics_port} | {worker.worker_id: worker.metrics_port for worker in self.plan.workers}
         if self.plan.scale is not None:
             found["autoscaler"] = self.plan.scaler_metrics_port

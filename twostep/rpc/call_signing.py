@@ -39,8 +39,6 @@ Life = tuple[str, int]
 
 
 class CallSigner:
-    """Signs calls of one process."""
-
     def __init__(self, secret: bytes, caller: str) -> None:
         """`caller`: the process's own id. Workers share their places out among callers."""
         self._key = purpose_key(secret, _PURPOSE)
@@ -83,7 +81,6 @@ class CallGate:
         self._known: dict[bytes, tuple[str, Life]] = {}
 
     def admit(self, _method: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-        """See twostep.rpc.guard.Admit."""
         told = next((value for key, value in metadata if key == HEADER), b"")
         life = self._life()
         found = self._known.get(told) if isinstance(told, bytes) else None

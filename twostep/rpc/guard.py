@@ -28,8 +28,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from twostep.errors import DeadlineExceeded, InvalidRequest, TwostepError, Unavailable, status_of, trailing_metadata
-from twostep.rpc.slots import ReadBounds, Slot, Slots
-from twostep.rpc.unread import Unread
+from twostep.rpc.slots import ReadBounds, Slot, Slots, Unread
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +106,6 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 class _Call:
-    """See twostep.rpc.slots.Call."""
-
     __slots__ = ("_caller", "_calls", "_context", "_ended", "_handler", "_reading", "_slots", "_task", "_unread")
 
     def __init__(self, handler: Any, slots: Slots, caller: str, *, calls: set[_Call], unread: Unread) -> None:
@@ -257,6 +254,5 @@ _kept: set[asyncio.Task[None]] = set()
 
 
 def _keep(task: asyncio.Task[None]) -> None:
-    """An event loop alone does not."""
     _kept.add(task)
     task.add_done_callback(_kept.discard)

@@ -86,7 +86,6 @@ class GrpcServer:
         self._names.append(full_name)
 
     async def start(self) -> int:
-        """Returns the real port. Raises SetupError if a port is taken."""
         reflection.enable_server_reflection(self._names, self._server)
         self.port = _bind(self._server, self.config.host, self.config.port, self._credentials, "--port")
         await self._server.start()
@@ -116,7 +115,6 @@ class GrpcServer:
             await self._health_server.stop(None)
 
     async def wait(self) -> None:
-        """Until the server has stopped."""
         await self._server.wait_for_termination()
 
 

@@ -7,12 +7,15 @@
 A half-open call has its place for as long as nobody else wants it: a server that is full ends the oldest one of whoever has the most of
 them. So neither calls that never send a message nor messages that never end keep anybody out, and what they hold in memory is bounded,
 for each caller and altogether. A caller is a key, a process of the deployment, or, where nobody says who calls, a connection.
+
+An answer of one message gRPC keeps until its client has room for it, or the connection ends, and offers no way to take it back. So what
+is kept is counted, too, and an answer that would be too much is not given (Unread).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +24,10 @@ from twostep.errors import ResourceExhausted, TwostepError
 # Of the event loop, until what gRPC's core has for it has reached its tasks.
 _TURNS = 3
 _FULL = "this server has as many calls as it may; repeat later, or ask another one"
+_UNREAD_OF_CALLER_BYTES = 64 << 20
+_UNREAD_OF_ALL_BYTES = 1 << 30
+# Smaller answers are no burden: they are always given.
+_SMALL_BYTES = 64 << 10
 _TOO_SLOW = "the call's message had not come when others needed its place; send it at once, or over fewer calls at a time"
 
 
@@ -97,7 +104,6 @@ class Slots:
         await _enter(place, self._reading, bounds.of_all, self._waiting, bounds.patience_s)
 
     def _read(self, place: Slot) -> None:
-        """Not read any more."""
         if place in place.of.reading:
             del place.of.reading[place]
             _wake(place.of.waiting)
@@ -139,12 +145,10 @@ class Slot:
         await self._slots._turn(self)
 
     def running(self) -> None:
-        """The message is here."""
         if not self._freed:
             self._slots._run(self)
 
     def give_way(self) -> None:
-        """To another one's call."""
         self.free()
         self._call.end(ResourceExhausted(_TOO_SLOW))
 
@@ -191,3 +195,25 @@ def _wake(waiting: deque[asyncio.Future[None]]) -> None:
         if not future.done():
             future.set_result(None)
             return
+
+
+class Unread:
+    def __init__(self, *, of_caller: int = _UNREAD_OF_CALLER_BYTES, of_all: int = _UNREAD_OF_ALL_BYTES) -> None:
+        self._of_caller = of_caller
+        self._of_all = of_all
+        self._held: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def add(self, caller: str, num_bytes: int) -> None:
+        """Raises ResourceExhausted. A single answer of a caller, however large, is given."""
+        held = self._held[caller]
+        if num_bytes > _SMALL_BYTES and held and (held + num_bytes > self._of_caller or self.num_bytes + num_bytes > self._of_all):
+            raise ResourceExhausted(f"answers of {held} bytes were not read yet; read them, or ask for less at a time")
+        self._held[caller] += num_bytes
+        self.num_bytes += num_bytes
+
+    def remove(self, caller: str, num_bytes: int) -> None:
+        self._held[caller] -= num_bytes
+        self.num_bytes -= num_bytes
+        if self._held[caller] <= 0:
+            del self._held[caller]

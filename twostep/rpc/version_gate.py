@@ -29,7 +29,6 @@ class VersionGate:
         self._said: set[str] = set()
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-        """See twostep.rpc.guard.Admit. Raises Incompatible."""
         if method.startswith(self._prefixes):
             theirs = _version_in(metadata)
             if reason := why_not(self._version, theirs, us=self._us, them="the caller"):

@@ -1,18 +1,86 @@
-"""Asks a worker which role it has, and for the other one: for operators (`twostep role`) and whoever scales a deployment."""
+"""Asks a worker which role it has, and for the other one: for operators (`twostep role`) and whoever scales a deployment.
+
+The right to change a role has whoever holds the deployment secret: a pass is signed for one life of one worker, and for a minute.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import time
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
 
-from twostep.errors import Unavailable
+from twostep.errors import Unauthenticated, Unavailable
 from twostep.rpc.channel import error_from_rpc
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 _ASK_S = 5.0
 # Beyond the drain: requests are failed, one edge ends and the other begins, and perhaps the first one again.
 _SWITCH_S = 180.0
+# How long a pass is good: clocks of one deployment agree to within seconds.
+PASS_LIFE_S = 60.0
+_DOMAIN = b"twostep.role.v1\0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePass:
+    """All that a SwitchRole call says. A switch ends the life that it names, so that nobody can use a pass twice."""
+
+    worker_id: str
+    epoch: int
+    role: str
+    drain_timeout_s: float
+    expires_unix_ms: int
+    mac: bytes = b""
+
+    @classmethod
+    def issue(cls, secret: bytes, *, worker_id: str, epoch: int, role: str, drain_timeout_s: float) -> RolePass:
+        expires = time.time_ns() // 1_000_000 + int(PASS_LIFE_S * 1000)
+        unsigned = cls(worker_id=worker_id, epoch=epoch, role=role, drain_timeout_s=drain_timeout_s, expires_unix_ms=expires)
+        return replace(unsigned, mac=unsigned._mac(secret))
+
+    def verify(self, secret: bytes, *, worker_id: str, epoch: int) -> None:
+        """Raises Unauthenticated (forged, or too old) and Unavailable (meant for another worker or life)."""
+        if not hmac.compare_digest(self.mac, self._mac(secret)):
+            raise Unauthenticated("only holders of the deployment secret may change a worker's role: give the worker's own --secret-file")
+        if not 0 <= time.time_ns() // 1_000_000 < self.expires_unix_ms:
+            raise Unauthenticated("the call's time is up; set the machines' clocks")
+        if (self.worker_id, self.epoch) != (worker_id, epoch):
+            raise Unavailable(f"the call is for {self.worker_id} of epoch {self.epoch}, this is {worker_id} of {epoch}; look again")
+
+    def _mac(self, secret: bytes) -> bytes:
+        names = [text.encode("utf-8", "surrogatepass") for text in (self.worker_id, self.role)]
+        canonical = b"".join(struct.pack("<Q", len(name)) + name for name in names)
+        canonical += struct.pack("<QdQ", self.epoch, self.drain_timeout_s, self.expires_unix_ms)
+        return hmac.new(secret, _DOMAIN + canonical, hashlib.sha256).digest()
+
+    def to_proto(self) -> worker_pb2.SwitchRoleRequest:
+        return worker_pb2.SwitchRoleRequest(
+            role=self.role,
+            drain_timeout_s=self.drain_timeout_s,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            expires_unix_ms=self.expires_unix_ms,
+            mac=self.mac,
+        )
+
+    @classmethod
+    def from_proto(cls, message: worker_pb2.SwitchRoleRequest) -> RolePass:
+        """Nothing is checked but that the numbers can be signed: call `verify`. Raises Unauthenticated."""
+        if message.expires_unix_ms < 0:
+            raise Unauthenticated("the call's expiry is negative; no member of this deployment asked")
+        return cls(
+            worker_id=message.worker_id,
+            epoch=message.epoch,
+            role=message.role,
+            drain_timeout_s=message.drain_timeout_s,
+            expires_unix_ms=message.expires_unix_ms,
+            mac=message.mac,
+        )
 
 
 async def who_is(channel: grpc.aio.Channel) -> worker_pb2.WorkerStats:

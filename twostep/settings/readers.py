@@ -81,7 +81,6 @@ def kv_transports(text: str) -> str:
 
 
 def _names(text: str, example: str) -> list[Any]:
-    """Reads a JSON list, or names behind commas."""
     if not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:

@@ -106,7 +106,6 @@ def read_settings(
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --config."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -163,7 +162,6 @@ def build(table: type[TableT], texts: Mapping[str, Given], defaults: Mapping[str
 
 
 def _of_file(path: Path, settings: Sequence[SettingRow]) -> Texts:
-    """Raises SetupError."""
     try:
         # Not part of the base install, whose commands have no --config.
         import yaml  # noqa: PLC0415

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 _CONSTANT = "it is a constant now, "
 
-# Settings of the processes.
 REMOVED: dict[str, str] = {
     "ageing": f"{_CONSTANT}10 s on routers and 30 s on workers",
     "batch-concurrency": "it is an eighth of --max-inflight",
@@ -42,7 +41,6 @@ REMOVED: dict[str, str] = {
     "switch-time": f"{_CONSTANT}0.1 s",
 }
 
-# Flags of commands alone.
 REMOVED_FLAGS: dict[str, str] = {
     "all": "give the HPAs to compare with to --who, as hpas,prefill=busy:0.7,decode=pool:0.1",
     "api": "OpenAI-compatible servers are loaded by `vllm bench serve` or GuideLLM",

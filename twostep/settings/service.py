@@ -22,8 +22,6 @@ DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings(Settings):
-    """Holds what every process may be told of its log."""
-
     log_level: str = setting("info", "least severe level that is logged", choices=LOG_LEVELS)
     log_json: bool = setting(False, "one JSON object a line")
 

@@ -69,13 +69,9 @@ class SettingRow:
         """Returns the default as one would write it; empty where the help says what becomes of a setting that is not given."""
         if self.switch:
             return "on" if self.default else ""
-        return (
-            ""
-            if self.required or self.default in (None, "", (), {})
-            else f"{self.default:g}"
-            if isinstance(self.default, float)
-            else str(self.default)
-        )
+        if self.required or self.default in (None, "", (), {}):
+            return ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def value(self, text: str) -> Any:
         """Reads a text. Raises ArgumentTypeError saying what to give."""
@@ -98,21 +94,12 @@ def switched(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "on")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _About:
-    help: str
-    read: Reader | None
-    choices: tuple[str, ...]
-    metavar: str
-    aliases: tuple[str, ...]
-
-
 def setting(
     default: Any, help: str, read: Reader | None = None, *, choices: tuple[str, ...] = (), metavar: str = "", aliases: tuple[str, ...] = ()
 ) -> Any:
     """Makes a dataclass field a setting. `default` may be Required, or a class that makes it. Without `read` the field's annotation says
     how a text is read: str, bool or Path."""
-    about = _About(help=help, read=read, choices=choices, metavar=metavar, aliases=aliases)
+    about = {"help": help, "read": read, "choices": choices, "metavar": metavar, "aliases": aliases}
     if default is Required:
         return field(metadata={_SETTING: about})
     if isinstance(default, type):
@@ -156,24 +143,14 @@ def _default(each: Any) -> Any:
     return Required if each.default is MISSING else each.default
 
 
-def _setting(name: str, hint: Any, about: _About, default: Any) -> SettingRow:
+def _setting(name: str, hint: Any, about: Mapping[str, Any], default: Any) -> SettingRow:
     kinds = set(get_args(hint)) - {type(None)} if isinstance(hint, UnionType) else {hint}
-    read = about.read or (Path if kinds == {Path} else str)
-    assert about.read or kinds <= {str, bool, Path}, f"{name} needs a reader: a text is no {hint}"
-    return SettingRow(
-        path=(name,),
-        help=about.help,
-        default=default,
-        read=read,
-        choices=about.choices,
-        metavar=about.metavar,
-        aliases=about.aliases,
-        switch=kinds == {bool},
-    )
+    assert about["read"] or kinds <= {str, bool, Path}, f"{name} needs a reader: a text is no {hint}"
+    read = about["read"] or (Path if kinds == {Path} else str)
+    return SettingRow(path=(name,), default=default, switch=kinds == {bool}, **{**about, "read": read})
 
 
 def table_of(table: type[Settings], values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Returns an instance of the table with these values, by their paths, and defaults for the rest."""
     flat = {path[0]: value for path, value in values.items() if len(path) == 1}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in values.items():

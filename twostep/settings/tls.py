@@ -26,7 +26,6 @@ class TlsFiles(Settings):
         return self.cert is not None or self.ca is not None
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Returns certificate, key and authority. Raises SetupError naming the flag."""
         if (self.cert is None) != (self.key is None):
             raise SetupError("--tls-cert and --tls-key go together: give both or neither")
         return _read("--tls-cert", self.cert), _read("--tls-key", self.key), _read("--tls-ca", self.ca)

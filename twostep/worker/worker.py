@@ -31,10 +31,10 @@ from twostep.keys.secret import vouch
 from twostep.prefix import secret_check
 from twostep.rpc.call_signing import CallGate
 from twostep.rpc.health import READINESS
-from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.version_gate import VersionGate
+from twostep.rpc.worker_role import RolePass
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role, reachable_address
 from twostep.worker.curve_tracker import CurveTracker
 from twostep.worker.edge import SERVICE_NAMES, Edge, EdgeParts, KvTransports, Switchboard, until

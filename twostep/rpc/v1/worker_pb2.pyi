@@ -37,7 +37,7 @@ class SwitchRoleRequest(_message.Message):
     epoch: _builtins.int
     expires_unix_ms: _builtins.int
     mac: _builtins.bytes
-    """HMAC-SHA256 of the fields above under the deployment secret (twostep/rpc/role_pass.py)."""
+    """HMAC-SHA256 of the fields above under the deployment secret (twostep/rpc/worker_role.py)."""
     def __init__(
         self,
         *,

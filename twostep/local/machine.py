@@ -1,20 +1,32 @@
-"""Which GPU each worker of a local system gets, and whether there are any.
+"""What a machine has for workers: which GPU each gets, and how many there is room for, by GPUs, cores and memory.
 
 4 workers, 2 GPUs:   prefill-0 → GPU 0, prefill-1 → GPU 1, decode-0 → GPU 0, decode-1 → GPU 1;   each takes half of 0.9 of its GPU
+16 cores, 60 GB free, no GPU, a model of 2 GB:   16 by cores, 17 by memory: 16 workers
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from twostep.errors import SetupError
 
 DEFAULT_UTILIZATION = 0.9
 _NVML = "libnvidia-ml.so.1"
 _CUDA = "libcuda.so.1"
+# What a worker has in memory beside weights and KV: interpreter, PyTorch, its KV agent. Of a fake one there is little more.
+_PROCESS_BYTES = 1 << 30
+_FAKE_BYTES = 256 << 20
+# A KV cache on a CPU, unless told otherwise (--kv-cache-memory-bytes of the workers).
+CPU_KV_BYTES = 512 << 20
+# What weights pass through on their way to a GPU, and what is pinned there.
+_GPU_HOST_BYTES = 3 << 30
+# A fake worker sleeps most of its time.
+FAKES_PER_CORE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +93,6 @@ def share_gpus(num_workers: int, num_gpus: int, *, per_worker: int = 1, utilizat
 
 
 def describe(names: Sequence[str], shares: Sequence[GpuShare]) -> str:
-    """One line for people."""
     parts = []
     for name, share in zip(names, shares, strict=True):
         gpu = f"GPU {share.index}" if share.num_gpus == 1 else f"{share.num_gpus} GPUs from {share.index}"
@@ -107,3 +118,34 @@ def _library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(name)
     except OSError:
         return None
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimit:
+    """So many workers, and what there would have to be more of for another one."""
+
+    num_workers: int
+    limit: str
+
+
+def room_for(memory_each: int, *, memory_bytes: int, cores: int, gpus: int | None) -> WorkerLimit:
+    """At least one: whether that fits shows when it starts. `gpus`: for how many workers they are enough; None: they compute on `cores`."""
+    rooms = [WorkerLimit(memory_bytes // max(1, memory_each), "memory")]
+    rooms.append(WorkerLimit(cores, "cores") if gpus is None else WorkerLimit(gpus, "GPUs"))
+    least = min(rooms, key=lambda room: room.num_workers)
+    return WorkerLimit(max(1, least.num_workers), least.limit)
+
+
+def memory_of(model_dir: Path, *, fake: bool, on_gpu: bool, kv_cache_bytes: int) -> int:
+    """Host memory that a worker takes, in bytes. `kv_cache_bytes` 0: the default."""
+    if fake or on_gpu:
+        return _FAKE_BYTES if fake else _GPU_HOST_BYTES
+    weights = sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in model_dir.glob(pattern))
+    return _PROCESS_BYTES + weights + (kv_cache_bytes or CPU_KV_BYTES)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
