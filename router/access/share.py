@@ -74,6 +74,8 @@ class UsageShare(RedisExchange):
         if whole:
             self._day_due = 0.0
         await super().exchange()
+        if not self.connected:
+            self._minute.read_all = self._day.read_all = True
 
     async def _exchange(self) -> None:
         for use in await self._minute.exchange(self._redis):

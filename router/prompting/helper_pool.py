@@ -46,7 +46,7 @@ class HelperProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, module: str, *arguments: str) -> HelperProcess:
+    async def start(cls, module: str) -> HelperProcess:
         """Returns before it is ready: it is once it has answered."""
         return cls(
             await asyncio.create_subprocess_exec(
@@ -54,7 +54,6 @@ class HelperProcess:
                 "-P",
                 "-m",
                 module,
-                *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

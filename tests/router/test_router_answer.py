@@ -114,6 +114,9 @@ def test_reasoning_does_not_depend_on_batches_nor_on_a_break(bare_model_dir: Pat
     assert ((before[0] + after[0], before[1] + after[1]), end(second)) == (expected, end(whole))
     if not whole.stopped_by_text:
         assert expected[0] == thought
+        if "</think>" in text:
+            closed = next(n for n in range(len(tokens) + 1) if "</think>" in tokenizer.decode([t.token_id for t in tokens[:n]]))
+            assert whole.num_reasoning_tokens == closed
         assert expected[1] in (said, "")
     elif begun is None:
         assert expected[1] == said[: said.index(stops[0])]

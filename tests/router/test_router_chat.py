@@ -158,6 +158,12 @@ def test_variables_of_the_template() -> None:
             rendered(template, chat_of([{"role": "user", "content": ""}], template_kwargs=json.dumps({name: 1})))
 
 
+def test_what_is_just_within_the_bounds_is_rendered() -> None:
+    deep = '{"a": ' + "[" * 63 + "]" * 63 + ', "b": [[]]}'
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 4096, template_kwargs=deep)
+    assert rendered(ChatTemplate("{{ messages | length }}"), chat) == "4096"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -173,6 +179,7 @@ def test_variables_of_the_template() -> None:
         ({"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")] * 2000)]}, "at most 1024"),
         ({"messages": [pb.ChatMessage(content="x")]}, "role is empty"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [pb.ChatMessage(role="user")] * 4097}, "at most 4096"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -306,6 +306,8 @@ def test_answers_are_expected_to_be_like_the_tenants_last_ones() -> None:
     for _ in range(100):
         lengths.observe("a", 20)
     assert lengths.expected("a", 1 << 20) == 20
+    lengths.observe("a", 120)
+    assert lengths.expected("a", 1 << 20) == 30, "a tenth is the newest one's"
     assert lengths.expected("b", 1 << 20) == 256
     for i in range(5000):
         lengths.observe(f"t{i}", 5)

@@ -66,6 +66,9 @@ async def test_each_hears_what_the_others_gave_once(make: Make, clock: SetClock,
     assert heard_two == {(STANDARD, "alice"): 60, (BATCH, "alice"): 7, (STANDARD, "bob"): 5}, "corrections, and two windows at once"
     client = connect(redis_server.url)
     assert 0 < await client.ttl(KEY) <= 30, "nothing stays"
+    await client.delete(KEY)
+    await one.exchange()
+    assert not await client.exists(KEY), "what is written already is not written again"
     await client.aclose()
 
 

@@ -94,8 +94,8 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens(meter: DemandMeter
 @pytest.mark.parametrize(
     ("options", "ttft_s", "tpot_s", "counted"),
     [
-        ({}, 0.9, 0.04, (1, 1, 1, 1)),
-        ({}, 1.1, 0.06, (1, 0, 1, 0)),
+        ({}, 0.99, 0.0499, (1, 1, 1, 1)),
+        ({}, 1.01, 0.0501, (1, 0, 1, 0)),
         ({}, 0.9, None, (1, 1, 0, 0)),  # one token
         ({}, None, None, (1, 0, 0, 0)),  # none: lost, or refused
         ({"targets": Targets(ttft_s=2.0)}, 1.5, 0.9, (1, 1, 0, 0)),  # a request's own targets, and no others

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,15 +12,6 @@ from router_fakes import Cluster, Reply, Script, refuse, until
 from scraping import scrape
 
 from twostep.rpc.v1 import inference_pb2
-
-FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
-
-
-async def failure(cluster: Cluster, timeout: float = 60.0, **sampling: Any) -> tuple[str, str]:
-    """Status and message of a request that must fail."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await cluster.ask(timeout=timeout, **sampling)
-    return caught.value.code().name, caught.value.details() or ""
 
 
 def end_of(reply: Reply) -> inference_pb2.End:

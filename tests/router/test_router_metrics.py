@@ -52,7 +52,9 @@ async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
         decode.script = Script(hold_at=5, once=False)
         with pytest.raises(grpc.aio.AioRpcError):
             await cluster.ask(inference_pb2.GenerateRequest(text="hello", model="another"))
-        call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=60)
+        request = cluster.request(max_tokens=1000)
+        request.ttft_ms = 600_000
+        call = cluster.stub.Generate(request, timeout=60)
         reply = Reply()
         async for response in call:
             reply.add(response)
@@ -67,6 +69,7 @@ async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
         told = told_by(cluster)
         assert told("twostep_requests_total", status="NOT_FOUND", finish_reason="") == 1
         assert told("twostep_requests_total") == 2
+        assert told("twostep_request_slo_total") is None, "who leaves was not waited for"
         assert told("twostep_num_requests_running", role="router") == 0
         assert told("twostep_time_to_first_token_seconds_count") == 1
         assert told("twostep_e2e_request_latency_seconds_count") == 0

@@ -177,6 +177,13 @@ def test_what_can_never_fit_says_how_much_there_is() -> None:
     short = shortage([candidate("p0", max_model_len=1000)], [candidate("d0")])
     assert short.shortage is Shortage.TOO_LARGE
     assert "context is 1000" in short.reason
+    # 1000 tokens and 100 more, of which a prefill worker has to hold the first.
+    exact = [candidate("p0", max_model_len=1100, num_blocks=63)], [candidate("d0", max_model_len=1100, num_blocks=69)]
+    assert chosen(*exact) == ("p0", "d0")
+    for smaller in ({"num_blocks": 68}, {"max_model_len": 1099}):
+        assert shortage(exact[0], [candidate("d0", **smaller)]).shortage is Shortage.TOO_LARGE
+    for smaller in ({"num_blocks": 62}, {"max_model_len": 1099}):
+        assert shortage([candidate("p0", **smaller)], exact[1]).shortage is Shortage.TOO_LARGE
     # Excluded workers count: waiting for them helps.
     assert shortage([candidate("p0")], [*small, candidate("d1", excluded=True)]).shortage is Shortage.EXCLUDED
 

@@ -119,6 +119,13 @@ def test_the_first_token_waits_for_the_queue_and_the_prompt_and_never_for_the_ha
     assert by_ray.predicted_tpot_s - idle.predicted_tpot_s == pytest.approx(slower / 127)
 
 
+def test_the_last_token_of_a_prompt_that_is_all_cached_is_computed() -> None:
+    for cached in (2599, 2600):
+        paired = placed([worker("prefill", cached=cached)], [worker("decode")])
+        alone = placed([], [worker("decode", cached=cached, local_prefill=True)])
+        assert paired.predicted_ttft_s == alone.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 2599, 8192))
+
+
 def test_the_time_per_token_is_the_step_with_one_sequence_more() -> None:
     busy = placed([worker("prefill")], [worker("decode", seqs=40)])
     step = GPU.decode_step_s(41, 40 * 2000 + 2600 + 64)

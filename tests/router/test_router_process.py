@@ -34,24 +34,16 @@ def free_port() -> int:
 
 
 async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-P",
-            "-m",
-            "router",
-            "--host",
-            "127.0.0.1",
-            "--model",
-            str(cluster.model_dir),
-            "--http-port",
-            "0",
-            "--served-model-name",
-            "m",
-        ),
-        *("--secret-file", str(cluster.secret_file), "--redis-url", cluster.redis_server.url, *flags),
-        stderr=asyncio.subprocess.PIPE,
-    )
+    settings = {
+        "host": "127.0.0.1",
+        "http-port": "0",
+        "served-model-name": "m",
+        "model": str(cluster.model_dir),
+        "secret-file": str(cluster.secret_file),
+        "redis-url": cluster.redis_server.url,
+    }
+    argv = ["-P", "-m", "router", *(f"--{name}={value}" for name, value in settings.items()), *flags]
+    return await asyncio.create_subprocess_exec(sys.executable, *argv, stderr=asyncio.subprocess.PIPE)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from router.request.cleanup import Cleanup
 from router.request.job import RequestJob
 from router.workers.pool import WorkerPool
 from router.workers.prefix_index import CachedPrefix, PrefixIndex, WorkerLife
-from router.workers.registry import Deployment, Registry
+from router.workers.registry import Deployment, Registry, Witnesses
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import WorkerListing
@@ -286,6 +286,22 @@ class Town:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         return {record.worker_id: record for record in self.registry.workers}
+
+
+async def test_few_workers_are_asked_at_once() -> None:
+    asked: list[str] = []
+
+    async def hangs(record: WorkerRecord) -> bool:
+        asked.append(record.worker_id)
+        await asyncio.Event().wait()
+        return True
+
+    witnesses = Witnesses(hangs, lambda: 0.0)
+    for i in range(100):
+        witnesses.ask(dataclasses.replace(_WORKER, worker_id=f"w{i % 80}"))
+    await asyncio.sleep(0)
+    assert asked == [f"w{i}" for i in range(64)]
+    await witnesses.close()
 
 
 async def test_only_what_the_deployment_has_signed_is_a_worker(cluster: Cluster) -> None:

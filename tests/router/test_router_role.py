@@ -78,3 +78,10 @@ async def test_a_role_without_a_new_epoch_is_nobody_s(cluster: Cluster, pool: Wo
     assert "without a new epoch" in caplog.text
     pool.sync([described(cluster, role="decode", epoch=6)])
     assert roles(pool) == {"prefill": set(), "decode": {6}}
+    user, (link,) = User(), pool.decode.values()
+    link.users.add(user)
+    pool.sync([])
+    assert link in pool.decode.values(), "who uses it may go on"
+    link.users.clear()
+    pool.sync([])
+    assert not pool.decode

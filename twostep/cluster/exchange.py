@@ -171,7 +171,8 @@ class SharedTotals:
         self._last_seen: dict[int, float] = {}
         # Used while the shared time is not known yet.
         self._undated: Counter[Entry] = Counter()
-        self._read_all = True
+        # Who hears nothing for hours has hours to hear of.
+        self.read_all = True
 
     def count(self, entry: Entry, amount: int) -> None:
         """Returns at once."""
@@ -195,8 +196,7 @@ class SharedTotals:
         for entry, amount in self._undated.items():
             self.count(entry, amount)
         self._undated.clear()
-        # Who hears nothing for hours has hours to hear of.
-        read_all, self._read_all = self._read_all, True
+        read_all, self.read_all = self.read_all, True
         totals, windows = self.ledger.untold(), self._to_read(read_all=read_all)
         pipeline = redis.pipeline(transaction=False)
         pipeline.time()
@@ -208,7 +208,7 @@ class SharedTotals:
         replies = await pipeline.execute()
         self._clock.told(replies[0])
         self.ledger.told(totals)
-        self._read_all = False
+        self.read_all = False
         fields_of = zip(windows, hashes_in(replies[-1]), strict=True)
         return self._aged([use for window, fields in fields_of for use in self.ledger.hear(window, fields)])
 
