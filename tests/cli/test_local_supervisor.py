@@ -362,5 +362,6 @@ def test_report_and_followed_logs(tmp_path: Path) -> None:
     follower.poll()
     with (tmp_path / "router.log").open("a") as log:
         log.write("f\n")
-    follower.poll()
+    for _ in range(2):
+        follower.poll()
     assert lines == ["    router | one", "    router | two", "    router | half"]
