@@ -256,7 +256,7 @@ def _read(message: Any, name: str, hint: Any) -> Any:
     value = getattr(message, name)
     if get_origin(hint) is tuple:
         kind = get_args(hint)[0]
-        return tuple(read_message(each, kind) for each in value) if is_dataclass(kind) else tuple(value)
+        return tuple(read_message(each, cast(Any, kind)) for each in value) if is_dataclass(kind) else tuple(value)
     return read_message(value, cast(Any, hint)) if is_dataclass(hint) else value
 
 
