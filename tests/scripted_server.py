@@ -245,6 +245,8 @@ def serving_in_thread(servicer: ScriptedInference) -> Iterator[str]:
             address.append(target)
             up.set()
             await stop.wait()
+        # What gRPC has left of calls that were cut off.
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()

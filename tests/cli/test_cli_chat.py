@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from scripted_server import ScriptedInference, serving_in_thread
-from terminal_screen import Session
+from terminal_session import Session
 
 from twostep.cli import _input_history
 
@@ -35,7 +35,7 @@ def chat(server: tuple[ScriptedInference, str], tmp_path: Path, *words: str, wid
 
 def say(terminal: Session, text: str) -> None:
     """Typed at the prompt, not before it is there."""
-    terminal.until(lambda: terminal.screen.text().endswith("\n>"))
+    terminal.until(lambda: terminal.text().endswith("\n>"))
     terminal.type(text)
 
 
@@ -49,15 +49,15 @@ def test_a_conversation(server: tuple[ScriptedInference, str], tmp_path: Path) -
         terminal.expect("scripted at ")
         say(terminal, "ok\n")
         terminal.expect("[3 tokens")
-        assert "one two three\n[3 tokens" in terminal.screen.text()
-        assert "2 of 5 prompt tokens cached" in terminal.screen.text()
+        assert "one two three\n[3 tokens" in terminal.text()
+        assert "2 of 5 prompt tokens cached" in terminal.text()
         say(terminal, "think\n")
         terminal.expect("first to read after")
-        assert "let me see\n\n42\n[3 tokens" in terminal.screen.text()
+        assert "let me see\n\n42\n[3 tokens" in terminal.text()
         say(terminal, "/set temperature 0.5\n")
         terminal.expect("temperature: 0.5")
         say(terminal, "/retry\n")
-        terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 3)
+        terminal.until(lambda: terminal.text().count("[3 tokens") == 3)
         first, second = servicer.requests[-2:]
         assert first.chat == second.chat, "the same question once more"
         assert [m.role for m in second.chat.messages] == ["system", "user", "assistant", "user"]
@@ -69,7 +69,7 @@ def test_a_conversation(server: tuple[ScriptedInference, str], tmp_path: Path) -
         say(terminal, "/new\n")
         terminal.expect("A new conversation.")
         say(terminal, "//slash\n")
-        terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 4)
+        terminal.until(lambda: terminal.text().count("[3 tokens") == 4)
         assert [m.content for m in servicer.requests[-1].chat.messages] == ["be brief", "/slash"]
         say(terminal, "\x04")
         assert terminal.wait() == 0
@@ -85,9 +85,9 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
         # readline may be between two looks at what has come, and then looks at signals at the next one only.
         give_up = time.monotonic() + 10
         last = give_up + 120
-        while not re.search(r"> half a li\n(>\n)*>$", terminal.screen.text()):
+        while not re.search(r"> half a li\n(>\n)*>$", terminal.text()):
             terminal.read(0.1)
-            assert time.monotonic() < last, terminal.screen.text()
+            assert time.monotonic() < last, terminal.text()
             if time.monotonic() > give_up:
                 terminal.type("\x03")
                 give_up += 10
@@ -95,8 +95,8 @@ def test_ctrl_c_cancels_the_answer_and_nothing_else(server: tuple[ScriptedInfere
         terminal.expect("threeone")
         terminal.type("\x03")
         terminal.expect("[cancelled · ")
-        terminal.until(lambda: terminal.screen.text().endswith("\n>"))
-        shown = terminal.screen.text()
+        terminal.until(lambda: terminal.text().endswith("\n>"))
+        shown = terminal.text()
         assert "first after" in shown[shown.index("[cancelled") :]
         say(terminal, "ok\n")
         terminal.expect("[3 tokens")
@@ -114,8 +114,8 @@ def test_what_is_typed_too_early_waits_for_the_prompt(server: tuple[ScriptedInfe
         # It may be over before this process looks at the screen.
         terminal.until(lambda: "waiting for the first token" in terminal.raw)
         terminal.type("ok\n")
-        terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 2)
-        shown = terminal.screen.text()
+        terminal.until(lambda: terminal.text().count("[3 tokens") == 2)
+        shown = terminal.text()
         assert shown.count("ok\n") == 1, "and shown once"
         assert shown.index("[3 tokens") < shown.index("> ok")
 
@@ -126,7 +126,7 @@ def test_history_is_kept_and_is_the_users_own(server: tuple[ScriptedInference, s
         with chat(server, tmp_path) as terminal:
             if number:
                 say(terminal, "\x1b[A\x1b[A")
-                terminal.expect("> question 0")
+                terminal.expect("question 0")
                 terminal.type("\n")
             else:
                 say(terminal, "question 0\n")
@@ -156,7 +156,7 @@ def test_no_color_and_no_sequences_at_all(server: tuple[ScriptedInference, str],
     with chat(server, tmp_path, **env) as terminal:
         say(terminal, "think\n")
         terminal.expect("[3 tokens")
-        assert "(thinking) let me see\n\n42\n[3 tokens" in terminal.screen.text()
+        assert "(thinking) let me see\n\n42\n[3 tokens" in terminal.text()
         assert "\x1b[2m" not in terminal.raw
         assert "\x1b[0m" not in terminal.raw
         if "TERM" in env:

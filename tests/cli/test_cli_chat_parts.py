@@ -100,6 +100,15 @@ def test_settings_and_system() -> None:
     assert {"/help", "/new", "/system", "/save", "/load", "/retry", "/set", "/quit"} <= set(commands())
 
 
+def test_the_last_question_is_asked_again_without_its_answer() -> None:
+    session = ChatSession()
+    for question in ("hi", "ho"):
+        session.take(question)
+        session.answered("hello", "")
+    assert session.take("/retry").ask
+    assert [message.content for message in session.messages] == ["hi", "hello", "ho"]
+
+
 def test_a_failed_question_is_taken_back() -> None:
     session = ChatSession()
     session.take("hi")

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from commands import run
 from scripted_server import ScriptedInference, serving_in_thread
-from terminal_screen import Session
+from terminal_session import Session
 
 DEADLINE_S = 240.0
 COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli"]

@@ -21,7 +21,7 @@ from twostep.errors import SetupError
 from twostep.local import ports
 from twostep.local.ports import check_free, free_ports
 from twostep.local.run import LogFollower
-from twostep.local.supervisor import Component, ComponentFailed, Observer, Process, Supervisor
+from twostep.local.supervisor import Component, ComponentFailed, Observer, Process, Supervisor, until_interrupted
 from twostep.process.ending import how_it_ended, oom_kills
 
 # Real processes and real pauses: two of them are in the first tier.
@@ -259,6 +259,27 @@ async def test_a_stop_waits_for_a_drain_that_has_begun_and_asks_for_it_once(tmp_
     assert "killed a" not in journal.events
 
 
+@pytest.mark.smoke
+async def test_the_first_signal_ends_the_work_and_the_second_kills() -> None:
+    killed = asyncio.Event()
+
+    async def work(seconds: float) -> int:
+        if seconds:
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(seconds)
+        return 3
+
+    try:
+        assert await until_interrupted(work(0.0), killed.set) == 3
+        assert await until_interrupted(work(1000.0), killed.set) is None
+        assert not killed.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(killed.wait(), 60)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
 async def test_what_a_process_leaves_behind_goes_with_it(tmp_path: Path) -> None:
     """A daemon of its own session, as Ray starts them, dies though its parent did not end it."""
     pid_file = tmp_path / "daemon"
@@ -362,5 +383,6 @@ def test_report_and_followed_logs(tmp_path: Path) -> None:
     follower.poll()
     with (tmp_path / "router.log").open("a") as log:
         log.write("f\n")
-    follower.poll()
+    for _ in range(2):
+        follower.poll()
     assert lines == ["    router | one", "    router | two", "    router | half"]

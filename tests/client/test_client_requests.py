@@ -19,7 +19,8 @@ from opentelemetry.trace import TraceState
 import twostep
 from twostep import Client, Message, ToolCall
 from twostep.client._channel import Attempts, trace_metadata
-from twostep.client._wire import chat_request, generate_request, usage
+from twostep.client._types import Usage, read_message
+from twostep.client._wire import chat_request, generate_request
 from twostep.errors import ResourceExhausted, Unavailable, error_from_grpc, trailing_metadata
 from twostep.process.tracing import trace_id_of
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -190,7 +191,8 @@ def test_whatever_is_not_a_message_is_refused_as_our_error(messages: list[dict[s
 
 
 def test_what_the_end_brings() -> None:
-    assert usage(pb.Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2, reasoning_tokens=3)).reasoning_tokens == 3
+    sent = pb.Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2, reasoning_tokens=3)
+    assert read_message(sent, Usage) == Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2, reasoning_tokens=3)
 
 
 # ---- when to come again ----------------------------------------------------------------------------------------------------

@@ -271,3 +271,19 @@ async def test_and_those_of_the_caller_itself() -> None:
         await slots.take(call, "one").turn()
     await asyncio.wait_for(slots.take(Call(), "one").turn(), SOON_S)
     assert [call.error is not None for call in slow] == [True, False]
+
+
+def test_answers_that_were_read_make_room_for_others() -> None:
+    unread = Unread(of_caller=300_000, of_all=500_000)
+    for _ in range(10):
+        for caller in ("a", "b"):
+            unread.add(caller, 1)
+            unread.add(caller, 200_000)
+        for caller in ("a", "b"):
+            with pytest.raises(ResourceExhausted):
+                unread.add(caller, 200_000)
+        unread.add("a", 60_000)
+        with pytest.raises(ResourceExhausted):
+            unread.add("b", 70_000)
+        for caller, num_bytes in (("a", 200_001), ("a", 60_000), ("b", 200_001)):
+            unread.remove(caller, num_bytes)

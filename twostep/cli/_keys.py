@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from twostep.cli._keys_flags import LIMITS
@@ -27,20 +27,6 @@ _TIMEOUT_S = 15.0
 _MAX_ANSWER_BYTES = 64 << 20
 
 Record = Mapping[str, Any]
-
-
-class KeyStore(Protocol):
-    """Where the keys are. All raise TwostepError."""
-
-    def create(self, fields: Record) -> Record:
-        """With `key`, which nobody is told again."""
-        ...
-
-    def change(self, key_id: str, fields: Record) -> Record: ...
-
-    def list(self) -> Sequence[Record]: ...
-
-    def revoke(self, key_id: str) -> None: ...
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _place(args: argparse.Namespace) -> KeyStore:
+def _place(args: argparse.Namespace) -> _File | _Router:
     if args.api_keys_file is not None and args.admin:
         raise InvalidRequest("--api-keys-file and --admin contradict each other; give one of them")
     if args.api_keys_file is not None:
@@ -95,6 +81,7 @@ class _File:
         self._path = path
 
     def create(self, fields: Record) -> Record:
+        """With `key`, which nobody is told again."""
         told, made = make_key()
         key = _merged(made, fields)
         self._write(key)

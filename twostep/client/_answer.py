@@ -14,7 +14,7 @@ import grpc
 
 from twostep.client import _channel, _wire
 from twostep.client._pool import ConnectionLease, Pool
-from twostep.client._types import Completion, FinishReason, Phases, Piece, TokenLogprobs, Transfer, Usage
+from twostep.client._types import Completion, FinishReason, Phases, Piece, TokenLogprobs, Transfer, Usage, read_message
 from twostep.errors import Cancelled, DeadlineExceeded, InvalidRequest, ResourceExhausted, StreamBroken, TwostepError, Unavailable
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -87,17 +87,17 @@ class Answer(ABC):
     @property
     def usage(self) -> Usage:
         """Known after the end; InvalidRequest before."""
-        return _wire.usage(self._ended().usage)
+        return read_message(self._ended().usage, Usage)
 
     @property
     def phases(self) -> Phases:
         """Known after the end; InvalidRequest before."""
-        return _wire.phases(self._ended().phases)
+        return read_message(self._ended().phases, Phases)
 
     @property
     def transfer(self) -> Transfer:
         """Known after the end; InvalidRequest before."""
-        return _wire.transfer(self._ended().transfer)
+        return read_message(self._ended().transfer, Transfer)
 
     def _ended(self) -> pb.End:
         if self._end is None:
@@ -246,9 +246,9 @@ class Answer(ABC):
             logprobs=tuple(self._logprobs),
             finish_reason=_wire.finish_reason(end),
             stop_reason=end.stop_reason,
-            usage=_wire.usage(end.usage),
-            phases=_wire.phases(end.phases),
-            transfer=_wire.transfer(end.transfer),
+            usage=self.usage,
+            phases=self.phases,
+            transfer=self.transfer,
             attempts=end.attempts,
             request_id=self._request_id,
             resumes=self._num_resumes,

@@ -17,7 +17,7 @@ import grpc
 from twostep.client import _channel, _status, _wire
 from twostep.client._answer import Answer
 from twostep.client._pool import ConnectionLease, HealthProbe, Pool, RouterEndpoint
-from twostep.client._types import ChatOptions, Compression, Model, RequestOptions, RouterState, Tokens
+from twostep.client._types import ChatOptions, Compression, Model, RequestOptions, RouterState, Tokens, read_message
 from twostep.client._wire import Messages
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -143,10 +143,11 @@ class ClientBase(ABC, Generic[AnswerT]):
         timeout: float | None,
     ) -> Tokens:
         request = _wire.tokenize_request(text, messages, model=model, tools=tools)
-        return _wire.tokens(await self._unary(lambda wire: wire.inference.Tokenize, request, timeout))
+        return read_message(await self._unary(lambda wire: wire.inference.Tokenize, request, timeout), Tokens)
 
     async def _models(self, timeout: float | None) -> list[Model]:
-        return _wire.models(await self._unary(lambda wire: wire.inference.ListModels, pb.ListModelsRequest(), timeout))
+        found = await self._unary(lambda wire: wire.inference.ListModels, pb.ListModelsRequest(), timeout)
+        return [read_message(model, Model) for model in found.models]
 
     async def _cluster(self, timeout: float | None) -> _status.ClusterStatus:
         return _status.cluster_status(await self._unary(lambda wire: wire.status.GetStatus, status_pb2.StatusRequest(), timeout))

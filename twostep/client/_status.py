@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from twostep.client._types import read_message
 from twostep.errors import InternalError
 from twostep.rpc.v1 import status_pb2 as pb
 
@@ -151,37 +151,7 @@ class ClusterStatus:
 
 
 def cluster_status(message: pb.ClusterStatus) -> ClusterStatus:
-    return ClusterStatus(
-        **_plain(message, ClusterStatus, ("workers", "load", "refused", "scaling")),
-        workers=tuple(_worker(worker) for worker in message.workers),
-        load=_load(message.load),
-        refused=tuple(RefusedWorker(**_plain(refused, RefusedWorker)) for refused in message.refused),
-        scaling=_scaling(message.scaling) if message.HasField("scaling") else None,
-    )
-
-
-def _worker(message: pb.WorkerStatus) -> WorkerStatus:
-    if message.role not in ("prefill", "decode"):
-        raise InternalError(f"worker {message.worker_id} has the role {message.role!r}, unknown to this client; upgrade it")
-    return WorkerStatus(**_plain(message, WorkerStatus, ("transports",)), transports=tuple(message.transports))
-
-
-def _load(message: pb.RouterLoad) -> RouterLoad:
-    percentiles, optional = ("ttft_s", "tpot_s", "itl_s", "queue_s"), ("slo_attainment", "prefill_decode_load_ratio")
-    values = _plain(message, RouterLoad, (*percentiles, *optional))
-    values |= {field: Percentiles(**_plain(getattr(message, field), Percentiles)) for field in percentiles}
-    has: Callable[[Any], bool] = message.HasField
-    values |= {field: getattr(message, field) if has(field) else None for field in optional}
-    return RouterLoad(**values)
-
-
-def _scaling(message: pb.Scaling) -> Scaling:
-    return Scaling(
-        **_plain(message, Scaling, ("roles", "switches")),
-        roles=tuple(RoleScaling(**_plain(role, RoleScaling)) for role in message.roles),
-        switches=tuple(RoleSwitch(**_plain(switch, RoleSwitch)) for switch in message.switches),
-    )
-
-
-def _plain(message: object, kind: type[Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {field: getattr(message, field) for field in kind.__dataclass_fields__ if field not in without}
+    for worker in message.workers:
+        if worker.role not in ("prefill", "decode"):
+            raise InternalError(f"worker {worker.worker_id} has the role {worker.role!r}, unknown to this client; upgrade it")
+    return read_message(message, ClusterStatus)

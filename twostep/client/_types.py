@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "content_filter"]
 Compression = Literal["none", "gzip"]
@@ -236,3 +240,26 @@ class RouterState:
     num_open: int
     """Calls of this client that are under way there."""
     num_connections: int
+
+
+def read_message(message: Any, kind: type[T]) -> T:
+    """Returns a message of protobuf as a dataclass whose fields have the same names: what is repeated as a tuple, what is optional and not
+    set as None."""
+    return kind(**{name: _read(message, name, hint) for name, hint in _hints(cast(Any, kind)).items()})
+
+
+def _read(message: Any, name: str, hint: Any) -> Any:
+    if isinstance(hint, UnionType):
+        (hint,) = set(get_args(hint)) - {type(None)}
+        if not message.HasField(name):
+            return None
+    value = getattr(message, name)
+    if get_origin(hint) is tuple:
+        kind = get_args(hint)[0]
+        return tuple(read_message(each, cast(Any, kind)) for each in value) if is_dataclass(kind) else tuple(value)
+    return read_message(value, cast(Any, hint)) if is_dataclass(hint) else value
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> Mapping[str, Any]:
+    return get_type_hints(kind)

@@ -10,18 +10,13 @@ from twostep.client._types import (
     ChatOptions,
     FinishReason,
     Message,
-    Model,
-    Phases,
     Piece,
     RequestClass,
     RequestOptions,
     SamplingOptions,
     TokenLogprobs,
-    Tokens,
     ToolCall,
     TopLogprob,
-    Transfer,
-    Usage,
 )
 from twostep.errors import InternalError, InvalidRequest
 from twostep.request_class import MAX_TARGET_MS
@@ -205,26 +200,6 @@ def finish_reason(end: pb.End) -> FinishReason:
         return _FINISH[end.finish_reason]
     except KeyError:
         raise InternalError(f"finish reason {end.finish_reason} is not one of {get_args(FinishReason)}; upgrade the client") from None
-
-
-def usage(message: pb.Usage) -> Usage:
-    return Usage(**{field: getattr(message, field) for field in Usage.__dataclass_fields__})
-
-
-def phases(message: pb.Phases) -> Phases:
-    return Phases(**{field: getattr(message, field) for field in Phases.__dataclass_fields__})
-
-
-def transfer(message: pb.Transfer) -> Transfer:
-    return Transfer(**{field: getattr(message, field) for field in Transfer.__dataclass_fields__})
-
-
-def models(response: pb.ListModelsResponse) -> list[Model]:
-    return [Model(**{field: getattr(model, field) for field in Model.__dataclass_fields__}) for model in response.models]
-
-
-def tokens(response: pb.TokenizeResponse) -> Tokens:
-    return Tokens(token_ids=tuple(response.token_ids), max_model_len=response.max_model_len)
 
 
 # ---- a conversation: our Message, or mappings as OpenAI's API has them ---------------------------------------------------

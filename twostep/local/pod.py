@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ import grpc.aio
 
 from twostep.errors import SetupError
 from twostep.local.probes import Probes
-from twostep.local.supervisor import Component, Observer, Supervisor
+from twostep.local.supervisor import Component, Observer, Supervisor, until_interrupted
 from twostep.process.log import setup_logging
 from twostep.rpc.health import READINESS, HealthBoard
 from twostep.rpc.server import health_server
@@ -183,30 +182,15 @@ async def _serve_health(config: PodSettings, board: HealthBoard) -> grpc.aio.Ser
 async def run(config: PodSettings, environ: Mapping[str, str], run_dir: Path) -> None:
     """Until SIGTERM or SIGINT. Raises SetupError."""
     pod = Pod(config, environ, run_dir)
-    interrupted = asyncio.Event()
-
-    def on_signal() -> None:
-        if interrupted.is_set():
-            pod.supervisor.kill()
-        interrupted.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     health = await _serve_health(config, pod.board)
 
     async def live() -> None:
         await pod.start()
         await pod.watch()
 
-    living, waiting = asyncio.create_task(live()), asyncio.create_task(interrupted.wait())
     try:
-        await asyncio.wait({living, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if living.done():
-            living.result()
+        await until_interrupted(live(), pod.supervisor.kill)
     finally:
-        living.cancel()
-        waiting.cancel()
-        await asyncio.wait({living, waiting})
         await pod.stop()
         await health.stop(None)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from twostep.errors import SetupError
 from twostep.local.plan import LocalOptions, make_plan
-from twostep.local.supervisor import Observer
+from twostep.local.supervisor import Observer, until_interrupted
 from twostep.local.system import LocalSystem
 
 INTERRUPTED = 130
@@ -38,36 +37,19 @@ def run_system(
 
 
 async def _run(system: LocalSystem, work: Callable[[LocalSystem], Awaitable[int]], verbose: bool, write: Callable[[str], None]) -> int:
-    interrupted = asyncio.Event()
-
-    def on_signal() -> None:
-        if interrupted.is_set():
-            system.kill()
-        interrupted.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
-
     async def start_and_work() -> int:
         await system.start()
         return await work(system)
 
     follower = LogFollower(system.plan.run_dir / "logs", write)
     following = asyncio.create_task(follower.run()) if verbose else None
-    main = asyncio.create_task(start_and_work())
-    waiter = asyncio.create_task(interrupted.wait())
     try:
-        await asyncio.wait([main, waiter], return_when=asyncio.FIRST_COMPLETED)
-        if main.done():
-            return main.result()
-        write(f"Draining: what runs has {system.drain_timeout_s:g} s to end. Ctrl-C again ends it at once.")
-        main.cancel()
-        await asyncio.wait([main])
-        system.interrupted()
-        return INTERRUPTED
+        status = await until_interrupted(start_and_work(), system.kill)
+        if status is None:
+            write(f"Draining: what runs has {system.drain_timeout_s:g} s to end. Ctrl-C again ends it at once.")
+            system.interrupted()
+        return INTERRUPTED if status is None else status
     finally:
-        waiter.cancel()
         await system.stop()
         if following is not None:
             following.cancel()

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from twostep.errors import SetupError
 from twostep.process.ending import how_it_ended, oom_kills
+
+T = TypeVar("T")
 
 PROBE_EVERY_S = 0.05
 _GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -369,3 +372,24 @@ class Supervisor:
         log = self.log_of(component.name)
         lines = "".join(f"\n    {line}" for line in tail(log)) or "\n    (nothing)"
         return ComponentFailed(f"{why}. The end of {log}:{lines}" + (f"\n  {component.hint}" if component.hint else ""))
+
+
+async def until_interrupted(work: Coroutine[Any, Any, T], kill: Callable[[], None]) -> T | None:
+    """Returns what `work` does; None if SIGINT, SIGTERM or SIGHUP ended it before. A second signal kills, whatever goes on then."""
+    interrupted = asyncio.Event()
+
+    def on_signal() -> None:
+        if interrupted.is_set():
+            kill()
+        interrupted.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    main, waiter = asyncio.create_task(work), asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({main, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        return main.result() if main.done() else None
+    finally:
+        main.cancel()
+        waiter.cancel()
+        await asyncio.wait({main, waiter})

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import struct
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import grpc
 import grpc.aio
@@ -59,28 +59,14 @@ class RolePass:
         return hmac.new(secret, _DOMAIN + canonical, hashlib.sha256).digest()
 
     def to_proto(self) -> worker_pb2.SwitchRoleRequest:
-        return worker_pb2.SwitchRoleRequest(
-            role=self.role,
-            drain_timeout_s=self.drain_timeout_s,
-            worker_id=self.worker_id,
-            epoch=self.epoch,
-            expires_unix_ms=self.expires_unix_ms,
-            mac=self.mac,
-        )
+        return worker_pb2.SwitchRoleRequest(**asdict(self))
 
     @classmethod
     def from_proto(cls, message: worker_pb2.SwitchRoleRequest) -> RolePass:
         """Nothing is checked but that the numbers can be signed: call `verify`. Raises Unauthenticated."""
         if message.expires_unix_ms < 0:
             raise Unauthenticated("the call's expiry is negative; no member of this deployment asked")
-        return cls(
-            worker_id=message.worker_id,
-            epoch=message.epoch,
-            role=message.role,
-            drain_timeout_s=message.drain_timeout_s,
-            expires_unix_ms=message.expires_unix_ms,
-            mac=message.mac,
-        )
+        return cls(**{each.name: getattr(message, each.name) for each in fields(cls)})
 
 
 async def who_is(channel: grpc.aio.Channel) -> worker_pb2.WorkerStats:
