@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer import kv_numbers
+from kv_transfer.transport import Bytes
 from twostep.cluster.convertible import SLOTS_TOGETHER, check_convertible, same_numbers
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import InvalidRequest
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

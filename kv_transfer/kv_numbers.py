@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from kv_transfer.transport import Bytes
+
 Halves = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
@@ -94,7 +94,7 @@ class Ticket:
         return sign(secret, _TICKET_DOMAIN, named)
 
     def to_proto(self) -> kv_pb2.Ticket:
-        return kv_pb2.Ticket(**asdict(self))
+        return kv_pb2.Ticket(**_fields_of(Ticket, self))
 
     @classmethod
     def from_proto(cls, message: kv_pb2.Ticket) -> Ticket:
@@ -129,7 +129,7 @@ class ProbePass:
         return sign(secret, _PASS_DOMAIN, (self.worker_id, self.epoch, self.expires_unix_ms))
 
     def to_proto(self) -> kv_pb2.ProbeRequest:
-        return kv_pb2.ProbeRequest(**asdict(self))
+        return kv_pb2.ProbeRequest(**_fields_of(ProbePass, self))
 
     @classmethod
     def from_proto(cls, message: kv_pb2.ProbeRequest) -> ProbePass:
@@ -141,7 +141,12 @@ def _from_proto(kind: type[S], message: kv_pb2.Ticket | kv_pb2.ProbeRequest) -> 
     """Raises Unauthenticated."""
     if message.expires_unix_ms < 0:
         raise Unauthenticated("its expiry is negative; no member of this deployment signed it")
-    return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
+    return kind(**_fields_of(kind, message))
+
+
+def _fields_of(kind: type[Ticket | ProbePass], x: object) -> dict[str, Any]:
+    """Returns what a ticket or its message holds, by name; every request needs it, and dataclasses.asdict takes a hundred times as long."""
+    return {name: getattr(x, name) for name in kind.__slots__}  # its fields
 
 
 def fingerprint(layout: LayoutRecord) -> str:

@@ -17,6 +17,7 @@ To add a transport:
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,18 +45,23 @@ class TransportKind:
 
 def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("cuda_ipc", parts)
-    # Needs torch.
+    # These need torch.
     from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415
+    from kv_transfer.gpu_pool import gpu_pool_of  # noqa: PLC0415
 
-    return CudaIpcTransport.of_worker(parts)
+    return CudaIpcTransport(gpu_pool_of(parts.model.runner, "cuda_ipc"), serves=parts.config.role == "prefill")
 
 
 def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
     _check_one_gpu("nixl", parts)
-    # Needs torch.
+    if importlib.util.find_spec("nixl") is None:
+        raise SetupError("the nixl package is not installed; pip install 'twostep[nixl]'")
+    # These need torch.
+    from kv_transfer.nixl.memory import NixlMemory  # noqa: PLC0415
     from kv_transfer.nixl.transport import NixlTransport  # noqa: PLC0415
 
-    return NixlTransport.of_worker(parts)
+    runner = parts.model.runner
+    return NixlTransport(NixlMemory.of_runner(runner), num_layers=runner.kv_shape.num_layers)
 
 
 def _check_one_gpu(name: str, parts: EdgeParts) -> None:

@@ -14,16 +14,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from kv_transfer import convert, kv_numbers
+from kv_transfer.transport import Bytes
 from twostep.cluster.convertible import SLOTS_TOGETHER
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import DataLoss, InvalidRequest
 from twostep.settings.readers import KV_WIRES
-
-Bytes = npt.NDArray[np.uint8]
 
 ENCODINGS = KV_WIRES
 RAW = "raw"

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from kv_transfer.ray.head import RayHead, free_port
 from twostep.errors import SetupError
@@ -72,14 +73,8 @@ class LocalRay:
         self.head.prepare()
         log_path = self.directory / "ray.log"
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.head.argv(),
-                env=self.head.env(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(self.head.argv(), env=self.head.env(os.environ), start_new_session=True, **streams)
         end = time.monotonic() + _START_S
         while not self.head.ready():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -105,7 +100,6 @@ class LocalRay:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def store_usage(self, *, empty_within_s: float = 0.0) -> StoreUsage:
-        """See the function of this name."""
         return store_usage(self.address, self.head.env(os.environ), empty_within_s=empty_within_s)
 
     def __enter__(self) -> LocalRay:
@@ -124,12 +118,6 @@ def store_usage(address: str, env: dict[str, str], *, empty_within_s: float = 0.
     """What the object store of the (only) node holds, once it is empty or `empty_within_s` have passed. Ray frees objects within about a
     second of the end of their last reference, or of their owner. Joining Ray in order to ask takes 2 s, on a busy machine several times
     that, and does not count. Blocks."""
-    answer = subprocess.run(
-        [sys.executable, "-P", "-c", _ASK_STORE, address, str(empty_within_s)],
-        env=env,
-        timeout=_ASK_S + empty_within_s,
-        check=True,
-        capture_output=True,
-    )
-    num_objects, num_bytes = json.loads(answer.stdout.splitlines()[-1])
-    return StoreUsage(num_objects, num_bytes)
+    command = [sys.executable, "-P", "-c", _ASK_STORE, address, str(empty_within_s)]
+    answer = subprocess.run(command, env=env, timeout=_ASK_S + empty_within_s, check=True, capture_output=True)
+    return StoreUsage(*json.loads(answer.stdout.splitlines()[-1]))

@@ -27,7 +27,7 @@ from kv_transfer.checksums import chunk_sum, chunk_sums
 from kv_transfer.cuda_ipc.endpoint import IpcEndpoint, ProcessId
 from kv_transfer.cuda_ipc.peers import IpcPeers, PeerPool, export, gpu_uuid, opener_on
 from kv_transfer.cuda_ipc.pulls import Lane, PullBatch, PullBatches
-from kv_transfer.gpu_pool import check_words, gpu_pool_of
+from kv_transfer.gpu_pool import check_words
 from kv_transfer.pool_transport import InPlaceTransport, check_arrived
 from kv_transfer.transport import PROBE_BYTES, ChunkInfo, ProbeTiming, probe_pattern
 from kv_transfer.waiting import FifoGate
@@ -35,7 +35,6 @@ from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, ResourceExhausted, Unavailable
 from twostep.model.kernels.triton_pull import PullShape
 from twostep.model.step.kv_cache import KvCache
-from twostep.worker.edge import EdgeParts
 
 # Pulls share the link: a second one only fills the gaps between launches.
 _NUM_LANES = 2
@@ -103,11 +102,6 @@ class CudaIpcTransport(InPlaceTransport):
         self._batches = PullBatches(self._pull_batch)
         self._idle_lanes = _NUM_LANES
         self._turns = FifoGate("cuda_ipc")
-
-    @classmethod
-    def of_worker(cls, parts: EdgeParts) -> CudaIpcTransport:
-        """Raises SetupError."""
-        return cls(gpu_pool_of(parts.model.runner, cls.name), serves=parts.config.role == "prefill")
 
     async def start(self) -> None:
         """Raises SetupError."""

@@ -13,7 +13,6 @@ leaves its slot in quarantine until the read has ended, and the target's blocks 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import secrets
 import time
 from collections import Counter
@@ -30,7 +29,6 @@ from kv_transfer.transport import ChunkInfo, ProbeTiming
 from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, SetupError, Unavailable
-from twostep.worker.edge import EdgeParts
 
 _NUM_THREADS = 4
 _SWEEP_S = 0.1
@@ -83,14 +81,6 @@ class NixlTransport(InPlaceTransport):
         self._rooms: dict[str, FifoGate] = {}
         # Peers' reads that have not ended though their deadline has passed.
         self._overdue: Counter[str] = Counter()
-
-    @classmethod
-    def of_worker(cls, parts: EdgeParts) -> NixlTransport:
-        """Raises SetupError."""
-        if importlib.util.find_spec("nixl") is None:
-            raise SetupError("the nixl package is not installed; pip install 'twostep[nixl]'")
-        runner = parts.model.runner
-        return cls(NixlMemory.of_runner(runner), num_layers=runner.kv_shape.num_layers)
 
     @property
     def ready(self) -> bool:

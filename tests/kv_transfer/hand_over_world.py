@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer import lease as source_side
 from kv_transfer import reader as events
@@ -31,7 +31,8 @@ SECRET = b"of a deployment"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prompt:
-    """What a ticket stands for: the tags that its blocks shall hold, in memory that is read in place or copied out."""
+    """What a ticket stands for: `tags[i]` is what its i-th block shall hold, in memory that is read in place or copied out; all but the
+    last are full and may be shared."""
 
     ticket: Ticket
     one_sided: bool
@@ -40,11 +41,10 @@ class Prompt:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """One prompt on the source: `tags[i]` is what its i-th block shall hold; all but the last are full and may be shared."""
+    """One prompt on the source."""
 
     prompt: Prompt
     lease: Lease
-    tags: list[Tag]
     blocks: list[int]
     per_chunk: int
     infos: list[ChunkInfo] = field(default_factory=list)
@@ -52,10 +52,6 @@ class Job:
     stop_asked: bool = False
     drop_asked: bool = False
     num_releases: int = 0
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-len(self.tags) // self.per_chunk)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -146,7 +142,7 @@ class World:
             self.pool.free(blocks)
             return
         prompt = Prompt(ticket=ticket, one_sided=one_sided, tags=tuple(tags))
-        self.jobs[lease.lease_id] = Job(prompt=prompt, lease=lease, tags=tags, blocks=blocks, per_chunk=per_chunk, num_computed=len(found))
+        self.jobs[lease.lease_id] = Job(prompt=prompt, lease=lease, blocks=blocks, per_chunk=per_chunk, num_computed=len(found))
         self.prompts.append(prompt)
 
     def open_again(self, job: Job) -> None:
@@ -158,7 +154,7 @@ class World:
             if another in self.jobs:
                 self.apply(self.jobs[another], source_side.Abort("done"))
                 self._drop_if_ended(another)
-        content = tuple(2 for _ in job.tags[1:])
+        content = tuple(2 for _ in job.prompt.tags[1:])
         self.open(job.lease.ticket.request_id, content, one_sided=job.prompt.one_sided, per_chunk=job.per_chunk)
 
     def _drop_if_ended(self, lease_id: str) -> None:
@@ -194,35 +190,29 @@ class World:
                 self.apply(job, source_side.PublisherStarted(copies_out=not job.prompt.one_sided))
         elif job.stop_asked:
             self.apply(job, source_side.PublisherStopped())
-        elif len(job.infos) == job.num_chunks:
-            self.apply(job, source_side.PublisherStopped(job.num_chunks))
+        elif len(job.infos) == -(-len(job.prompt.tags) // job.per_chunk):
+            self.apply(job, source_side.PublisherStopped(len(job.infos)))
         else:
             self._publish_chunk(job)
 
     def _publish_chunk(self, job: Job) -> None:
         index = len(job.infos)
         first = index * job.per_chunk
-        end = min(first + job.per_chunk, len(job.tags))
+        end = min(first + job.per_chunk, len(job.prompt.tags))
         for i in range(job.num_computed, end):
-            self.memory[job.blocks[i]] = job.tags[i]
-            if i < len(job.tags) - 1:
-                job.blocks[i] = self.pool.register(job.blocks[i], repr(job.tags[i]).encode(), i)
+            self.memory[job.blocks[i]] = job.prompt.tags[i]
+            if i < len(job.prompt.tags) - 1:
+                job.blocks[i] = self.pool.register(job.blocks[i], repr(job.prompt.tags[i]).encode(), i)
         job.num_computed = max(job.num_computed, end)
         blocks = tuple(job.blocks[first:end])
         generations = tuple(self.pool.generations(blocks))
         tags = tuple(self.memory[block] for block in blocks)
-        assert list(tags) == job.tags[first:end]
+        assert tags == job.prompt.tags[first:end]
         one_sided = job.prompt.one_sided
-        info = ChunkInfo(
-            index=index,
-            first_block=first,
-            num_blocks=len(blocks),
-            num_bytes=len(blocks),
-            checksum=checksum(tags),
-            source_blocks=blocks if one_sided else (),
-            generations=generations if one_sided else (),
-        )
-        if not one_sided:
+        info = ChunkInfo.of(index, first, blocks, None, num_bytes=len(blocks), checksum=checksum(tags))
+        if one_sided:
+            info = replace(info, source_blocks=blocks, generations=generations)
+        else:
             self.objects[job.lease.lease_id, index] = tags
         job.infos.append(info)
         self.apply(job, source_side.ChunkPublished(index, info.source_blocks, info.generations))
@@ -300,7 +290,7 @@ class World:
             puller.stream.append(events.SourceLost(Unavailable("the lease of this ticket has ended; prefill again")))
             return
         puller.watching, puller.num_sent = True, 0
-        span = BlockSpan(0, len(job.tags))
+        span = BlockSpan(0, len(job.prompt.tags))
         wanted = BlockSpan(0, len(puller.prompt.tags))
         one_sided = job.prompt.one_sided
         puller.stream.append(events.ManifestCame(published=span, wanted=wanted, num_layers=1, one_sided=one_sided))
@@ -466,7 +456,7 @@ class World:
         self.target_pool.check_integrity([puller.targets for puller in self.pullers if not puller.num_frees])
         for job in self.jobs.values():
             if not job.num_releases:
-                computed = [self.memory[block] for block in job.blocks[: job.num_computed]]
-                assert computed == job.tags[: job.num_computed], "what a lease holds was written to"
+                computed = tuple(self.memory[block] for block in job.blocks[: job.num_computed])
+                assert computed == job.prompt.tags[: job.num_computed], "what a lease holds was written to"
         taken = [block for puller in self.pullers if not puller.num_frees for block in puller.targets]
         assert len(taken) == len(set(taken)), "targets have two owners"

@@ -1,4 +1,4 @@
-"""The source's machine, one way at a time, and its table; tests/kv_transfer/test_hand_over_model.py has all of them at once."""
+"""The source's machine and its table: what the model of all ways at once (test_hand_over_model.py) does not look at."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from kv_transfer.lease import (
     LeaseTable,
     PublisherStarted,
     PublisherStopped,
-    Tick,
 )
 from kv_transfer.ticket import Ticket
 from twostep.errors import InvalidRequest, NotFound, ResourceExhausted
@@ -35,8 +34,8 @@ COMMIT = Commit(reader=77, source_blocks=BLOCKS, generations=GENERATIONS)
 FREE = (Action.RELEASE_BLOCKS, Action.DROP_OBJECTS)
 
 
-def ticket(name: str = "a", *, expires_unix_ms: int = 0) -> Ticket:
-    return Ticket(worker_id="p", address="", epoch=1, request_id=name, attempt=1, layout="", expires_unix_ms=expires_unix_ms)
+def ticket(name: str = "a") -> Ticket:
+    return Ticket(worker_id="p", address="", epoch=1, request_id=name, attempt=1, layout="", expires_unix_ms=0)
 
 
 A = ticket().lease_id
@@ -52,12 +51,6 @@ class Table(LeaseTable):
 
     def opened(self, name: str = "a", **options: Any) -> None:
         self.open(ticket(name), now=0, ttl_s=TTL_S, **options)
-
-    def published(self, name: str = "a", *, copies_out: bool = False) -> None:
-        """Opens a lease and publishes all of it."""
-        self.opened(name)
-        for event in (PublisherStarted(copies_out), *CHUNKS, PublisherStopped(len(CHUNKS))):
-            self.apply(ticket(name).lease_id, event, now=0)
 
 
 def test_the_straight_way() -> None:
@@ -76,15 +69,6 @@ def test_the_straight_way() -> None:
     for event, state, actions in ways:
         transition = table.apply(A, event, now=1)
         assert (transition.lease.state, transition.actions) == (state, actions)
-
-
-def test_abort_under_a_publisher_frees_when_it_has_stopped() -> None:
-    table = Table()
-    table.opened()
-    table.apply(A, PublisherStarted(copies_out=True), now=0)
-    assert [table.apply(A, Abort("gone"), now=0).actions for _ in range(2)] == [(Action.CANCEL_PUBLISHER,), ()]
-    stopped = table.apply(A, PublisherStopped(None), now=0)
-    assert (stopped.actions, stopped.lease.state, stopped.lease.reason) == (FREE, LeaseState.ABORTED, "gone")
 
 
 def test_progress_renews_up_to_the_hard_deadline() -> None:
@@ -137,18 +121,11 @@ def test_the_table_is_bounded_and_remembers_how_leases_ended() -> None:
         table.opened("b")
 
 
-def test_another_ticket_of_the_same_name_changes_nothing() -> None:
-    table = Table()
-    table.published(copies_out=True)
-    for event in (COMMIT, Abort("gone"), FetchProgress()):
-        answer = table.acknowledge(ticket(expires_unix_ms=5), event, now=0)
-        assert (answer.state, bool(answer.refusal), answer.transition) == (LeaseState.RELEASED, True, None)
-    assert table.acknowledge(ticket(), FetchProgress(), now=0).state is LeaseState.FETCHING
-
-
 def test_only_the_first_reader_of_what_was_published_may_use_it() -> None:
     table = Table()
-    table.published()
+    table.opened()
+    for event in (PublisherStarted(copies_out=False), *CHUNKS, PublisherStopped(len(CHUNKS))):
+        table.apply(A, event, now=0)
     table.reuse[22] += 1
     refusals = [table.acknowledge(ticket(), COMMIT, now=0)]
     table.reuse[22] -= 1
@@ -172,16 +149,6 @@ def test_only_the_first_reader_of_what_was_published_may_use_it() -> None:
         table.reuse[22] += 1
         assert not table.acknowledge(ticket(), COMMIT, now=0).refusal
         table.apply(A, Freed(), now=0)
-
-
-@pytest.mark.parametrize("copies_out", [False, True])
-def test_a_commit_after_the_end_is_refused(copies_out: bool) -> None:
-    table = Table()
-    for name, end, state in (("a", Abort("gone"), LeaseState.ABORTED), ("b", Tick(), LeaseState.EXPIRED)):
-        table.published(name, copies_out=copies_out)
-        table.apply(ticket(name).lease_id, end, now=2 * TTL_S)
-        answer = table.acknowledge(ticket(name), COMMIT, now=0)
-        assert (answer.state, bool(answer.refusal)) == (state, True)
 
 
 def test_states_are_those_of_the_wire() -> None:

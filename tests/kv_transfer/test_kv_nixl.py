@@ -115,6 +115,8 @@ async def test_a_fetch_that_is_landing_ends_when_nobody_writes_the_blocks(pair: 
             break
         with pytest.raises(Unavailable):
             await late
+        # Until then the source counts as one that does not answer.
+        await wait_until(lambda: arena(pair).quarantined_bytes == 0)
     cancelled.cancel()
     await asyncio.sleep(within_s + 0.1)
     cancelled.cancel()

@@ -212,9 +212,9 @@ class Agent(kv_pb2_grpc.KvAgentServicer):
 
 
 @asynccontextmanager
-async def served(agent: Agent, directory: Path, *, ray_address: str, watched: bool = True) -> AsyncIterator[AgentSession]:
+async def served(directory: Path, ray_address: str, *, watched: bool = True) -> AsyncIterator[tuple[Agent, AgentSession]]:
     """`watched`: as the transport does it, which it is not handed to."""
-    server = grpc.aio.server()
+    agent, server = Agent(), grpc.aio.server()
     kv_pb2_grpc.add_KvAgentServicer_to_server(agent, server)
     server.add_insecure_port(f"unix:{directory / 'agent.sock'}")
     await server.start()
@@ -223,7 +223,7 @@ async def served(agent: Agent, directory: Path, *, ray_address: str, watched: bo
     session = AgentSession("kv:w:1:1", ring, directory / "agent.sock", await Child.start(["cat"]), ray_address)
     watching = asyncio.create_task(session.wait_lost() if watched else asyncio.sleep(1000))
     try:
-        yield session
+        yield agent, session
         assert not watching.done(), "it was kept"
     finally:
         watching.cancel()
@@ -267,8 +267,7 @@ async def soon(call: Any) -> Any:
 async def test_who_waits_for_a_silent_agent_is_freed_and_the_agent_is_kept(
     short_dir: Path, head: str, stopped: Callable[[Agent], asyncio.Event]
 ) -> None:
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head) as session:
+    async with served(short_dir, head) as (agent, session):
         stopped(agent).clear()
         slot = await session.take_slot(4096, deadline=in_s(SOON_S))
         with pytest.raises(Unavailable):
@@ -287,8 +286,7 @@ async def test_who_waits_for_a_silent_agent_is_freed_and_the_agent_is_kept(
 
 async def test_an_agent_that_hangs_is_lost(short_dir: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_session, "_PUT_S", 0.2)
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head, watched=False) as session:
+    async with served(short_dir, head, watched=False) as (agent, session):
         agent.answers.clear()
         slot = await session.take_slot(4096, deadline=in_s(SOON_S))
         with pytest.raises(Unavailable):
@@ -299,8 +297,7 @@ async def test_an_agent_that_hangs_is_lost(short_dir: Path, head: str, monkeypat
 
 
 async def test_the_store_is_tried_only_while_somebody_waits(short_dir: Path, head: str) -> None:
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head) as session:
+    async with served(short_dir, head) as (agent, session):
         for _ in range(20):
             await session.status()
         assert agent.num_store_trials == 0
@@ -313,8 +310,7 @@ async def test_the_store_is_tried_only_while_somebody_waits(short_dir: Path, hea
 
 
 async def test_a_transport_is_not_ready_while_its_agent_is_silent(short_dir: Path, head: str) -> None:
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head, watched=False) as session:
+    async with served(short_dir, head, watched=False) as (agent, session):
         transport = await transport_over(session, short_dir)
         agent.answers.clear()
         session.book.budget_bytes = 1 << 20
@@ -333,8 +329,7 @@ async def test_a_transport_is_not_ready_while_its_agent_is_silent(short_dir: Pat
 
 async def test_a_fetch_that_waited_too_long_for_a_slot_blames_its_own_ring(short_dir: Path, head: str) -> None:
     """Unavailable would take the transport out of use for this source, which was not even asked."""
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head, watched=False) as session:
+    async with served(short_dir, head, watched=False) as (agent, session):
         transport = await transport_over(session, short_dir)
         agent.sources[SOURCE].clear()
         chunk = ChunkInfo(index=0, first_block=0, num_blocks=1, num_bytes=64, checksum=0)
@@ -357,8 +352,7 @@ async def test_a_fetch_that_waited_too_long_for_a_slot_blames_its_own_ring(short
 
 
 async def test_a_source_from_which_nothing_comes_is_given_up_long_before_the_deadline(short_dir: Path, head: str) -> None:
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head) as session:
+    async with served(short_dir, head) as (agent, session):
         agent.sources[SOURCE].clear()
         slot = await session.take_slot(4096, deadline=in_s(SOON_S))
         with pytest.raises(Unavailable):
@@ -369,8 +363,7 @@ async def test_a_source_from_which_nothing_comes_is_given_up_long_before_the_dea
 
 
 async def test_a_slow_source_is_waited_for_as_long_as_others_of_its_chunks_come(short_dir: Path, head: str) -> None:
-    agent = Agent()
-    async with served(agent, short_dir, ray_address=head) as session:
+    async with served(short_dir, head) as (agent, session):
         slot = await session.take_slot(4096, deadline=in_s(SOON_S))
         agent.sources[SOURCE].clear()
         slow = asyncio.create_task(session.fetch(SOURCE, "lease", 0, slot, deadline=in_s(1000)))
@@ -382,11 +375,11 @@ async def test_a_slow_source_is_waited_for_as_long_as_others_of_its_chunks_come(
 
 
 async def test_where_neither_source_nor_head_is_reached_it_is_this_side_that_is_cut_off(short_dir: Path) -> None:
-    agent, listening = Agent(), await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     address = listening.sockets[0].getsockname()[:2]
     listening.close()
     await listening.wait_closed()
-    async with served(agent, short_dir, ray_address=f"{address[0]}:{address[1]}") as session:
+    async with served(short_dir, f"{address[0]}:{address[1]}") as (agent, session):
         agent.sources[SOURCE].clear()
         slot = await session.take_slot(4096, deadline=in_s(SOON_S))
         with pytest.raises(Unavailable):

@@ -1,4 +1,4 @@
-"""The reader's machine, one way at a time; tests/kv_transfer/test_hand_over_model.py has all of them at once."""
+"""The reader's machine, one way at a time; test_hand_over_model.py has all of them at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kv_transfer.reader import (
     AskFailed,
     AskSource,
     BlockSpan,
-    CancelFetches,
     ChunkAnnounced,
     CommitToEngine,
     CompleteCame,
@@ -32,7 +31,7 @@ from kv_transfer.reader import (
     TellSource,
 )
 from kv_transfer.transport import ChunkInfo
-from twostep.errors import Cancelled, DataLoss, InvalidRequest, Unavailable
+from twostep.errors import Cancelled, DataLoss, Unavailable
 
 SPAN = BlockSpan(2, 5)
 MANIFEST = ManifestCame(published=SPAN, wanted=SPAN, num_layers=4, one_sided=False)
@@ -101,15 +100,6 @@ def test_where_it_was_read_in_place_the_source_is_asked_first() -> None:
     assert driven.reader.state is ReaderState.COMMITTED
 
 
-@pytest.mark.parametrize("manifest", [MANIFEST, ONE_SIDED])
-def test_what_the_engine_does_not_take_is_freed_and_the_source_told(manifest: ManifestCame) -> None:
-    driven = verified(manifest)
-    driven.apply(SourceAnswered())
-    refused = InvalidRequest("nothing is left to decode")
-    assert driven.apply(EngineAnswered(refused)) == ended_by("nothing is left to decode")
-    assert (driven.reader.state, driven.reader.error) == (ReaderState.ABORTED, refused)
-
-
 @pytest.mark.parametrize("answer", [SourceAnswered("lease a has ended"), AskFailed("timeout")])
 def test_without_the_source_s_word_nothing_is_committed(answer: Event) -> None:
     driven = verified(ONE_SIDED)
@@ -129,16 +119,6 @@ def test_bytes_that_do_not_match_are_fetched_again_once() -> None:
     assert driven.apply(FetchEnded(0, DataLoss("torn again"))) == ended_by("torn again")
     assert isinstance(driven.reader.error, DataLoss)
     assert driven.apply(FetchEnded(0)) == []
-
-
-def test_targets_are_free_when_the_last_fetch_has_ended() -> None:
-    driven = Driven(MANIFEST, *ANNOUNCED)
-    assert driven.apply(FetchEnded(0, LOST)) == [CancelFetches()]
-    assert not driven.reader.finished
-    assert driven.apply(GIVEN_UP) == []
-    assert driven.apply(FetchEnded(1)) == ended_by("the connection broke")
-    assert driven.reader.finished
-    assert driven.apply(FetchEnded(1)) == []
 
 
 def test_so_many_fetches_at_once_and_the_lease_is_renewed() -> None:
