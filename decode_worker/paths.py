@@ -20,8 +20,8 @@ import grpc.aio
 from redis.exceptions import RedisError
 
 from decode_worker.peers import Peers, Source
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
+from kv_transfer.ticket import ProbePass
 from kv_transfer.transport import HostFetch, KvTransport
 from kv_transfer.transports import Transports
 from twostep import __version__

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 
-from kv_transfer import layout as kv_layout
 from kv_transfer.chunking import COPIED_OUT, IN_PLACE, ChunkPlan, ChunkSizes
 from kv_transfer.lease import (
     Abort,
@@ -32,9 +31,8 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import TransferTelemetry
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import ProbePass, Ticket, fingerprint
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
@@ -71,7 +69,7 @@ class HandOvers:
         self._parts = parts
         self._engine = parts.engine
         self._transports = transports
-        self._layout_fingerprint = kv_layout.fingerprint(self.layout)
+        self._layout_fingerprint = fingerprint(self.layout)
         self._table = LeaseTable(parts.engine.generations, max_leases=config.max_waiting + config.max_num_seqs + _SPARE_LEASES)
         self._live: dict[str, HandOver] = {}  # by the engine's name of the sequence
         self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id

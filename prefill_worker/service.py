@@ -23,11 +23,9 @@ from typing import Any
 
 import grpc.aio
 
-from kv_transfer import layout as kv_layout
 from kv_transfer.lease import Abort, Commit, FetchProgress
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import TransferSpans
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import ProbePass, Ticket, layout_to_proto
 from prefill_worker.hand_over import MAX_LIFE_S, HandOvers
 from prefill_worker.publisher import HandOver
 from twostep.errors import InvalidRequest, Unavailable
@@ -108,7 +106,7 @@ class KvService(kv_pb2_grpc.KvServicer):
         transport = self._hand_overs.watched(hand_over, request.transports, request.wire)
         yield kv_pb2.WatchEvent(
             manifest=kv_pb2.Manifest(
-                layout=kv_layout.layout_to_proto(layout),
+                layout=layout_to_proto(layout),
                 transport=transport.name,
                 endpoint=transport.endpoint,
                 first_block=hand_over.first_block,

@@ -381,10 +381,10 @@ async def test_a_damaged_chunk_is_fetched_again_once(
         assert transport is not None
         fetch, losses = transport.fetch, [DataLoss("damaged")] * num_losses
 
-        async def lossy(*args: Any, **options: Any) -> None:
+        async def lossy(*args: Any, **options: Any) -> float:
             if losses:
                 raise losses.pop()
-            await fetch(*args, **options)
+            return await fetch(*args, **options)
 
         monkeypatch.setattr(transport, "fetch", lossy)
         answer = await router.generate("r", prompt_of(10), 4)

@@ -26,7 +26,7 @@ from worker_harness import (
 
 from decode_worker.conversion import BlockTarget, Conversion
 from kv_transfer import wire_encoding
-from kv_transfer.checksum import checksum
+from kv_transfer.checksums import checksum
 from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transport import ChunkInfo

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_harness import BLOCK, SECRET, WAIT_S, expected, prompt_of, routed, started, until
 
-from router.workers.registry import Deployment, Registry
-from router.workers.vouching import Vouching
+from router.workers.registry import Deployment, Registry, Vouching
 from twostep.cluster.connection import connect
 from twostep.cluster.epochs import EPOCH_KEY, MAX_EPOCH, first_epoch, next_epoch
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, claim_key, host_prefix_key, prefix_key, worker_key
@@ -449,7 +448,7 @@ async def test_workers_whose_heartbeats_redis_refuses_stay_and_who_dies_leaves(
             nonlocal now
             for _ in range(round(2 * seconds)):
                 now += 0.5
-                await registry.poll()
+                await registry.exchange()
                 while len(answered) < len(asked):  # noqa: ASYNC110  the test alone looks
                     await asyncio.sleep(0.001)
             return sorted(record.worker_id for record in registry.workers)

@@ -26,7 +26,7 @@ from worker_harness import (
 )
 
 from kv_transfer.local.transport import LocalHub
-from kv_transfer.probing import ProbePass
+from kv_transfer.ticket import ProbePass
 from kv_transfer.transport import KvTransport, ProbeTiming
 from kv_transfer.transports import Transports
 from twostep.errors import SetupError

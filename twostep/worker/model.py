@@ -14,7 +14,7 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.grammar import GrammarCompiler
 from twostep.engine.self_test import gives_tokens
 from twostep.errors import InvalidRequest, SetupError
-from twostep.lab.plan.model_shape import weight_bytes
+from twostep.lab.plan.model import weight_bytes
 from twostep.model.loading.store import resolve
 from twostep.process.free_memory import check_memory
 from twostep.process.startup import NoProgress, Progress

@@ -17,7 +17,8 @@ from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.server import MetricsServer
 from twostep.metrics.worker import WorkerMetrics
-from twostep.process.tracing import TRACES_FLUSH_S, start_tracer
+from twostep.process.start_tracing import start_tracer
+from twostep.process.tracing import TRACES_FLUSH_S
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
 

@@ -49,7 +49,7 @@ return 1
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-class LeaderLease:
+class Leadership:
     """Calls take no longer than until the next renewal is due, and raise nothing for what Redis does. `signer` of decisions. `clock` in
     seconds, does not go back."""
 
@@ -70,7 +70,7 @@ class LeaderLease:
 
     @property
     def token(self) -> int:
-        """Returns the token of the lease that is held, or was; 0: none ever was, or it is lost."""
+        """Returns that of the lease that is held, or was; 0: none ever was, or it is lost."""
         return self._token
 
     @property

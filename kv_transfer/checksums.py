@@ -1,4 +1,7 @@
-"""sum64: a 64-bit checksum that many processors add up, each in its own order, while they write or copy the bytes.
+"""Two 64-bit checksums: xxh3_64 of bytes that pass host memory, and sum64, which many processors add up, each in its own order, while
+they write or copy the bytes. They find torn and reused memory, not forgery: there is no key.
+
+sum64
 
     word     64 bits of a block, little-endian; `place` counts words from the block's start, layers and all
     mix      x = word + (place + 1) · STEP;  x ^= x >> 32;  x *= FIRST;  x ^= x >> 29;  x *= SECOND;  x ^= x >> 32       (mod 2^64)
@@ -8,8 +11,7 @@
 `mix` is made like the finalizer of splitmix64 (Steele, Lea, Flood, 2014), with shifts that cost a GPU less. It is one-to-one in the
 word: whatever changes a single word, so any flipped bit, any flipped bits within 64, changes the sum, always. The same holds for a
 single block of a chunk. Changes of several words (swaps of words, slots, heads, layers or blocks, zeroed or torn ranges, another
-block's contents) go unnoticed with a probability of 2^-64, about 5e-20, if `mix` is taken for a random function. It guards against
-accidents, not against forgery: there is no key.
+block's contents) go unnoticed with a probability of 2^-64, about 5e-20, if `mix` is taken for a random function.
 
 Here in numpy, for CPUs and as the oracle of the kernels (twostep/model/kernels/triton_sum64.py), which compute the same.
 """
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 WORD_BYTES = 8
 
@@ -28,6 +31,11 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 # Words that are mixed at once: what a second-level cache holds.
 _AT_ONCE = 1 << 16
+
+
+def checksum(data: npt.NDArray[np.uint8]) -> int:
+    """Returns xxh3_64 of contiguous bytes, as an unsigned 64-bit int. Releases the GIL: call it in a thread."""
+    return int(xxhash.xxh3_64_intdigest(data.data))
 
 
 def mix(words: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
