@@ -112,6 +112,18 @@ def test_what_waits_travels_together_in_order(steps: list[tuple[int, int]]) -> N
     asyncio.run(run())
 
 
+async def test_what_was_on_its_way_when_a_stream_broke_counts_as_not_sent() -> None:
+    outbox = Outbox(ROUTER, max_events=10, max_ended=2, on_lost=lambda _: ())
+    for messages, sent in (([], True), ([decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent()])], False)):
+        connection = outbox.connect()
+        for message in messages:
+            outbox.put(message)
+            assert await outbox.next(connection) == message
+        assert outbox.empty
+        outbox.disconnect(connection)
+        assert outbox.empty == sent, "a worker that drains waits for its router to come back"
+
+
 def test_a_token_that_is_all_zeros_is_one() -> None:
     history, message = History(("s", 1), max_tokens=2), decode_pb2.StepEvents()
     history.add(TokenOutput(seq_id="s/1", token_id=0, position=0), message.events.add())

@@ -29,7 +29,7 @@ from twostep.rpc.worker_role import PASS_LIFE_S, RolePass
 from twostep.sampling_params import SamplingParams
 from twostep.worker import model as worker_model
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role
-from twostep.worker.edge import EdgeParts
+from twostep.worker.edge import EdgeParts, Switchboard
 from twostep.worker.model import settle
 
 # ---- passes ----------------------------------------------------------------------------------------------------------------
@@ -107,6 +107,30 @@ def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.
 def test_only_who_hands_over_prefills() -> None:
     with pytest.raises(SetupError, match="--kv-transfer none"):
         config_in_role(WorkerConfig(role="decode", kv_transfer="none"), "prefill")
+
+
+# ---- services --------------------------------------------------------------------------------------------------------------
+
+
+class _Echo:
+    async def Ask(self, request: str, context: object) -> str:
+        return f"{request}!"
+
+
+async def test_calls_go_to_who_serves_now() -> None:
+    board, slots = Switchboard(), dict[str, Any]()
+    board.add_to(cast(Any, SimpleNamespace(add=lambda slot, add, name: slots.update({name: slot}))))
+    with pytest.raises(Unavailable):
+        slots["twostep.v1.Decode"].Ask("a", None)
+    board.connect({"twostep.v1.Decode": _Echo()}, "it decodes now")
+    # As gRPC keeps it from the start.
+    ask = slots["twostep.v1.Decode"].Ask
+    assert await ask("a", None) == "a!"
+    with pytest.raises(Unavailable, match="it decodes now"):
+        slots["twostep.v1.Kv"].Ask("a", None)
+    board.disconnect("it changes")
+    with pytest.raises(Unavailable, match="it changes"):
+        ask("a", None)
 
 
 # ---- transports ------------------------------------------------------------------------------------------------------------
