@@ -42,8 +42,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.mirror: set[bytes] = set()
         self.generations = [0] * num_blocks
 
-    # ---- the model --------------------------------------------------------------------------------------------------
-
     def count(self, block: int) -> int:
         return sum(owner.blocks.count(block) for owner in self.owners)
 
@@ -70,8 +68,6 @@ class PoolMachine(RuleBasedStateMachine):
         for block in blocks:
             assert not self.count(block)
             self.generations[block] += 1
-
-    # ---- what an engine does ----------------------------------------------------------------------------------------
 
     @rule(content=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), spare=st.integers(0, 2))
     def take(self, content: Content, spare: int) -> None:
@@ -127,8 +123,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(delta.removed) <= self.mirror
         self.mirror = (self.mirror | set(delta.added)) - set(delta.removed)
         assert self.mirror == set(self.pool.findable())
-
-    # ---- always -----------------------------------------------------------------------------------------------------
 
     @invariant()
     def adds_up(self) -> None:

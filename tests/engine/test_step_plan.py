@@ -87,9 +87,6 @@ def test_a_prompt_for_which_just_the_least_chunk_fits_gets_it() -> None:
     assert named(plan) == [("d", 1), ("a", 5), ("b", 4)]
 
 
-# ---- invariants -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     num_decodes: int
@@ -247,9 +244,6 @@ def test_an_urgent_prompt_always_makes_progress(case: Case) -> None:
         assert plan.prompts
         room = case.budget - case.num_decodes
         assert plan.prompts[0].num_tokens >= min(case.min_chunk, case.sizes[plan.prompts[0].item], room)
-
-
-# ---- over many steps ------------------------------------------------------------------------------------------------
 
 
 @given(
