@@ -181,6 +181,16 @@ def test_blocks_for_several_urgent_prompts_come_free_at_once() -> None:
     run.finish()
 
 
+def test_blocks_that_batch_sequences_share_come_free_with_the_last_of_them() -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100))
+    for i in range(2):
+        run.submit(make_request(f"b{i}", [*range(60), i], max_tokens=30, request_class=BATCH))
+        run.step()
+    run.submit(request("s", STANDARD, 90))
+    assert run.tokens() == {"s"}
+    run.finish()
+
+
 def test_none_is_preempted_for_what_will_not_fit_all_the_same() -> None:
     engine = make_engine(num_blocks=30, max_num_batched_tokens=60)
     run = Run(engine)
