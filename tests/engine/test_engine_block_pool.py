@@ -152,18 +152,6 @@ def chain(pool: BlockPool, count: int) -> list[int]:
     return [pool.register(block, bytes([i]), i) for i, block in enumerate(blocks)]
 
 
-def test_the_delta_is_net() -> None:
-    pool = BlockPool(2, block_size=16, hash_unit=32)
-    pool.free(chain(pool, 2))
-    assert pool.take_delta().added == [b"\x01"], "only hash-unit boundaries are announced"
-    pool.free(pool.allocate(2))
-    pool.free(chain(pool, 2))
-    delta = pool.take_delta()
-    assert (delta.added, delta.removed) == ([], []), "removed and added again is no change"
-    pool.allocate(2)
-    assert pool.take_delta().removed == [b"\x01"]
-
-
 def test_integrity_finds_an_owner_too_many_or_too_few() -> None:
     pool = BlockPool(6, block_size=16, hash_unit=16)
     owned = chain(pool, 3)

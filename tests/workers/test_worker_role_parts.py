@@ -28,6 +28,7 @@ from twostep.metrics.worker import WorkerMetrics
 from twostep.rpc.role_pass import PASS_LIFE_S, RolePass
 from twostep.rpc.v1 import worker_pb2
 from twostep.sampling_params import SamplingParams
+from twostep.step_curve import StepWorkload
 from twostep.worker import model as worker_model
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.edge import EdgeParts
@@ -293,7 +294,7 @@ def test_gauges_follow_the_role_and_counters_stay_where_they_were_counted() -> N
 
     def step(tokens: int, steps: int) -> None:
         counted.steps += steps
-        engine.on_step(StepOutput(step=1, num_prefill_tokens=tokens))
+        engine.on_step(StepOutput(step=1, workload=StepWorkload(prompt_tokens=tokens)))
         worker.set(ready=True, num_leases=1, oldest_lease_s=0.0, num_sequences=2, num_streams=0)
 
     def serve(role: str) -> None:
