@@ -23,7 +23,7 @@
 #   make helm HELM_CASES=500                                      the chart's tests, with so many random combinations of its switches
 #   make helm-checkov CHECKOV=path/to/checkov                     checkov over each profile
 #   make chart-replay                                             the demo profile's pods as processes in namespaces, as root
-#   make replay-image IMAGE=router                                a Dockerfile's steps in a clean root, as root; replay-compose: the compose file
+#   make replay-image IMAGE=router                                a Dockerfile's steps in a clean root, as root
 #
 # GPUs and simulation
 #   make test-gpu PYTHON=python3                                  the kernels' tests on a GPU
@@ -72,7 +72,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-all test-jitter check proto generated bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image replay-compose clean
+.PHONY: help demo up test test-all test-jitter check proto generated bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -153,10 +153,6 @@ hostile: $(VENV)/.dev
 # On Linux, as root, with debootstrap and a network: about 300 MB of Debian, then what the image holds.
 replay-image: $(VENV)/.dev
 	@$(BIN)/python deploy/replay-image $(IMAGE) $(REPLAY_FLAGS)
-
-# After replay-image of router and of worker-cpu, both with REPLAY_FLAGS=--keep.
-replay-compose: $(VENV)/.dev
-	@$(BIN)/python deploy/replay-compose $(REPLAY_FLAGS)
 
 # Nothing is measured: the same everywhere, some seconds to some minutes of one core for each run of a trace.
 simulate: $(VENV)/.dev

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.lab.plan.live import registered_workers
+from twostep.lab.plan.machine import registered_workers
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url
 

@@ -33,7 +33,7 @@ from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, Sampled, S
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
-from twostep.lab.bench.limits import measure_limits
+from twostep.lab.bench.roofline import measure_limits
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams

@@ -26,8 +26,8 @@ from gpu_elementwise import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from gpu_engine import batch_of, make, prefill_rate, tables_for
 from gpu_linear import graph_us
 
+from kv_transfer.checksums import block_sums
 from kv_transfer.cuda_ipc.peers import close_handle, export, open_handle
-from kv_transfer.sum64 import block_sums
 from twostep.engine.batch import KvShape
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.model.kernels import triton_elementwise

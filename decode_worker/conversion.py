@@ -8,13 +8,13 @@ hashes of the pool: see twostep.cluster.convertible.cache_key_fields.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kv_transfer.convert import Assembler, block_bytes
-from kv_transfer.scattering import scattering
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, HostFetch, KvTransport
 from kv_transfer.waiting import finish
 from kv_transfer.wire_encoding import LOSSY, RAW, check_encoding, decode, wire_layout
@@ -76,7 +76,7 @@ class Conversion:
         size = self._source.block_size
         return self._cached_tokens // size, -(-self._target.num_tokens // size)
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> None:
+    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> float:
         """As KvTransport.fetch: nothing is written any more when it ends. Raises InvalidRequest for a chunk of another size besides, and
         Incompatible where a number has no place in the pool's format."""
         num_layers = chunk.num_layers or self._source.num_layers
@@ -86,8 +86,9 @@ class Conversion:
             raise InvalidRequest(f"chunk {chunk.index} has {chunk.num_bytes} bytes, {chunk.num_blocks} blocks have {most}; run one version")
         data = await self._transport.fetch_bytes(endpoint, lease_id, chunk, deadline=deadline)
         async with self._turn:
-            with scattering():
-                await finish(asyncio.to_thread(self._write, chunk, data, num_layers))
+            start = time.monotonic()
+            await finish(asyncio.to_thread(self._write, chunk, data, num_layers))
+            return time.monotonic() - start
 
     def _write(self, chunk: ChunkInfo, data: Bytes, num_layers: int) -> None:
         """In a thread. Raises DataLoss for what cannot have been encoded so."""

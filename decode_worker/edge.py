@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from decode_worker.discovery import Discovery
-from decode_worker.paths import Paths
+from decode_worker.paths import Discovery, Paths
 from decode_worker.peers import Peers
 from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
 from decode_worker.tracing import SequenceSpans
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
-from kv_transfer.transports import Transports, make_transports
+from kv_transfer.transports import Transports
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
@@ -27,13 +25,8 @@ _FLUSH_S = 2.0
 _POLL_S = 0.02
 
 
-def make_edge(parts: EdgeParts, run_dir: Path) -> DecodeEdge:
-    """See twostep.worker.roles."""
-    return DecodeEdge(parts, make_transports(parts, run_dir))
-
-
 class DecodeEdge:
-    """See twostep.worker.edge.Edge. It owns `transports`."""
+    """See twostep.worker.edge.Edge."""
 
     def __init__(
         self,
@@ -41,14 +34,12 @@ class DecodeEdge:
         transports: Transports,
         *,
         limits: SequencesConfig | None = None,
-        floors: dict[str, float] | None = None,
     ) -> None:
-        """`floors`: least rates of transports, see decode_worker.paths."""
         self.transports = transports
         spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self._peers = Peers(parts.config.tls, CallSigner(parts.secret, parts.worker_id))
-        self._paths = Paths(transports, self._peers, parts.secret, self._telemetry, floors=floors)
+        self._paths = Paths(transports, self._peers, parts.secret, self._telemetry)
         self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
         self._puller = Puller(
             transports,
@@ -72,23 +63,12 @@ class DecodeEdge:
             block_size=parts.model.layout.block_size,
         )
         self._service = DecodeService(self.sequences, parts.reader, spans, epoch=parts.epoch)
-
-    @property
-    def services(self) -> Mapping[str, object]:
-        return {"twostep.v1.Decode": self._service}
+        self.services: Mapping[str, object] = {"twostep.v1.Decode": self._service}
 
     async def start(self) -> None:
         await self.transports.start()
         await self.sequences.start()
         self._discovery.start()
-
-    @property
-    def ready_transports(self) -> Sequence[str]:
-        return tuple(transport.name for transport in self.transports.ready)
-
-    @property
-    def why_no_transport(self) -> str:
-        return self.transports.why_none
 
     @property
     def num_fetched_bytes(self) -> int:
@@ -110,7 +90,7 @@ class DecodeEdge:
     def fail_all(self, error: TwostepError) -> None:
         self.sequences.fail_all(error)
 
-    async def leave(self) -> Transports:
+    async def close(self) -> None:
         await self.sequences.close()
         await self._puller.close()
         # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
@@ -121,10 +101,6 @@ class DecodeEdge:
         await self._discovery.close()
         await self._paths.close()
         await self._peers.close()
-        return self.transports
-
-    async def close(self) -> None:
-        await (await self.leave()).close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         stats.num_leases = self.sequences.num_reservations

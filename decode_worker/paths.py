@@ -1,6 +1,6 @@
 """Finds out which transports work from which prefill worker, by copying some of its memory in the background before a request needs it.
 
-learned of        in Redis (decode_worker.discovery), or at the first ticket of it
+learned of        in Redis (Discovery), or at the first ticket of it
 tried             each transport, again after a while as long as it does not work, or once a fetch found that it does no more
 offered           those whose copy came through, best first. Until the first try is over also those that copy out through the host:
                   no request waits for a probe while there is any other way
@@ -13,24 +13,31 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import grpc.aio
+from redis.exceptions import RedisError
 
 from decode_worker.peers import Peers, Source
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
+from kv_transfer.ticket import ProbePass
 from kv_transfer.transport import HostFetch, KvTransport
 from kv_transfer.transports import Transports
-from twostep.errors import ResourceExhausted, TwostepError, Unavailable
+from twostep import __version__
+from twostep.cluster.connection import connect
+from twostep.cluster.look import look
+from twostep.cluster.records import HEARTBEAT_S, WorkerRecord
+from twostep.cluster.signed import RECORDS, Signer
+from twostep.errors import InvalidRequest, ResourceExhausted, TwostepError, Unauthenticated, Unavailable
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import kv_pb2_grpc
+from twostep.version_skew import together
 
 log = logging.getLogger(__name__)
 
 # Bytes a second. Any path between two GPUs does ten times better; TCP and detours through the host do not reach it.
-FLOORS = {"cuda_ipc": 5e9, "nixl": 5e9}
+_FLOORS = {"cuda_ipc": 5e9, "nixl": 5e9}
 
 _ASK_S = 5.0
 # One that did not answer the last time.
@@ -47,6 +54,9 @@ _MAX_SOURCES = 1024
 # are to find, and the host memory that some pass through: few, of each transport.
 _ASKING_AT_ONCE = 64
 _COPYING_AT_ONCE = 3
+_LOOK_EVERY_S = 2 * HEARTBEAT_S
+# Records that were not there for so many looks in a row are of workers that are gone: one look may fall between two beats.
+_MAX_MISSED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -72,16 +82,11 @@ class Paths:
         peers: Peers,
         secret: bytes,
         telemetry: TransferTelemetry,
-        *,
-        floors: dict[str, float] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transports = transports
         self._peers = peers
         self._secret = secret
         self._telemetry = telemetry
-        self._floors = FLOORS if floors is None else floors
-        self._clock = clock
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
         self._asking = asyncio.Semaphore(_ASKING_AT_ONCE)
         self._copying = {transport.name: asyncio.Semaphore(_COPYING_AT_ONCE) for transport in transports}
@@ -243,7 +248,7 @@ class Paths:
     async def _copy(self, known: _Known, transport: KvTransport, endpoint: str) -> None:
         try:
             async with asyncio.timeout(_PROBE_S):
-                probe = await transport.probe(endpoint, deadline=self._clock() + _PROBE_S)
+                probe = await transport.probe(endpoint, deadline=time.monotonic() + _PROBE_S)
         except ResourceExhausted as error:
             # Other transfers were in its way, here or there, which says nothing of the path: it is tried again, and what is known stands.
             log.debug("no room to probe %s from %s: %s", transport.name, known.source.worker_id, error.message)
@@ -256,7 +261,7 @@ class Paths:
             log.exception("probing %s from %s failed unexpectedly", transport.name, known.source.worker_id)
             self._store(known, transport.name, error=f"the probe failed: {error!r}; see the decode worker's log")
         else:
-            floor = self._floors.get(transport.name, 0.0)
+            floor = _FLOORS.get(transport.name, 0.0)
             if probe.bytes_per_s >= floor:
                 self._store(known, transport.name, bytes_per_s=probe.bytes_per_s)
                 return
@@ -269,3 +274,58 @@ class Paths:
 def _say_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("probing failed unexpectedly", exc_info=error)
+
+
+class Discovery:
+    """Looks up the prefill workers in Redis, so that the paths from them are tried before their first ticket comes. start(), then it looks
+    by itself until close(). Without Redis only tickets say which workers there are."""
+
+    def __init__(self, redis_url: str, paths: Paths, *, secret: bytes) -> None:
+        self._redis = connect(redis_url)
+        self._paths = paths
+        self._signer = Signer(secret, RECORDS)
+        self._missed: dict[tuple[str, int], int] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._look_forever(), name="discovery")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        await self._redis.aclose()
+
+    async def _look_forever(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        # The Redis client can take a cancellation for a lost connection: then it is up to us to remember it.
+        while not task.cancelling():
+            try:
+                await self._look()
+            except (RedisError, OSError) as error:
+                log.debug("prefill workers could not be looked up: %s", error)
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _look(self) -> None:
+        texts = (await look(self._redis, [worker_id for worker_id, _ in self._missed])).records.values()
+        found = {(r.worker_id, r.epoch): r for text in texts if (r := self._read(text)) is not None}
+        ours = {key: r for key, r in found.items() if r.role == "prefill" and r.address}
+        # The others are no sources: their workers would refuse to be asked.
+        ours = {key: r for key, r in ours.items() if together(__version__, r.version)}
+        for record in ours.values():
+            self._paths.learn(Source(worker_id=record.worker_id, epoch=record.epoch, address=record.address))
+        self._missed = {key: count + 1 for key, count in self._missed.items()} | dict.fromkeys(ours, 0)
+        gone = [key for key, count in self._missed.items() if count >= _MAX_MISSED]
+        for key in gone:
+            del self._missed[key]
+        await self._paths.forget(gone)
+
+    def _read(self, text: bytes) -> WorkerRecord | None:
+        """None: of another deployment or version, or forged."""
+        try:
+            return WorkerRecord.from_json(self._signer.read_object(text))
+        except (Unauthenticated, InvalidRequest):
+            return None

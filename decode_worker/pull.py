@@ -21,13 +21,10 @@ import grpc.aio
 from decode_worker.conversion import BlockTarget, Conversion
 from decode_worker.paths import Paths
 from decode_worker.peers import Peers, Source
-from kv_transfer import layout as kv_layout
 from kv_transfer import reader as rd
-from kv_transfer.copy_clock import CopyClock
 from kv_transfer.lease import Tick
-from kv_transfer.scattering import ScatterClock
-from kv_transfer.telemetry import Direction, TransferRecord, TransferTelemetry, reason_of
-from kv_transfer.ticket import Ticket
+from kv_transfer.telemetry import CopyClock, Direction, TransferRecord, TransferTelemetry, reason_of
+from kv_transfer.ticket import Ticket, fingerprint, layout_from_proto
 from kv_transfer.transport import BlockStore, ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
@@ -98,7 +95,7 @@ class Puller:
         (kv_transfer.wire_encoding)."""
         self.transports = transports
         self.layout = layout
-        self.fingerprint = kv_layout.fingerprint(layout)
+        self.fingerprint = fingerprint(layout)
         self.store = store
         self.peers = peers
         self.paths = paths
@@ -284,7 +281,7 @@ class Pull:
 
     def _manifest(self, manifest: kv_pb2.Manifest, offered: Sequence[str]) -> rd.ManifestCame:
         """Raises Incompatible and Unavailable."""
-        ours, theirs = self._puller.layout, kv_layout.layout_from_proto(manifest.layout)
+        ours, theirs = self._puller.layout, layout_from_proto(manifest.layout)
         transport = self._puller.transports.get(manifest.transport)
         if transport is None or manifest.transport not in offered:
             raise Incompatible(
@@ -329,15 +326,15 @@ class Pull:
         assert self._transport is not None
         transport, start = self._transport, time.monotonic()
         self._queue_s += start - self._announced_at.get(chunk.index, start)
-        clock = ScatterClock()
         try:
-            with clock, self._copying.running():
+            with self._copying.running():
                 deadline = start + self._puller.chunk_timeout_s
                 if self._conversion is not None:
-                    await self._conversion.fetch(self._endpoint, self._ticket.lease_id, chunk, deadline=deadline)
+                    scatter_s = await self._conversion.fetch(self._endpoint, self._ticket.lease_id, chunk, deadline=deadline)
                 else:
                     block_ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
-                    await transport.fetch(self._endpoint, self._ticket.lease_id, chunk, block_ids, deadline=deadline)
+                    scatter_s = await transport.fetch(self._endpoint, self._ticket.lease_id, chunk, block_ids, deadline=deadline)
+                self._scatter_s += scatter_s
         except TwostepError as error:
             if not isinstance(error, Unavailable):
                 return error
@@ -348,8 +345,6 @@ class Pull:
         except Exception as error:
             log.exception("fetching a chunk of %s failed unexpectedly", self._ticket.lease_id)
             return _unexpected(error)
-        finally:
-            self._scatter_s += clock.seconds
         return None
 
     async def _renew(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kv_transfer.sum64 import WORD_BYTES
+from kv_transfer.checksums import WORD_BYTES
 from twostep.engine.batch import KvShape, Runner
 from twostep.errors import SetupError
 from twostep.model.kernels.triton_pull import PullShape, add_slot_sums, sum_blocks

@@ -16,7 +16,9 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -77,6 +79,39 @@ class TransferRecord:
     def bytes_per_s(self) -> float:
         """While it copied; 0: nothing was moved."""
         return self.num_bytes / self.busy_s if self.busy_s > 0 else 0.0
+
+
+class CopyClock:
+    """For chunks that overlap, on one event loop.
+
+        chunk 0   |-----|                       summed_s   all three
+        chunk 1      |------|                   busy_s     from the first's start to the second's end, and the third:
+        chunk 2                     |---|                  pauses, in which the next chunk is computed, do not count
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.summed_s = 0.0
+        self.busy_s = 0.0
+        self._num_running = 0
+        self._busy_since = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the copy of one chunk."""
+        started = time.monotonic()
+        if not self._num_running:
+            self._busy_since = started
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self._num_running -= 1
+            self.summed_s += ended - started
+            if not self._num_running:
+                self.busy_s += ended - self._busy_since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,33 +213,19 @@ class TransferMetrics:
             self._probe.remove(*self._probed.popitem(last=False)[0])
 
 
-@dataclass(slots=True)
-class TransferTotals:
-    """Since the process started, by one transport and in one direction."""
-
-    num_transfers: int = 0
-    num_bytes: int = 0
-    num_chunks: int = 0
-    queue_s: float = 0.0
-    copy_s: float = 0.0
-    scatter_s: float = 0.0
-    exposed_s: float = 0.0
-    retries: dict[str, int] = field(default_factory=dict)  # by reason
-    failures: dict[str, int] = field(default_factory=dict)
-
-
 class TransferTelemetry:
     """One worker's, in one role. Belongs to one event loop; nothing here waits."""
 
     def __init__(self, metrics: TransferMetrics | None = None, spans: TransferSpans | None = None) -> None:
         self._metrics = metrics
         self._spans = spans
-        self._totals: dict[tuple[str, Direction], TransferTotals] = {}
+        # What was moved since the process started.
+        self._totals: dict[tuple[str, Direction], worker_pb2.TransportStats] = {}
 
     def transfer(self, transfer: TransferRecord) -> None:
         totals = self._totals_of(transfer.transport, transfer.direction)
         if transfer.failure:
-            totals.failures[transfer.failure] = totals.failures.get(transfer.failure, 0) + 1
+            totals.failures[transfer.failure] += 1
         else:
             totals.num_transfers += 1
         totals.num_bytes += transfer.num_bytes
@@ -224,8 +245,7 @@ class TransferTelemetry:
             self._spans.add(transfer)
 
     def retry(self, transport: str, reason: str) -> None:
-        retries = self._totals_of(transport, Direction.FETCH).retries
-        retries[reason] = retries.get(reason, 0) + 1
+        self._totals_of(transport, Direction.FETCH).retries[reason] += 1
         if self._metrics is not None:
             self._metrics.retry(transport, reason)
 
@@ -236,26 +256,13 @@ class TransferTelemetry:
 
     async def stats(self, transport: KvTransport, direction: Direction) -> worker_pb2.TransportStats:
         """Returns what the transport holds now, and what it has moved."""
-        held, totals = await transport.stats(), self._totals_of(transport.name, direction)
-        return worker_pb2.TransportStats(
-            name=transport.name,
-            ready=transport.ready,
-            num_leases=held.num_leases,
-            num_objects=held.num_objects,
-            stored_bytes=held.stored_bytes,
-            num_transfers=totals.num_transfers,
-            num_bytes=totals.num_bytes,
-            num_chunks=totals.num_chunks,
-            queue_s=totals.queue_s,
-            copy_s=totals.copy_s,
-            scatter_s=totals.scatter_s,
-            exposed_s=totals.exposed_s,
-            retries=totals.retries,
-            failures=totals.failures,
-        )
+        held, stats = await transport.stats(), worker_pb2.TransportStats(ready=transport.ready)
+        stats.MergeFrom(self._totals_of(transport.name, direction))
+        stats.num_leases, stats.num_objects, stats.stored_bytes = held.num_leases, held.num_objects, held.stored_bytes
+        return stats
 
-    def _totals_of(self, transport: str, direction: Direction) -> TransferTotals:
-        return self._totals.setdefault((transport, direction), TransferTotals())
+    def _totals_of(self, transport: str, direction: Direction) -> worker_pb2.TransportStats:
+        return self._totals.setdefault((transport, direction), worker_pb2.TransportStats(name=transport))
 
 
 def attributes(transfer: TransferRecord) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Tickets: the right to fetch what one worker life published for one attempt of one request of one tenant.
+"""Tickets: the right to fetch what one worker life published for one attempt of one request of one tenant. Passes: the right to ask a
+worker where its transports are found. And the form in which both name a pool's layout.
 
 A ticket is signed with the deployment secret (HMAC-SHA256 over a canonical encoding of every field), so that a decode worker can
 carry it and a prefill worker need not look anything up to know that it wrote it.
@@ -11,13 +12,20 @@ import hmac
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TypeVar
 
+from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
 from twostep.rpc.v1 import kv_pb2
 
-# Separates tickets from everything else the same secret signs; changes with the encoding.
-_DOMAIN = b"twostep.ticket.v2\0"
+# They separate what the same secret signs, and change with the encoding.
+_TICKET_DOMAIN = b"twostep.ticket.v2\0"
+_PASS_DOMAIN = b"twostep.probe.v1\0"
+# How long a pass is good: clocks of one deployment agree to within seconds.
+PASS_LIFE_S = 60.0
+
+S = TypeVar("S", "Ticket", "ProbePass")
 
 
 def sign(secret: bytes, domain: bytes, fields: Iterable[str | int]) -> bytes:
@@ -35,7 +43,7 @@ def sign(secret: bytes, domain: bytes, fields: Iterable[str | int]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """`layout` is layout.fingerprint(...); `expires_unix_ms` is wall time, which the workers' clocks share to within seconds."""
+    """`layout` is fingerprint(...); `expires_unix_ms` is wall time, which the workers' clocks share to within seconds."""
 
     worker_id: str
     address: str
@@ -82,35 +90,69 @@ class Ticket:
             raise Unavailable(f"the ticket expired {now - self.expires_unix_ms} ms ago; prefill again")
 
     def _mac(self, secret: bytes) -> bytes:
-        fields = self.worker_id, self.address, self.epoch, self.request_id, self.attempt, self.layout, self.expires_unix_ms, self.tenant
-        return sign(secret, _DOMAIN, fields)
+        named = self.worker_id, self.address, self.epoch, self.request_id, self.attempt, self.layout, self.expires_unix_ms, self.tenant
+        return sign(secret, _TICKET_DOMAIN, named)
 
     def to_proto(self) -> kv_pb2.Ticket:
-        return kv_pb2.Ticket(
-            worker_id=self.worker_id,
-            address=self.address,
-            epoch=self.epoch,
-            request_id=self.request_id,
-            attempt=self.attempt,
-            layout=self.layout,
-            expires_unix_ms=self.expires_unix_ms,
-            tenant=self.tenant,
-            mac=self.mac,
-        )
+        return kv_pb2.Ticket(**asdict(self))
 
     @classmethod
     def from_proto(cls, message: kv_pb2.Ticket) -> Ticket:
         """Nothing is checked but that the numbers can be signed: call `verify`. Raises Unauthenticated."""
-        if message.expires_unix_ms < 0:
-            raise Unauthenticated("the ticket's expiry is negative; no worker of this deployment issued it")
-        return cls(
-            worker_id=message.worker_id,
-            address=message.address,
-            epoch=message.epoch,
-            request_id=message.request_id,
-            attempt=message.attempt,
-            layout=message.layout,
-            expires_unix_ms=message.expires_unix_ms,
-            tenant=message.tenant,
-            mac=message.mac,
-        )
+        return _from_proto(cls, message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePass:
+    """Says that a member of the deployment asks this life of this worker. Signed like a ticket, under a domain of its own."""
+
+    worker_id: str
+    epoch: int
+    expires_unix_ms: int
+    mac: bytes = b""
+
+    @classmethod
+    def issue(cls, secret: bytes, *, worker_id: str, epoch: int) -> ProbePass:
+        unsigned = cls(worker_id=worker_id, epoch=epoch, expires_unix_ms=time.time_ns() // 1_000_000 + int(PASS_LIFE_S * 1000))
+        return replace(unsigned, mac=unsigned._mac(secret))
+
+    def verify(self, secret: bytes, *, worker_id: str, epoch: int) -> None:
+        """Raises Unauthenticated (forged, or too old) and Unavailable (meant for another worker or life)."""
+        if not hmac.compare_digest(self.mac, self._mac(secret)):
+            raise Unauthenticated("the probe's signature does not verify; give every worker and router the same --secret-file")
+        if not 0 <= time.time_ns() // 1_000_000 < self.expires_unix_ms:
+            raise Unauthenticated("the probe's time is up; set the machines' clocks")
+        if (self.worker_id, self.epoch) != (worker_id, epoch):
+            raise Unavailable(f"the probe is for {self.worker_id} of epoch {self.epoch}, this is {worker_id} of {epoch}; look it up again")
+
+    def _mac(self, secret: bytes) -> bytes:
+        return sign(secret, _PASS_DOMAIN, (self.worker_id, self.epoch, self.expires_unix_ms))
+
+    def to_proto(self) -> kv_pb2.ProbeRequest:
+        return kv_pb2.ProbeRequest(**asdict(self))
+
+    @classmethod
+    def from_proto(cls, message: kv_pb2.ProbeRequest) -> ProbePass:
+        """Nothing is checked but that the numbers can be signed: call `verify`. Raises Unauthenticated."""
+        return _from_proto(cls, message)
+
+
+def _from_proto(kind: type[S], message: kv_pb2.Ticket | kv_pb2.ProbeRequest) -> S:
+    """Raises Unauthenticated."""
+    if message.expires_unix_ms < 0:
+        raise Unauthenticated("its expiry is negative; no member of this deployment signed it")
+    return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
+
+
+def fingerprint(layout: LayoutRecord) -> str:
+    """Returns a pool's layout in 32 hex digits; equal if and only if all fields are."""
+    named = tuple((field.name, getattr(layout, field.name)) for field in fields(layout))
+    return hashlib.sha256(repr(named).encode()).hexdigest()[:32]
+
+
+def layout_to_proto(layout: LayoutRecord) -> kv_pb2.KvLayout:
+    return kv_pb2.KvLayout(**asdict(layout))
+
+
+def layout_from_proto(message: kv_pb2.KvLayout) -> LayoutRecord:
+    return LayoutRecord(**{field.name: getattr(message, field.name) for field in fields(LayoutRecord)})

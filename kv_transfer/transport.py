@@ -53,6 +53,30 @@ class ChunkInfo:
     # The source blocks' generations when they were published: one more each time the pool gives a block out.
     generations: tuple[int, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        first_block: int,
+        block_ids: Sequence[int],
+        layers: LayerRange | None,
+        *,
+        num_bytes: int,
+        checksum: int,
+        source_blocks: tuple[int, ...] = (),
+    ) -> ChunkInfo:
+        """Describes what was published of these blocks."""
+        return cls(
+            index=index,
+            first_block=first_block,
+            num_blocks=len(block_ids),
+            num_bytes=num_bytes,
+            checksum=checksum,
+            first_layer=layers.first if layers else 0,
+            num_layers=layers.num_layers if layers else 0,
+            source_blocks=source_blocks,
+        )
+
     @property
     def layers(self) -> LayerRange | None:
         """None: all of them."""
@@ -81,6 +105,16 @@ class TransportStats:
 
 
 Bytes = npt.NDArray[np.uint8]
+
+# Stands where a lease's id does; real ones contain slashes.
+PROBE_LEASE = "probe"
+PROBE_BYTES = 16 << 20
+
+
+def probe_pattern(num_bytes: int) -> Bytes:
+    """Returns uint8 [num_bytes] that both sides can work out, so that a wrong copy is no proof of a working path."""
+    # A prime, so that a copy shifted by any power of two differs.
+    return np.resize(np.arange(251, dtype=np.uint8), num_bytes)
 
 
 @runtime_checkable
@@ -116,7 +150,7 @@ class KvTransport(Protocol):
 
     @property
     def checksum_name(self) -> str:
-        """Names the algorithm of ChunkInfo.checksum: "xxh3_64" (kv_transfer.checksum) or "sum64" (computed on GPUs beside a copy)."""
+        """Names the algorithm of ChunkInfo.checksum: "xxh3_64" (kv_transfer.checksums) or "sum64" (computed on GPUs beside a copy)."""
         ...
 
     @property
@@ -159,7 +193,9 @@ class KvTransport(Protocol):
         """All layers of the blocks, or some. `deadline` is in time.monotonic() seconds."""
         ...
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None: ...
+    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:
+        """Returns how many seconds of it verified and wrote the blocks, where that comes after the copy; else 0."""
+        ...
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         """Reader's side. Raises Unavailable with the reason where this transport does not work with that peer."""

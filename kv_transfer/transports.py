@@ -8,13 +8,11 @@ local         within one process: for tests, never made here
 
 To add a transport:
 
-1. Write `kv_transfer/NAME/transport.py` with a class that keeps the contract `KvTransport` (kv_transfer/transport.py); local/transport.py
-   is the shortest one. Its docstring numbers the steps of a transfer. `ObjectBook` keeps what is published, `chunk_checks` has the checks
-   that all share, `TransportThreads` the threads; `HostFetch` and `HostPublish` are for transports whose bytes pass host memory.
+1. Write `kv_transfer/NAME/transport.py` with a class that keeps the contract `KvTransport` (kv_transfer/transport.py), on one of the bases
+   in kv_transfer/pool_transport.py; local/transport.py is the shortest. Its docstring numbers the steps of a transfer.
 2. Register it in `TRANSPORT_KINDS` below, by a function that imports it when it is called and raises SetupError, with what to do, where it
    cannot exist; and by name in `KV_TRANSPORTS` (twostep/settings/readers.py).
-3. Give the contract's tests a pair of it (`PAIRS` in tests/kv_transfer/kv_pairs.py): they hold for every transport. What only yours does
-   is tested in a file of its own.
+3. Give the contract's tests a pair of it (`PAIRS` in tests/kv_transfer/kv_pairs.py). What only yours does is tested in a file of its own.
 """
 
 from __future__ import annotations

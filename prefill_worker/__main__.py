@@ -7,14 +7,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from decode_worker.edge import DecodeEdge
+from kv_transfer.transports import make_transports
+from prefill_worker.edge import PrefillEdge
 from twostep.worker.process import run_worker
-from twostep.worker.roles import edges_of_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
+    edges = {"prefill": PrefillEdge, "decode": DecodeEdge}
     with tempfile.TemporaryDirectory(prefix="ts-") as run_dir:
-        return run_worker("prefill", argv, edges_of_packages(Path(run_dir)))
+        return run_worker("prefill", argv, lambda parts: edges[parts.config.role](parts, make_transports(parts, Path(run_dir))))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
 
-from kv_transfer import layout as kv_layout
 from kv_transfer.chunking import COPIED_OUT, IN_PLACE, ChunkPlan, ChunkSizes
 from kv_transfer.lease import (
     Abort,
@@ -33,75 +31,50 @@ from kv_transfer.lease import (
     PublisherStopped,
     Transition,
 )
-from kv_transfer.probing import ProbePass
 from kv_transfer.telemetry import TransferTelemetry
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import ProbePass, Ticket, fingerprint
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports
 from kv_transfer.wire_encoding import RAW
 from prefill_worker.encoder import WireEncoder
 from prefill_worker.publisher import HandOver, Publisher
-from twostep.cluster.records import LayoutRecord
-from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
 from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
+from twostep.worker.edge import EdgeParts
 from twostep.worker.requests import attempt_id
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
+# The longest life of a lease and its ticket.
+MAX_LIFE_S = 600.0
+# Leases beyond those of requests that wait or run: what ends takes a moment.
+_SPARE_LEASES = 256
 # Ended leases whose request cannot be answered anywhere, kept so that readers that come late do not have it repeated.
 _MAX_REFUSALS = 1024
 _FINAL_ERRORS = (InvalidRequest, NonFiniteLogits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandOverConfig:
-    """`lease_ttl_s`: a lease without progress ends. `max_life_s`: the longest life of a lease and its ticket. `chunk_bytes`: of a published
-    chunk, about; 0: what suits the transport. `wire`: how blocks travel, where transport and reader take it so
-    (kv_transfer.wire_encoding)."""
-
-    worker_id: str
-    epoch: int
-    layout: LayoutRecord
-    lease_ttl_s: float = 30.0
-    max_life_s: float = 600.0
-    max_leases: int = 1024
-    chunk_bytes: int = 0
-    wire: str = RAW
-
-
 class HandOvers:
-    """Has all attempts of one worker life. `address` gives the host:port where decode workers find Kv. It starts its transports, and
-    leaves them running for the caller that closes it."""
+    """Has all attempts of one worker life. The transports are the caller's, who starts and closes them."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        transports: Transports,
-        config: HandOverConfig,
-        *,
-        secret: bytes,
-        address: Callable[[], str],
-        telemetry: TransferTelemetry | None = None,
-    ) -> None:
+    def __init__(self, parts: EdgeParts, transports: Transports, telemetry: TransferTelemetry) -> None:
         """Raises SetupError where KV cannot travel as the configuration says."""
-        self.transports = transports
-        self.config = config
-        self.layout_fingerprint = kv_layout.fingerprint(config.layout)
+        config = parts.config
+        self.layout = parts.model.layout
+        self.lease_ttl_s = config.lease_ttl
         self.bytes_published = 0
         self.blocks_published = 0
         self.blocks_skipped = 0
-        self._engine = engine
-        self._secret = secret
-        self._address = address
-        self._table = LeaseTable(engine.generations, max_leases=config.max_leases)
+        self._parts = parts
+        self._engine = parts.engine
+        self._transports = transports
+        self._layout_fingerprint = fingerprint(self.layout)
+        self._table = LeaseTable(parts.engine.generations, max_leases=config.max_waiting + config.max_num_seqs + _SPARE_LEASES)
         self._live: dict[str, HandOver] = {}  # by the engine's name of the sequence
         self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id
-        encoder = WireEncoder(engine.runner, config.layout, config.wire)
-        self._publisher = Publisher(
-            engine, transports, encoder, self._on_chunk, telemetry or TransferTelemetry(), lease_ttl_s=config.lease_ttl_s
-        )
+        encoder = WireEncoder(parts.engine.runner, self.layout, config.kv_wire)
+        self._publisher = Publisher(parts.engine, transports, encoder, self._on_chunk, telemetry, lease_ttl_s=self.lease_ttl_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -116,11 +89,10 @@ class HandOvers:
         return 0.0 if oldest is None else time.monotonic() - oldest.submitted_at
 
     async def start(self) -> None:
-        await self.transports.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweep")
 
     async def close(self) -> None:
-        """Aborts what is left and waits until it is freed. The transports go on. Idempotent."""
+        """Aborts what is left and waits until it is freed. Idempotent."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
@@ -133,17 +105,17 @@ class HandOvers:
     def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> HandOver:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
-        size = self.config.layout.block_size
+        size = self.layout.block_size
         if num_decode_cached_tokens > len(request.token_ids):
             raise InvalidRequest(f"num_decode_cached_tokens is {num_decode_cached_tokens}; give {len(request.token_ids)} at most")
-        life_s = min(life_s, self.config.max_life_s)
+        life_s = min(life_s, MAX_LIFE_S)
         # A decode worker of another block size may hold a part of a block of ours.
         first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
         self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         self._engine.submit(request, hold=True)
         try:
-            lease = self._table.open(ticket, now=time.monotonic(), ttl_s=self.config.lease_ttl_s, max_life_s=life_s)
+            lease = self._table.open(ticket, now=time.monotonic(), ttl_s=self.lease_ttl_s, max_life_s=life_s)
         except TwostepError:
             self._engine.cancel(request.seq_id)
             raise
@@ -207,7 +179,7 @@ class HandOvers:
             block_bytes=self._block_bytes,
             num_layers=runner.kv_shape.num_layers if runner.marks_layers else 1,
             step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
-            sizes=ChunkSizes.of(self.config.chunk_bytes) if self.config.chunk_bytes else sizes,
+            sizes=ChunkSizes.of(self._parts.config.chunk_bytes) if self._parts.config.chunk_bytes else sizes,
         )
 
     def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
@@ -362,26 +334,26 @@ class HandOvers:
     def _ticket(self, request: EngineRequest, life_s: float, tenant: str) -> Ticket:
         request_id, _, attempt = request.seq_id.rpartition("/")
         return Ticket(
-            worker_id=self.config.worker_id,
-            address=self._address(),
-            epoch=self.config.epoch,
+            worker_id=self._parts.worker_id,
+            address=self._parts.address(),
+            epoch=self._parts.epoch,
             request_id=request_id,
             attempt=int(attempt),
-            layout=self.layout_fingerprint,
+            layout=self._layout_fingerprint,
             expires_unix_ms=time.time_ns() // 1_000_000 + int(life_s * 1000),
             tenant=tenant,
-        ).signed(self._secret)
+        ).signed(self._parts.secret)
 
     def probed(self, request: ProbePass) -> Sequence[KvTransport]:
         """The transports that a reader may try now. Raises what ProbePass.verify raises."""
-        request.verify(self._secret, worker_id=self.config.worker_id, epoch=self.config.epoch)
-        return self.transports.ready
+        request.verify(self._parts.secret, worker_id=self._parts.worker_id, epoch=self._parts.epoch)
+        return self._transports.ready
 
     def _verify(self, ticket: Ticket, *, expired_too: bool = False) -> None:
         ticket.verify(
-            self._secret,
-            worker_id=self.config.worker_id,
-            epoch=self.config.epoch,
-            layout=self.layout_fingerprint,
+            self._parts.secret,
+            worker_id=self._parts.worker_id,
+            epoch=self._parts.epoch,
+            layout=self._layout_fingerprint,
             now_unix_ms=0 if expired_too else None,
         )

@@ -14,9 +14,8 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from kv_transfer.chunking import ChunkPlan, ChunkRange
-from kv_transfer.copy_clock import CopyClock
 from kv_transfer.lease import Lease
-from kv_transfer.telemetry import Direction, TransferRecord, TransferTelemetry, reason_of
+from kv_transfer.telemetry import CopyClock, Direction, TransferRecord, TransferTelemetry, reason_of
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo, KvTransport
 from kv_transfer.transports import Transports

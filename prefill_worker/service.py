@@ -23,16 +23,14 @@ from typing import Any
 
 import grpc.aio
 
-from kv_transfer import layout as kv_layout
 from kv_transfer.lease import Abort, Commit, FetchProgress
-from kv_transfer.probing import ProbePass
-from kv_transfer.ticket import Ticket
-from prefill_worker.hand_over import HandOvers
+from kv_transfer.telemetry import TransferSpans
+from kv_transfer.ticket import ProbePass, Ticket, layout_to_proto
+from prefill_worker.hand_over import MAX_LIFE_S, HandOvers
 from prefill_worker.publisher import HandOver
-from prefill_worker.tracing import HandOverSpans
 from twostep.errors import InvalidRequest, Unavailable
 from twostep.process.log import concerning
-from twostep.process.tracing import metadata_of, trace_id_of
+from twostep.process.tracing import Attributes, Metadata, Span, Tracer, metadata_of, trace_id_of
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from twostep.worker.requests import RequestReader, token_to_proto
 
@@ -61,7 +59,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         hand_over = self._hand_overs.open(
             engine_request,
             num_decode_cached_tokens=request.num_decode_cached_tokens,
-            life_s=self._hand_overs.config.max_life_s if life_s is None else max(0.0, life_s),
+            life_s=MAX_LIFE_S if life_s is None else max(0.0, life_s),
             tenant=request.tenant,
         )
         self.num_running += 1
@@ -110,11 +108,11 @@ class KvService(kv_pb2_grpc.KvServicer):
     async def Watch(self, request: kv_pb2.WatchRequest, context: _Context) -> AsyncIterator[kv_pb2.WatchEvent]:
         concerning(request.ticket.request_id, trace_id_of(metadata_of(context)))
         hand_over = self._hand_overs.find(Ticket.from_proto(request.ticket))
-        config = self._hand_overs.config
+        layout = self._hand_overs.layout
         transport = self._hand_overs.watched(hand_over, request.transports, request.wire)
         yield kv_pb2.WatchEvent(
             manifest=kv_pb2.Manifest(
-                layout=kv_layout.layout_to_proto(config.layout),
+                layout=layout_to_proto(layout),
                 transport=transport.name,
                 endpoint=transport.endpoint,
                 first_block=hand_over.first_block,
@@ -130,7 +128,7 @@ class KvService(kv_pb2_grpc.KvServicer):
                     chunk=kv_pb2.Chunk(
                         index=chunk.index,
                         first_layer=chunk.first_layer,
-                        num_layers=chunk.num_layers or config.layout.num_layers,
+                        num_layers=chunk.num_layers or layout.num_layers,
                         first_block=chunk.first_block,
                         num_blocks=chunk.num_blocks,
                         num_bytes=chunk.num_bytes,
@@ -147,7 +145,7 @@ class KvService(kv_pb2_grpc.KvServicer):
                 return
             self._hand_overs.renew(hand_over)
             if num_sent == len(hand_over.published):
-                await hand_over.wait_change(config.lease_ttl_s / 3)
+                await hand_over.wait_change(self._hand_overs.lease_ttl_s / 3)
 
     async def Probe(self, request: kv_pb2.ProbeRequest, context: _Context) -> kv_pb2.ProbeResponse:
         return kv_pb2.ProbeResponse(
@@ -171,3 +169,50 @@ class KvService(kv_pb2_grpc.KvServicer):
                 raise InvalidRequest(f"outcome is {other}; give PROGRESS, COMMITTED or ABORTED")
         answer = self._hand_overs.acknowledge(Ticket.from_proto(request.ticket), event)
         return kv_pb2.AcknowledgeResponse(state=kv_pb2.LeaseState.ValueType(answer.state), refusal=answer.refusal)
+
+
+class HandOverSpans:
+    """Opens the span of an attempt: as long as its Run call, with the times of the engine's steps.
+
+    queue      until a step begins with the prompt
+    compute    until the first token
+    publish    from the first final block to the last chunk published (kv_transfer/telemetry.py)
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.transfers = TransferSpans()
+
+    def begin(self, hand_over: HandOver, metadata: Metadata) -> Span:
+        """`metadata`: of the call that brought it."""
+        span = self._tracer.start("prefill_worker", metadata, at=hand_over.submitted_at)
+        self.transfers.open(hand_over.seq_id, span)
+        return span
+
+    def end(self, hand_over: HandOver, span: Span) -> None:
+        """The call is over; its publisher may still be on its way out."""
+        _tell(hand_over, span)
+        if hand_over.publisher is not None and not hand_over.publisher.done():
+            hand_over.publisher.add_done_callback(lambda _: self.transfers.close(hand_over.seq_id))
+        else:
+            self.transfers.close(hand_over.seq_id)
+
+
+def _tell(hand_over: HandOver, span: Span) -> None:
+    request_id, _, attempt = hand_over.seq_id.rpartition("/")
+    if span.recording:
+        found: dict[str, str | int | float | bool] = {
+            "twostep.request_id": request_id,
+            "twostep.attempt": int(attempt),
+            "twostep.prompt_tokens": len(hand_over.request.token_ids),
+            "twostep.cached_tokens": hand_over.num_cached_tokens,
+            "twostep.lease": hand_over.lease.state.name.lower(),
+        }
+        span.set(found)
+        if hand_over.queue_s or hand_over.first_token is not None:
+            started = hand_over.submitted_at + hand_over.queue_s
+            span.child("queue", hand_over.submitted_at, started)
+            if hand_over.first_token is not None:
+                cached: Attributes = {"twostep.computed_tokens": len(hand_over.request.token_ids) - hand_over.num_cached_tokens}
+                span.child("compute", started, started + hand_over.prefill_s, cached)
+    span.end(failure="" if hand_over.error is None else type(hand_over.error).__name__)

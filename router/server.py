@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from router.access.control import Access
@@ -24,28 +23,26 @@ from router.placing.log import PlacementLog
 from router.placing.placement import Placement, PlacementRequest, place
 from router.prompting.grammar_check import GrammarChecker
 from router.prompting.prompt import PromptReader
-from router.prompting.render_process import Setup
+from router.prompting.render_process import setup_of
 from router.prompting.renderer import Renderer
 from router.request.cleanup import Cleanup
 from router.request.targets import Targets
-from router.serving.dispatch import DispatchConfig, Dispatcher
+from router.serving.dispatch import Dispatcher
 from router.serving.hold_back import hold_back_of
-from router.serving.inference import Inference, InferenceConfig
-from router.status.board import RouterView, StatusBoard
+from router.serving.inference import Inference
+from router.status.board import StatusBoard
 from router.status.scaling_watch import ScalingWatch
 from router.waiting.demand_meter import DemandMeter
+from router.waiting.fair_queue import Quota
 from router.waiting.queues import Admission, WorkerQueue
-from router.waiting.quota import Quota
 from router.waiting.quota_share import QuotaShare
 from router.workers.pool import WorkerPool
 from router.workers.prefix_index import PrefixIndex
-from router.workers.registry import Deployment, Registry
-from router.workers.vouching import Vouching
+from router.workers.registry import Deployment, Registry, Vouching
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
-from twostep.cluster.connection import connect
+from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
-from twostep.cluster.start import wait_for_redis
 from twostep.errors import SetupError
 from twostep.keys.exposure import open_door
 from twostep.keys.secret import load_secret
@@ -55,7 +52,8 @@ from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.metrics.server import MetricsServer
 from twostep.prefix import secret_check
 from twostep.process.open_files import make_room
-from twostep.process.tracing import TRACES_FLUSH_S, start_tracer
+from twostep.process.start_tracing import start_tracer
+from twostep.process.tracing import TRACES_FLUSH_S
 from twostep.request_class import RequestClass
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import compression_of
@@ -76,27 +74,6 @@ _TICK_S = 0.25
 _STUCK_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ServedModel:
-    """The model directory, as far as a router needs it."""
-
-    card: ModelCard
-    tokenizer: Tokenizer
-    chat_format: ChatFormat
-    fingerprint: str
-
-    @classmethod
-    def load(cls, config: RouterConfig) -> _ServedModel:
-        card = ModelCard.load(config.model)
-        check_syntax(card)
-        return cls(
-            card=card,
-            tokenizer=Tokenizer.load(config.model, card.eos_token_ids),
-            chat_format=ChatFormat.of(card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser),
-            fingerprint=(dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model),
-        )
-
-
 class Router:
     """start(), then drain(). Constructing it reads the model directory and the secret, and raises SetupError for either."""
 
@@ -110,7 +87,11 @@ class Router:
         self._last_tick = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._secret = load_secret(config.secret_file)
-        self._model = _ServedModel.load(config)
+        self._card = ModelCard.load(config.model)
+        check_syntax(self._card)
+        self._tokenizer = Tokenizer.load(config.model, self._card.eos_token_ids)
+        self._chat_format = ChatFormat.of(self._card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
+        self._fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
         self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         self._clock = SharedClock()
 
@@ -143,7 +124,7 @@ class Router:
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
         self._grammars = GrammarChecker(config.model)
         client_tokens = config.special_tokens_in_messages == "tokens"
-        self._renderer = Renderer(Setup.of(self._model.card, self._model.chat_format, None if client_tokens else self._model.tokenizer))
+        self._renderer = Renderer(setup_of(self._card, self._chat_format, None if client_tokens else self._tokenizer))
         self._hold_back = hold_back_of(
             config.hold_back,
             window=config.hold_back_chars,
@@ -173,7 +154,7 @@ class Router:
 
     def _worker_registry(self) -> Registry:
         deployment = Deployment(
-            model_fingerprint=self._model.fingerprint,
+            model_fingerprint=self._fingerprint,
             secret_check=secret_check(self._secret),
             signer=Signer(self._secret, RECORDS),
             hash_unit=self.config.hash_unit,
@@ -204,13 +185,13 @@ class Router:
         )
 
     def _request_service(self) -> Inference:
-        config, model = self.config, self._model
+        config = self.config
         prompts = PromptReader(
-            model.tokenizer,
-            model.card,
+            self._tokenizer,
+            self._card,
             self._renderer,
             default_max_tokens=config.default_max_tokens,
-            chat_format=model.chat_format,
+            chat_format=self._chat_format,
             grammars=self._grammars,
         )
         dispatcher = Dispatcher(
@@ -218,19 +199,15 @@ class Router:
             self._index,
             self.cleanup,
             self.worker_queue,
-            DispatchConfig(max_attempts=config.max_attempts, no_worker_grace_s=config.no_worker_grace, staged_steps=config.staged_steps),
             place if self._placement_log is None else self._placement_log.place,
+            max_attempts=config.max_attempts,
+            no_worker_grace_s=config.no_worker_grace,
+            staged_steps=config.staged_steps,
         )
         return Inference(
-            InferenceConfig(
-                model_name=config.served_model_name or config.model.resolve().name,
-                fingerprint=model.fingerprint,
-                max_model_len=model.card.max_model_len,
-                max_buffered_tokens=config.max_buffered_tokens,
-                request_timeout_s=config.request_timeout,
-                client_write_timeout_s=config.client_write_timeout,
-                ageing_s=config.ageing,
-            ),
+            config,
+            fingerprint=self._fingerprint,
+            max_model_len=self._card.max_model_len,
             prompts=prompts,
             admission=self.admission,
             dispatcher=dispatcher,
@@ -242,7 +219,9 @@ class Router:
         )
 
     def _status_board(self) -> StatusBoard:
-        view = RouterView(
+        return StatusBoard(
+            self._metrics,
+            self.pool,
             router_id=self.router_id,
             model=self.inference.model_name,
             state=self._state,
@@ -251,7 +230,6 @@ class Router:
             refusals=lambda: self.registry.refusals,
             decision=lambda: self._scaling.seen,
         )
-        return StatusBoard(view, self._metrics, self.pool)
 
     def _grpc_server(self) -> GrpcServer:
         config = self.config
@@ -272,14 +250,14 @@ class Router:
         return server
 
     def _http_server(self) -> HttpServer:
-        config, model = self.config, self._model
+        config = self.config
         front = Front(
             inference=self.inference,
             access=self.access,
-            tokenizer=model.tokenizer,
-            token_bytes=TokenBytes(model.tokenizer),
-            card=model.card,
-            chat_format=model.chat_format,
+            tokenizer=self._tokenizer,
+            token_bytes=TokenBytes(self._tokenizer),
+            card=self._card,
+            chat_format=self._chat_format,
             metrics=self._metrics_registry,
             board=self.board,
             alive=self._alive,
@@ -377,7 +355,7 @@ class Router:
             if self._metrics_server is not None:
                 self._metrics_server.start()
             await wait_for_redis(self._redis, self.config.redis_start_timeout)
-            await self.registry.poll()
+            await self.registry.exchange()
             await self.access.start()
             await self._index.open()
             for part in (self.batches, self._server, self._http, self._admin):

@@ -6,16 +6,14 @@ from using what it saw is the checksum and the source's answer after the read.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.checksum import checksum
-from kv_transfer.chunk_checks import check_blocks, chunk_info, part_bytes, write_verified
-from kv_transfer.object_book import ObjectBook
-from kv_transfer.transport import BlockStore, ChunkInfo, ProbeTiming, TransportStats
+from kv_transfer.checksums import checksum
+from kv_transfer.pool_transport import InPlaceTransport, check_arrived
+from kv_transfer.transport import BlockStore, ChunkInfo, ProbeTiming
 from twostep.engine.batch import LayerRange
 from twostep.errors import Unavailable
 
@@ -52,9 +50,12 @@ class OneSidedHub:
         self.stores.pop(endpoint, None)
 
 
-class OneSidedTransport:
+class OneSidedTransport(InPlaceTransport):
     """See kv_transfer.transport for the contract. The hooks are awaited in every fetch, before the read and after the verified write;
-    `rate` is what probes find."""
+    `rate` is what probes find; `broken` says why no source can be read."""
+
+    checksum_name = "xxh3_64"
+    why_not_ready = "it is starting"
 
     def __init__(
         self,
@@ -68,93 +69,48 @@ class OneSidedTransport:
         num_layers: int = 1,
         rate: float = 100e9,
     ) -> None:
+        self.name = name
+        super().__init__(1 << 30, block_bytes, num_layers, num_threads=2, sweep_s=0.1)
         self.before_read: Callable[[ChunkInfo], Awaitable[None]] = _nothing
         self.after_write: Callable[[ChunkInfo], Awaitable[None]] = _nothing
         self.rate = rate
         self.broken = ""
+        self.endpoint = f"{name}:{worker_id}/{epoch}"
         self._store = store
-        self._block_bytes = block_bytes
-        self._num_layers = num_layers
         self._hub = hub
-        self._name = name
-        self._endpoint = f"{name}:{worker_id}/{epoch}"
-        self._book: ObjectBook[bool] = ObjectBook()
-        self._started = False
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def copies_out(self) -> bool:
-        return False
-
-    @property
-    def checksum_name(self) -> str:
-        return "xxh3_64"
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
 
     @property
     def ready(self) -> bool:
-        return self._started
-
-    @property
-    def why_not_ready(self) -> str:
-        return "it is starting"
-
-    @property
-    def max_lease_bytes(self) -> int:
-        return 0
+        return self._threads.running
 
     async def start(self) -> None:
-        self._hub.stores[self._endpoint] = self._store
-        self._started = True
+        self._hub.stores[self.endpoint] = self._store
+        self._threads.start()
 
     async def close(self) -> None:
-        self._started = False
+        await self._threads.close()
         self._book.drop_all()
 
-    async def publish(
-        self,
-        lease_id: str,
-        index: int,
-        first_block: int,
-        block_ids: Sequence[int],
-        *,
-        layers: LayerRange | None = None,
-        ttl_s: float,
-        deadline: float,
-    ) -> ChunkInfo:
-        data = np.empty((len(block_ids), part_bytes(self._block_bytes, self._num_layers, layers)), np.uint8)
+    async def _checksum(self, block_ids: Sequence[int], layers: LayerRange | None, *, deadline: float) -> int:
+        return checksum(await self._read(self._store, block_ids, layers))
 
-        async def summed() -> tuple[bool, int]:
-            await asyncio.to_thread(self._store.read_blocks, block_ids, data, layers)
-            return True, checksum(data.reshape(-1))
-
-        digest = await self._book.publish(lease_id, index, data.size, summed, ttl_s=ttl_s, deadline=deadline)
-        return chunk_info(index, first_block, block_ids, layers, num_bytes=data.size, digest=digest, in_place=True)
-
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
+    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:
+        self._check_blocks(chunk, block_ids)
         await self.before_read(chunk)
-        store = self._find(endpoint)
-        data = np.empty((chunk.num_blocks, chunk.num_bytes // chunk.num_blocks), np.uint8)
-        await asyncio.to_thread(store.read_blocks, chunk.source_blocks, data, chunk.layers)
-        await asyncio.to_thread(write_verified, self._store, chunk, tuple(block_ids), data.reshape(-1))
+        data = await self._read(self._find(endpoint), chunk.source_blocks, chunk.layers)
+        check_arrived(chunk, checksum(data))
+        await self._threads.run(self._store.write_blocks, tuple(block_ids), data, chunk.layers)
         await self.after_write(chunk)
+        return 0.0
+
+    async def _read(self, store: BlockStore, block_ids: Sequence[int], layers: LayerRange | None) -> npt.NDArray[np.uint8]:
+        data = np.empty((len(block_ids), self._size(1, layers)), np.uint8)
+        await self._threads.run(store.read_blocks, tuple(block_ids), data, layers)
+        return data
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         self._find(endpoint)
         return ProbeTiming(num_bytes=1 << 20, seconds=(1 << 20) / self.rate)
-
-    async def drop(self, lease_id: str) -> None:
-        self._book.drop(lease_id)
-
-    async def stats(self) -> TransportStats:
-        return self._book.stats
 
     def _find(self, endpoint: str) -> BlockStore:
         """Raises Unavailable."""

@@ -6,6 +6,7 @@ import http.client
 import time
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -16,6 +17,15 @@ class Scrape:
         families = list(text_string_to_metric_families(text))
         self.families = {family.name + "_total" if family.type == "counter" else family.name for family in families}
         self._samples = [sample for family in families for sample in family.samples]
+
+    @classmethod
+    def of(cls, registry: CollectorRegistry) -> Scrape:
+        return cls(generate_latest(registry).decode())
+
+    @property
+    def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Ours, by name and labels."""
+        return {(s.name, tuple(sorted(s.labels.items()))): s.value for s in self._samples if s.name.startswith("twostep_")}
 
     def __call__(self, name: str, **labels: str) -> float | None:
         found = [sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()]

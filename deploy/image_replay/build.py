@@ -6,31 +6,33 @@ have the host's network, names and certificate authorities, and nothing is cache
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from image_replay import context, dockerfile
-from image_replay.root import HOST_FILES, ImageSandbox, Root
+from image_replay import dockerfile
+from image_replay.root import ImageSandbox, run_in
 
 _RUN_TIMEOUT_S = 3600.0
 # Docker hands these to RUN without being told to; pip's are how an index nearby is found.
 _FROM_HOST = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT")
+# The host's names and authorities, so that downloads work as they do outside.
+_HOST_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-class BuildError(Exception):
-    """A step failed."""
+class ReplayError(Exception):
+    """A step failed, or the image is not what it should be."""
 
 
 @dataclass(slots=True)
 class Image:
     """Holds what a stage has come to."""
 
-    root: Root
+    root: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": _PATH})
     args: dict[str, str] = field(default_factory=dict)
     cwd: str = "/"
@@ -38,53 +40,43 @@ class Image:
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
 
+    def path(self, inside: str) -> Path:
+        return self.root / str(Path(self.cwd, inside)).lstrip("/")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """`base` stands in for whatever FROM names. `wheels`: a directory that pip looks into as well. `say` gets one line a step."""
+    """`base` stands in for whatever FROM names. `wheels`: a directory that pip looks into as well."""
 
     checkout: Path
     base: Path
     scratch: Path
     build_args: Mapping[str, str]
-    environ: Mapping[str, str]
     wheels: Path | None
-    say: Callable[[str], None]
 
     def build(self, text: str) -> Image:
-        """The last stage. Raises BuildError, ValueError for what is not understood, FileNotFoundError for a COPY of nothing."""
-        parsed = dockerfile.parse(text)
-        ignore = context.Ignore((self.checkout / ".dockerignore").read_text())
+        """The last stage. Raises ReplayError, ValueError for what is not understood, FileNotFoundError for a COPY of nothing."""
         built: dict[str, Image] = {}
-        image: Image | None = None
-        for stage in parsed.stages:
-            image = self._stage(stage, built, ignore)
+        for stage in dockerfile.parse(text).stages:
+            print(f"FROM {stage.base.partition('@')[0]}  (stage {stage.name})", flush=True)
+            image = Image(self.scratch / f"stage-{stage.name}")
+            subprocess.run(["cp", "--archive", "--reflink=auto", str(self.base), str(image.root)], check=True)
+            for step in stage.instructions:
+                print(f"{step.name} {step.value[:100]}", flush=True)
+                self._step(step, image, built)
             built[stage.name] = image
-        assert image is not None
         return image
 
-    def _stage(self, stage: dockerfile.Stage, built: Mapping[str, Image], ignore: context.Ignore) -> Image:
-        root = self.scratch / f"stage-{stage.name}"
-        self.say(f"FROM {stage.base.partition('@')[0]}  (stage {stage.name})")
-        subprocess.run(["cp", "--archive", "--reflink=auto", str(self.base), str(root)], check=True)
-        image = Image(Root(root))
-        for step in stage.instructions:
-            started = time.monotonic()
-            self._step(step, image, built, ignore)
-            self.say(f"{step.name} {step.value[:100]}  ({time.monotonic() - started:.1f} s)")
-        return image
-
-    def _step(self, step: dockerfile.Instruction, image: Image, built: Mapping[str, Image], ignore: context.Ignore) -> None:
+    def _step(self, step: dockerfile.Instruction, image: Image, built: Mapping[str, Image]) -> None:
         value = dockerfile.expand(step.value, image.args | image.env) if step.name != "RUN" else step.value
         match step.name:
             case "ARG":
-                for name, default in dockerfile.assignments(value).items():
-                    image.args[name] = self.build_args.get(name, default)
+                image.args |= {name: self.build_args.get(name, default) for name, default in dockerfile.assignments(value).items()}
             case "ENV":
                 image.env |= dockerfile.assignments(value)
             case "WORKDIR":
                 image.cwd = value
-                self._in(image, value).mkdir(parents=True, exist_ok=True)
+                image.path(value).mkdir(parents=True, exist_ok=True)
             case "USER":
                 image.user = value
             case "ENTRYPOINT":
@@ -92,71 +84,47 @@ class Builder:
             case "CMD":
                 image.command = dockerfile.command(value)
             case "COPY":
-                self._copy(dockerfile.copy(value), image, built, ignore)
+                self._copy(dockerfile.copy(value), image, built)
             case "RUN":
                 self._run(step, image)
 
     def _run(self, step: dockerfile.Instruction, image: Image) -> None:
-        env = {name: self.environ[name] for name in _FROM_HOST if name in self.environ}
-        binds = {path: path for path in HOST_FILES if Path(path).exists()}
+        env = {name: os.environ[name] for name in _FROM_HOST if name in os.environ}
+        binds = {path: path for path in _HOST_FILES if Path(path).exists()}
         if self.wheels is not None:
             env["PIP_FIND_LINKS"] = "/mnt/wheels"
             binds["/mnt/wheels"] = str(self.wheels)
         sandbox = ImageSandbox(env={**env, **image.args, **image.env}, user=image.user, cwd=image.cwd, binds=binds)
-        done = image.root.run(["/bin/sh", "-c", step.value], sandbox, _RUN_TIMEOUT_S)
+        done = run_in(image.root, ["/bin/sh", "-c", step.value], sandbox, _RUN_TIMEOUT_S)
         if done.returncode != 0:
-            raise BuildError(f"line {step.line}: RUN ended with {done.returncode}\n" + "\n".join(done.stdout.splitlines()[-40:]))
+            raise ReplayError(f"line {step.line}: RUN ended with {done.returncode}\n" + "\n".join(done.stdout.splitlines()[-40:]))
 
-    def _copy(self, copy: dockerfile.Copy, image: Image, built: Mapping[str, Image], ignore: context.Ignore) -> None:
-        target = self._in(image, copy.target)
+    def _copy(self, copy: dockerfile.Copy, image: Image, built: Mapping[str, Image]) -> None:
+        target = image.path(copy.target)
         into = copy.target.endswith("/") or copy.target in (".", "./") or len(copy.sources) > 1
-        if copy.stage:
-            for source in copy.sources:
-                target.mkdir(parents=True, exist_ok=True)
-                subprocess.run(["cp", "--archive", f"{self._in(built[copy.stage], source)}/.", str(target)], check=True)
-            return
+        ignore = dockerfile.Ignore((self.checkout / ".dockerignore").read_text())
         for source in copy.sources:
+            if copy.stage:
+                target.mkdir(parents=True, exist_ok=True)
+                subprocess.run(["cp", "--archive", f"{built[copy.stage].path(source)}/.", str(target)], check=True)
+                continue
             single = (self.checkout / source).is_file()
-            for path in context.files(self.checkout, source, ignore):
+            for path in dockerfile.files(self.checkout, source, ignore):
                 inside = Path(path.name) if single and into else Path() if single else Path(path).relative_to(source)
                 (target / inside).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(self.checkout / path, target / inside)
 
-    def kept(self, text: str) -> Image:
-        """The last stage as an earlier run left it: nothing is run, only what holds at its end is read again."""
-        stage = dockerfile.parse(text).final
-        image = Image(Root(self.scratch / f"stage-{stage.name}"))
-        if not image.root.path.is_dir():
-            raise FileNotFoundError(f"{image.root.path} is not there: run deploy/replay-image with --keep before")
-        for step in stage.instructions:
-            if step.name not in ("COPY", "RUN"):
-                self._step(step, image, {}, context.Ignore(""))
-        return image
 
-    def _in(self, image: Image, path: str) -> Path:
-        return image.root.path / str(Path(image.cwd, path)).lstrip("/")
-
-
-def make_base(directory: Path, *, suite: str, python: str, headers: bool) -> None:
-    """A minimal Debian whose Python stands where the official image has it. Raises BuildError: no debootstrap, or another Python."""
+def make_base(directory: Path, *, suite: str, python: str) -> None:
+    """A minimal Debian whose Python stands where the official image has it. Raises ReplayError: no debootstrap, or another Python."""
     if shutil.which("debootstrap") is None:
-        raise BuildError("debootstrap is not there: apt install debootstrap")
-    packages = "ca-certificates,netbase,tzdata,python3,python3-venv,python3-pip" + (",libpython3-dev" if headers else "")
-    done = subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={packages}", suite, str(directory)], capture_output=True, text=True, check=False
-    )
+        raise ReplayError("debootstrap is not there: apt install debootstrap")
+    packages = "ca-certificates,netbase,tzdata,python3,python3-venv,python3-pip"
+    command = ["debootstrap", "--variant=minbase", f"--include={packages}", suite, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BuildError(f"debootstrap ended with {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
+        raise ReplayError(f"debootstrap ended with {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
     for name in ("python", "python3", f"python{python}"):
         (directory / "usr/local/bin" / name).symlink_to(f"/usr/bin/python{python}")
     if not (directory / f"usr/bin/python{python}").exists():
-        raise BuildError(f"Debian {suite} has no Python {python}")
-    for cache in ("var/cache/apt/archives", "var/lib/apt/lists"):
-        for path in (directory / cache).iterdir():
-            if path.is_file() and path.name != "lock":
-                path.unlink()
-
-
-def disk_bytes(path: Path) -> int:
-    """Returns the bytes of a directory, links counted once."""
-    return int(subprocess.run(["du", "--bytes", "--summarize", str(path)], capture_output=True, text=True, check=True).stdout.split()[0])
+        raise ReplayError(f"Debian {suite} has no Python {python}")

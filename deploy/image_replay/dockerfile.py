@@ -1,4 +1,4 @@
-"""Dockerfiles as data: stages of instructions, of which no more is understood than this project's files use."""
+"""Dockerfiles as data, of which no more is understood than this project's files use, and the files that their COPY takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 KNOWN = frozenset({"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR"})
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -119,3 +120,38 @@ def copy(value: str) -> Copy:
     if len(words) < 2:
         raise ValueError(f"COPY {value}: a source and a target are needed")
     return Copy(stage, tuple(words[:-1]), words[-1])
+
+
+class Ignore:
+    """The rules of a .dockerignore. The last one that matches a path, or a directory above it, decides."""
+
+    def __init__(self, text: str) -> None:
+        lines = [line.strip() for line in text.splitlines()]
+        self._rules = [(_pattern(line.removeprefix("!")), line.startswith("!")) for line in lines if line and not line.startswith("#")]
+
+    def lets_through(self, path: str) -> bool:
+        parts = PurePosixPath(path).parts
+        prefixes = ["/".join(parts[: end + 1]) for end in range(len(parts))]
+        through = True
+        for pattern, lets in self._rules:
+            if any(pattern.fullmatch(prefix) for prefix in prefixes):
+                through = lets
+        return through
+
+
+def _pattern(rule: str) -> re.Pattern[str]:
+    """`**` is any number of directories, `*` and `?` stay within one."""
+    expression = (
+        re.escape(rule.strip("/")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    )
+    return re.compile(expression)
+
+
+def files(root: Path, source: str, ignore: Ignore) -> Iterator[PurePosixPath]:
+    """Paths below `root` that COPY of `source` takes. Raises FileNotFoundError if there are none: Docker's COPY fails, too."""
+    top = root / source
+    candidates = [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file())
+    found = [path.relative_to(root) for path in candidates if ignore.lets_through(path.relative_to(root).as_posix())]
+    if not found:
+        raise FileNotFoundError(f"COPY {source}: the context has no such file, or .dockerignore keeps it out")
+    yield from map(PurePosixPath, found)

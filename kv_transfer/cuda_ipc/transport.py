@@ -23,16 +23,14 @@ from typing import TypeVar
 
 import torch
 
-from kv_transfer.chunk_checks import check_arrived, check_blocks, check_source_blocks, chunk_info, part_of_block
+from kv_transfer.checksums import chunk_sum, chunk_sums
 from kv_transfer.cuda_ipc.endpoint import IpcEndpoint, ProcessId
 from kv_transfer.cuda_ipc.peers import IpcPeers, PeerPool, export, gpu_uuid, opener_on
 from kv_transfer.cuda_ipc.pulls import Lane, PullBatch, PullBatches
 from kv_transfer.gpu_pool import check_words, gpu_pool_of
-from kv_transfer.object_book import ObjectBook
-from kv_transfer.probing import PROBE_BYTES, probe_pattern
-from kv_transfer.sum64 import chunk_sum, chunk_sums
-from kv_transfer.transport import ChunkInfo, ProbeTiming, TransportStats
-from kv_transfer.waiting import FifoGate, TransportThreads
+from kv_transfer.pool_transport import InPlaceTransport, check_arrived
+from kv_transfer.transport import PROBE_BYTES, ChunkInfo, ProbeTiming, probe_pattern
+from kv_transfer.waiting import FifoGate
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, ResourceExhausted, Unavailable
 from twostep.model.kernels.triton_pull import PullShape
@@ -61,14 +59,11 @@ class IpcProbeSize:
     rounds: int = 8
 
 
-class CudaIpcTransport:
-    """See kv_transfer.transport for the contract."""
+class CudaIpcTransport(InPlaceTransport):
+    """See kv_transfer.transport for the contract. `endpoint` is empty also where the pool is not shared."""
 
     name = "cuda_ipc"
-    copies_out = False
-    checksum_name = "sum64"
     why_not_ready = "it is starting"
-    max_lease_bytes = 0  # the pool bounds it
 
     def __init__(
         self,
@@ -81,9 +76,18 @@ class CudaIpcTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`serves`: peers may read the pool; else it only reads theirs. `shape`: how a pull is cut. `blocking`: threads sleep while they
-        wait for the GPU, instead of spinning, which takes half a millisecond less of a fetch. `clock`: by which leases end. A pool in host
-        memory can be read within the process only. Raises SetupError."""
+        wait for the GPU, instead of spinning, which takes half a millisecond less of a fetch. A pool in host memory can be read within the
+        process only. Raises SetupError."""
         check_words(cache.shape, self.name)
+        super().__init__(
+            cache.shape.num_blocks,
+            cache.shape.block_bytes,
+            cache.shape.num_layers,
+            num_threads=_NUM_LANES,
+            sweep_s=_SWEEP_S,
+            enter=self._enter_thread,
+            clock=clock,
+        )
         self._cache = cache
         self._device = cache.tensor.device
         self._serves = serves
@@ -93,12 +97,9 @@ class CudaIpcTransport:
         self._own = ProcessId.own()
         self._incarnation = secrets.token_hex(8)
         self.ready = False
-        self.endpoint = ""  # also where the pool is not shared
         self._pattern: torch.Tensor | None = None
-        self._book: ObjectBook[bool] = ObjectBook(clock=clock)
         self.peers = IpcPeers(opener_on(self._device, self._own), self._own)
         self._lane_of_thread = threading.local()
-        self._threads = TransportThreads(self.name, _NUM_LANES, sweep=self._sweep, sweep_s=_SWEEP_S, enter=self._enter_thread)
         self._batches = PullBatches(self._pull_batch)
         self._idle_lanes = _NUM_LANES
         self._turns = FifoGate("cuda_ipc")
@@ -131,49 +132,22 @@ class CudaIpcTransport:
 
     # ---- the source's side ------------------------------------------------------------------------------------------------
 
-    async def publish(
-        self,
-        lease_id: str,
-        index: int,
-        first_block: int,
-        block_ids: Sequence[int],
-        *,
-        layers: LayerRange | None = None,
-        ttl_s: float,
-        deadline: float,
-    ) -> ChunkInfo:
+    async def _checksum(self, block_ids: Sequence[int], layers: LayerRange | None, *, deadline: float) -> int:
         if not self._serves:
             raise InvalidRequest("this worker's KV pool is not shared over cuda_ipc; publish on a prefill worker")
-        ids, part = self._check_ids(block_ids), self._part(layers)
-        num_bytes = len(ids) * (part.stop - part.start)
-        self._threads.check()
-
-        async def summed() -> tuple[bool, int]:
-            return True, await self._in_lane(self._sum, ids, part, deadline=deadline)
-
-        digest = await self._book.publish(lease_id, index, num_bytes, summed, ttl_s=ttl_s, deadline=deadline)
-        return chunk_info(index, first_block, ids, layers, num_bytes=num_bytes, digest=digest, in_place=True)
-
-    async def drop(self, lease_id: str) -> None:
-        self._book.drop(lease_id)
-
-    async def stats(self) -> TransportStats:
-        return self._book.stats
+        return await self._in_lane(self._sum, block_ids, self._part(layers), deadline=deadline)
 
     def _sum(self, ids: Sequence[int], part: slice) -> int:
         return chunk_sum(self._lane.sums_of(self._cache, ids, part))
 
     # ---- the reader's side --------------------------------------------------------------------------------------------------
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        shape = self._cache.shape
-        check_blocks(chunk, block_ids, shape.block_bytes, shape.num_layers)
+    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:
         source = IpcEndpoint.parse(endpoint)
-        check_source_blocks(chunk, num_blocks=source.num_blocks, block_bytes=source.block_bytes, own_block_bytes=shape.block_bytes)
-        targets = self._check_ids(block_ids)
-        self._threads.check()
+        targets = self._check_fetch(chunk, block_ids, source)
         found = await self._batches.pull(source, self._part(chunk.layers), chunk.source_blocks, targets, deadline=deadline)
         check_arrived(chunk, found)
+        return 0.0
 
     async def _pull_batch(self, batch: PullBatch) -> list[int]:
         """Its deadline is that of those who wait for it."""
@@ -259,16 +233,6 @@ class CudaIpcTransport:
             probe_offset=probe.offset if probe else 0,
         )
 
-    def _part(self, layers: LayerRange | None) -> slice:
-        """Raises InvalidRequest."""
-        return part_of_block(self._cache.shape.block_bytes, self._cache.shape.num_layers, layers)
-
-    def _check_ids(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        ids, num_blocks = tuple(block_ids), self._cache.shape.num_blocks
-        if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-            raise InvalidRequest(f"block ids must be from 0 to {num_blocks - 1}")
-        return ids
-
     def _enter_thread(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -302,7 +266,7 @@ class CudaIpcTransport:
         return True
 
     async def _sweep(self) -> None:
-        self._book.expire()
+        await super()._sweep()
         if self.peers.num_open:
             with suppress(ResourceExhausted):
                 await self._in_lane(self.peers.sweep, deadline=time.monotonic() + _SWEEP_S)

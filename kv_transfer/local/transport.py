@@ -7,19 +7,14 @@ fetch     1 the array, from the source's book of what it has published   2 check
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 
-from kv_transfer.checksum import checksum
-from kv_transfer.chunk_checks import check_blocks, check_sum, chunk_info, part_bytes, write_verified
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.probing import PROBE_BYTES, probe_pattern
-from kv_transfer.scattering import scattering
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, ProbeTiming, TransportStats
-from kv_transfer.waiting import TransportThreads
-from twostep.engine.batch import LayerRange
+from kv_transfer.pool_transport import CopyingTransport
+from kv_transfer.transport import PROBE_BYTES, BlockStore, Bytes, ChunkInfo, ProbeTiming, TransportStats, probe_pattern
 from twostep.errors import DataLoss, InvalidRequest, NotFound, Unavailable
 
 _SWEEP_S = 0.1
@@ -48,12 +43,10 @@ class LocalHub:
         return transport
 
 
-class LocalTransport:
+class LocalTransport(CopyingTransport):
     """See kv_transfer.transport for the contract."""
 
     name = "local"
-    copies_out = True
-    checksum_name = "xxh3_64"
     why_not_ready = "it is starting"
 
     def __init__(
@@ -68,13 +61,10 @@ class LocalTransport:
         budget_bytes: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_layers` of a block, which chunks may take some of. `clock`: by which leases end."""
-        self._store = store
-        self._block_bytes = block_bytes
-        self._num_layers = num_layers
+        """`clock`: by which leases end."""
+        super().__init__(store, block_bytes, num_layers, num_threads=_NUM_THREADS, sweep_s=_SWEEP_S)
         self._hub = hub
         self.endpoint = f"local:{worker_id}/{epoch}"
-        self._threads = TransportThreads("local", _NUM_THREADS, sweep=self._sweep, sweep_s=_SWEEP_S)
         self._book: ObjectBook[Bytes] = ObjectBook(budget_bytes, check=self._threads.check, clock=clock)
 
     @property
@@ -94,38 +84,18 @@ class LocalTransport:
         await self._threads.close()
         self._book.drop_all()
 
-    async def publish(
-        self,
-        lease_id: str,
-        index: int,
-        first_block: int,
-        block_ids: Sequence[int],
-        *,
-        layers: LayerRange | None = None,
-        ttl_s: float,
-        deadline: float,
-    ) -> ChunkInfo:
-        num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
-        make = partial(self._threads.run, self._copy_out, tuple(block_ids), num_bytes, layers)
-        digest = await self._book.publish(lease_id, index, num_bytes, make, ttl_s=ttl_s, deadline=deadline)
-        return chunk_info(index, first_block, block_ids, layers, num_bytes=num_bytes, digest=digest)
+    async def _publish(
+        self, lease_id: str, index: int, num_bytes: int, fill: Callable[[Bytes], int], *, ttl_s: float, deadline: float
+    ) -> int:
+        async def make() -> tuple[Bytes, int]:
+            data = np.empty(num_bytes, np.uint8)
+            return data, await self._threads.run(fill, data)
 
-    async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
-        def make() -> Awaitable[tuple[Bytes, int]]:
-            return self._threads.run(lambda: (data, checksum(data)))
+        return await self._book.publish(lease_id, index, num_bytes, make, ttl_s=ttl_s, deadline=deadline)
 
-        return await self._book.publish(lease_id, index, data.size, make, ttl_s=ttl_s, deadline=deadline)
-
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
-        data = self._hub.find(endpoint).published(lease_id, chunk)
-        with scattering():
-            await self._threads.run(write_verified, self._store, chunk, tuple(block_ids), data)
-
-    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
-        data = self._hub.find(endpoint).published(lease_id, chunk)
-        await self._threads.run(check_sum, chunk, data)
-        return data.copy()
+    @asynccontextmanager
+    async def _fetched(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> AsyncIterator[Bytes]:
+        yield self._hub.find(endpoint).published(lease_id, chunk)
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         if not self._hub.find(endpoint).ready:
@@ -146,12 +116,6 @@ class LocalTransport:
         if data.size != chunk.num_bytes:
             raise DataLoss(f"chunk {chunk.index} has {data.size} bytes where {chunk.num_bytes} were announced; prefill again")
         return data
-
-    def _copy_out(self, block_ids: Sequence[int], num_bytes: int, layers: LayerRange | None) -> tuple[Bytes, int]:
-        data = np.empty(num_bytes, np.uint8)
-        if num_bytes:
-            self._store.read_blocks(block_ids, data.reshape(len(block_ids), -1), layers)
-        return data, checksum(data)
 
     async def _sweep(self) -> None:
         self._book.expire()

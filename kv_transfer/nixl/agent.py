@@ -68,12 +68,10 @@ class NixlRead:
         # is gone, and with what the landing raised.
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # it cannot be cancelled
-        # Seconds from the last byte's arrival to the end of the landing.
-        self.landing_s = 0.0
         # Why the landing could not be prepared: nothing lands.
         self.unprepared: Exception | None = None
         self.handle: Any = None
-        self.posted_at = self.arrived_at = 0.0
+        self.posted_at = 0.0
         self._lock = threading.Lock()
         self._abandoned = False
         self._landing_begun = False
@@ -255,7 +253,6 @@ class NixlAgent:
         if not read.may_land():
             read.ended.set_result(None)
             return True
-        read.arrived_at = time.monotonic()
         return self._has_landed(read, begin=True)
 
     def _has_landed(self, read: NixlRead, *, begin: bool = False) -> bool:
@@ -270,7 +267,6 @@ class NixlAgent:
         except Exception as error:  # noqa: BLE001 - the caller raises it
             read.ended.set_exception(error)
             return True
-        read.landing_s = time.monotonic() - read.arrived_at
         read.ended.set_result(None)
         return True
 

@@ -54,7 +54,7 @@ class NixlEndpoint:
 
     def of_blocks(self, block_ids: Sequence[int], part: slice) -> Descriptors:
         """Returns one descriptor for each run of consecutive blocks; for a part of each block's bytes, one for each block. The blocks are
-        those of the pool (kv_transfer.chunk_checks.check_source_blocks)."""
+        the pool's."""
         ids = np.asarray(block_ids, np.int64)
         if part != slice(0, self.block_bytes):
             starts = self.pool_address + ids * self.block_bytes + part.start

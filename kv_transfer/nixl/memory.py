@@ -8,6 +8,7 @@ All three are on one GPU, or on the host (tests: Triton's interpreter runs the k
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kv_transfer.checksums import WORD_BYTES
 from kv_transfer.gpu_pool import WITHIN_GPU, add_block_sums, gpu_pool_of, launching
-from kv_transfer.probing import PROBE_BYTES, probe_pattern
-from kv_transfer.sum64 import WORD_BYTES
+from kv_transfer.transport import PROBE_BYTES, probe_pattern
 from twostep.engine.batch import Runner
 from twostep.errors import DataLoss, SetupError
 from twostep.model.kernels.triton_pull import PullShape, pull_blocks, sum_blocks
@@ -101,10 +102,6 @@ class NixlMemory:
                 add_block_sums(self._pool, self._sums, ids, sums, part, block_bytes=self.block_bytes, shape=self.shape)
             return sums.cpu().numpy().view(np.uint64)
 
-    def landing(self, offset: int, block_ids: Sequence[int], part: slice) -> Landing:
-        """Returns the copy of what will lie in the arena from `offset` on, dense, into a part of each of the blocks."""
-        return Landing(self, offset, block_ids, part)
-
     def copy_in(self, offset: int, ids: torch.Tensor, sums: torch.Tensor, part: slice) -> None:
         """Copies, on the current stream, what lies in the arena from `offset` on into blocks ids[1] (int32 [2, n], ids[0] counts from 0),
         its sums into `sums`, int64 [n], zeros before."""
@@ -135,7 +132,8 @@ class NixlMemory:
 
 
 class Landing:
-    """The copy of what a read brought into the pool. Used in the agent's thread only.
+    """The copy of what a read brought, dense, into the arena from `offset` on, into a part of each of these blocks. Used in the agent's
+    thread only.
 
     One kernel copies whole blocks and sums what it copies. Parts of blocks take two: rows of the arena are dense, those of the pool are
     not.
@@ -146,6 +144,8 @@ class Landing:
         self._offset = offset
         self._block_ids = block_ids
         self._part = part
+        # From the last byte's arrival to the end of the copy.
+        self.seconds = 0.0
 
     @property
     def sums(self) -> Sums:
@@ -165,6 +165,7 @@ class Landing:
 
     def begin(self) -> None:
         """To be called once all bytes are here."""
+        self.seconds = -time.monotonic()
         with self._memory.on_stream():
             self._memory.copy_in(self._offset, self._ids, self._on_device, self._part)
             self._found.copy_(self._on_device, non_blocking=True)
@@ -176,6 +177,7 @@ class Landing:
         if self._event is not None and not self._event.query():
             return False
         self._memory.written(self._block_ids)
+        self.seconds += time.monotonic()
         return True
 
 

@@ -21,16 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kv_transfer.chunk_checks import check_arrived, check_blocks, check_source_blocks, chunk_info, part_of_block
+from kv_transfer.checksums import chunk_sum
 from kv_transfer.nixl.agent import NixlAgent, NixlPeer, NixlRead
 from kv_transfer.nixl.endpoint import Descriptors, NixlEndpoint, laid_out
-from kv_transfer.nixl.memory import Landing, NixlMemory, Sums
-from kv_transfer.nixl.staging_arena import ArenaSlot, StagingArena
-from kv_transfer.object_book import ObjectBook
-from kv_transfer.scattering import scattered
-from kv_transfer.sum64 import chunk_sum
-from kv_transfer.transport import ChunkInfo, ProbeTiming, TransportStats
-from kv_transfer.waiting import FifoGate, TransportThreads, finish
+from kv_transfer.nixl.memory import Landing, NixlMemory
+from kv_transfer.pool_transport import InPlaceTransport, check_arrived
+from kv_transfer.slots import ArenaSlot, StagingArena
+from kv_transfer.transport import ChunkInfo, ProbeTiming
+from kv_transfer.waiting import FifoGate, finish
 from twostep.engine.batch import LayerRange
 from twostep.errors import InvalidRequest, SetupError, Unavailable
 from twostep.worker.edge import EdgeParts
@@ -52,14 +50,11 @@ class _Piece:
     num_bytes: int
 
 
-class NixlTransport:
+class NixlTransport(InPlaceTransport):
     """See kv_transfer.transport for the contract."""
 
     name = "nixl"
-    copies_out = False
-    checksum_name = "sum64"
     why_not_ready = "its agent does not run"
-    max_lease_bytes = 0  # the pool bounds it
 
     def __init__(
         self,
@@ -71,13 +66,20 @@ class NixlTransport:
         grace_s: float = _GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_layers` of a block, which chunks may take some of. `piece_bytes`: about how much is read at once; 0: a quarter of the
-        arena. `backend_params`: of NIXL's UCX backend. The environment (UCX_TLS, UCX_NET_DEVICES, ...) is the library's own. `clock`: by
-        which leases end. Raises SetupError."""
+        """`piece_bytes`: about how much is read at once; 0: a quarter of the arena. `backend_params`: of NIXL's UCX backend. The
+        environment (UCX_TLS, UCX_NET_DEVICES, ...) is the library's own. Raises SetupError."""
         if memory.block_bytes > memory.arena.num_bytes:
             raise SetupError(f"a block of {memory.block_bytes} bytes does not fit an arena of {memory.arena.num_bytes}; lower --block-size")
+        super().__init__(
+            memory.num_blocks,
+            memory.block_bytes,
+            num_layers,
+            num_threads=_NUM_THREADS,
+            sweep_s=_SWEEP_S,
+            enter=memory.enter_thread,
+            clock=clock,
+        )
         self._memory = memory
-        self._num_layers = num_layers
         self._piece_bytes = piece_bytes or memory.arena.num_bytes // 4
         self._agent = NixlAgent(
             f"twostep-{secrets.token_hex(8)}",
@@ -86,15 +88,12 @@ class NixlTransport:
             backend_params=backend_params or {},
         )
         self._grace_s = grace_s
-        self.endpoint = ""
-        self._book: ObjectBook[bool] = ObjectBook(clock=clock)
         # For those who look after memory too.
         self.arena = StagingArena(memory.arena.num_bytes)
         # By peer: no reader waits behind one that does not answer.
         self._rooms: dict[str, FifoGate] = {}
         # Peers' reads that have not ended though their deadline has passed.
         self._overdue: Counter[str] = Counter()
-        self._threads = TransportThreads(self.name, _NUM_THREADS, sweep=self._sweep, sweep_s=_SWEEP_S, enter=memory.enter_thread)
 
     @classmethod
     def of_worker(cls, parts: EdgeParts) -> NixlTransport:
@@ -134,49 +133,22 @@ class NixlTransport:
 
     # ---- the source's side ------------------------------------------------------------------------------------------------
 
-    async def publish(
-        self,
-        lease_id: str,
-        index: int,
-        first_block: int,
-        block_ids: Sequence[int],
-        *,
-        layers: LayerRange | None = None,
-        ttl_s: float,
-        deadline: float,
-    ) -> ChunkInfo:
-        self._threads.check()
-        ids, part = tuple(block_ids), self._part(layers)
-        num_bytes = len(ids) * (part.stop - part.start)
-
-        async def summed() -> tuple[bool, int]:
-            return True, chunk_sum(await self._threads.run(self._memory.block_sums, ids, part))
-
-        digest = await self._book.publish(lease_id, index, num_bytes, summed, ttl_s=ttl_s, deadline=deadline)
-        return chunk_info(index, first_block, ids, layers, num_bytes=num_bytes, digest=digest, in_place=True)
-
-    async def drop(self, lease_id: str) -> None:
-        self._book.drop(lease_id)
-
-    async def stats(self) -> TransportStats:
-        return self._book.stats
-
-    async def _sweep(self) -> None:
-        self._book.expire()
+    async def _checksum(self, block_ids: Sequence[int], layers: LayerRange | None, *, deadline: float) -> int:
+        return chunk_sum(await self._threads.run(self._memory.block_sums, block_ids, self._part(layers)))
 
     # ---- the reader's side --------------------------------------------------------------------------------------------------
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        check_blocks(chunk, block_ids, self._memory.block_bytes, self._num_layers)
-        source = self._source(endpoint)
-        check_source_blocks(chunk, num_blocks=source.num_blocks, block_bytes=source.block_bytes, own_block_bytes=self._memory.block_bytes)
-        pieces = self._pieces(chunk.source_blocks, tuple(block_ids), self._part(chunk.layers))
+    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:
+        source = NixlEndpoint.parse(endpoint)
+        pieces = self._pieces(chunk.source_blocks, self._check_fetch(chunk, block_ids, source), self._part(chunk.layers))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._fetch_piece(source, piece, deadline)) for piece in pieces]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        check_arrived(chunk, chunk_sum([value for task in tasks for value in task.result()]))
+        landings = [task.result() for task in tasks]
+        check_arrived(chunk, chunk_sum([value for landing in landings for value in landing.sums]))
+        return sum(landing.seconds for landing in landings)
 
     def _pieces(self, far: Sequence[int], near: Sequence[int], part: slice) -> list[_Piece]:
         """Returns what is read at once: several make one chunk, so that one lands while another is on its way."""
@@ -186,26 +158,18 @@ class NixlTransport:
         cuts = [len(far) * n // count for n in range(count + 1)] if count else []
         return [_Piece(far[start:stop], near[start:stop], part, (stop - start) * each) for start, stop in pairwise(cuts)]
 
-    async def _fetch_piece(self, source: NixlEndpoint, piece: _Piece, deadline: float) -> Sums:
-        """Returns the sums of its blocks."""
+    async def _fetch_piece(self, source: NixlEndpoint, piece: _Piece, deadline: float) -> Landing:
         far = source.of_blocks(piece.far, piece.part)
         slot = await self._take(source, piece.num_bytes, deadline)
-        try:
-            landing = self._memory.landing(slot.offset, piece.near, piece.part)
-        except BaseException:
-            self._give_back(slot)
-            raise
-        scattered(await self._read(source, far, slot, deadline, landing))
+        landing = Landing(self._memory, slot.offset, piece.near, piece.part)
+        await self._read(source, far, slot, deadline, landing)
         self._give_back(slot)
-        return landing.sums
-
-    def _part(self, layers: LayerRange | None) -> slice:
-        """Raises InvalidRequest."""
-        return part_of_block(self._memory.block_bytes, self._num_layers, layers)
+        return landing
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
         """Takes the best of a few reads of the peer's probe region; the first one connects."""
-        source = self._source(endpoint)
+        source = NixlEndpoint.parse(endpoint)
+        self._threads.check()
         far = source.of_probe
         slot = await self._take(source, source.probe_bytes, deadline)
         best = float("inf")
@@ -218,10 +182,6 @@ class NixlTransport:
         finally:
             self._give_back(slot)
         return ProbeTiming(num_bytes=source.probe_bytes, seconds=best)
-
-    def _source(self, endpoint: str) -> NixlEndpoint:
-        self._threads.check()
-        return NixlEndpoint.parse(endpoint)
 
     async def _take(self, source: NixlEndpoint, num_bytes: int, deadline: float) -> ArenaSlot:
         if num_bytes > self.arena.num_bytes:
@@ -241,11 +201,8 @@ class NixlTransport:
             if not room.num_waiting and self._rooms.get(source.agent) is room:
                 del self._rooms[source.agent]
 
-    async def _read(
-        self, source: NixlEndpoint, far: Descriptors, slot: ArenaSlot, deadline: float, landing: Landing | None = None
-    ) -> float:
-        """Fills the slot and lets it land; returns the seconds of the latter. If that fails the slot is given back, once the read has
-        ended. Raises Unavailable."""
+    async def _read(self, source: NixlEndpoint, far: Descriptors, slot: ArenaSlot, deadline: float, landing: Landing | None = None) -> None:
+        """Fills the slot and lets it land. If that fails the slot is given back, once the read has ended. Raises Unavailable."""
         arena = self._memory.arena
         near = laid_out(arena.address + slot.offset, far[:, 1], arena.device)
         read = NixlRead(NixlPeer(source.agent, source.metadata), near, arena.memory, far, source.memory, landing)
@@ -273,7 +230,6 @@ class NixlTransport:
         except BaseException:
             self._quarantine(slot, ended)
             raise
-        return read.landing_s
 
     def _quarantine(self, slot: ArenaSlot, read: asyncio.Future[None], *, overdue: bool = False) -> None:
         self.arena.quarantine(slot)

@@ -25,9 +25,8 @@ import ray
 from ray.exceptions import RayError
 
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.probing import PROBE_BYTES, PROBE_LEASE, probe_pattern
 from kv_transfer.ray.ring import SharedMemory
-from kv_transfer.transport import Bytes
+from kv_transfer.transport import PROBE_BYTES, PROBE_LEASE, Bytes, probe_pattern
 from kv_transfer.waiting import finish
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, Unavailable
 from twostep.rpc.guard import Guard
@@ -103,7 +102,7 @@ class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
         return [] if ref is None else [ref]
 
     async def probe(self, num_bytes: int) -> list[Any]:
-        """Another agent's call: the pattern of kv_transfer.probing, put for the caller alone. Freed once the caller lets go of it."""
+        """Another agent's call: the probe pattern, put for the caller alone. Freed once the caller lets go of it."""
         if not 0 < num_bytes <= PROBE_BYTES:
             return []
         async with self._probing:

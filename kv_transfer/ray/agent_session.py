@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.object_book import ObjectBook
-from kv_transfer.probing import PROBE_LEASE
 from kv_transfer.ray.answer_timeouts import AnswerTimeouts
 from kv_transfer.ray.child import Child
 from kv_transfer.ray.ring import Pin, SharedMemory
-from kv_transfer.slot_allocator import SlotAllocator
+from kv_transfer.slots import SlotAllocator
+from kv_transfer.transport import PROBE_LEASE
 from kv_transfer.waiting import FifoGate
 from twostep.errors import InvalidRequest, TwostepError, Unavailable, error_from_grpc
 from twostep.process.ending import how_it_ended, oom_kills

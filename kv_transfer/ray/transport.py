@@ -13,22 +13,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from kv_transfer.checksum import checksum
-from kv_transfer.chunk_checks import check_blocks, check_sum, chunk_info, part_bytes, write_verified
-from kv_transfer.probing import PROBE_BYTES, probe_pattern
+from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.ray.agent_session import AgentConfig, AgentSession, RingSlot, reach
 from kv_transfer.ray.ring import Pin, default_ring_bytes, default_ring_dir
-from kv_transfer.scattering import scattering
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, ProbeTiming, TransportStats
-from kv_transfer.waiting import TransportThreads, finish
-from twostep.engine.batch import LayerRange
+from kv_transfer.transport import PROBE_BYTES, BlockStore, Bytes, ChunkInfo, ProbeTiming, TransportStats, probe_pattern
+from kv_transfer.waiting import finish
 from twostep.errors import ResourceExhausted, SetupError, TwostepError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -45,11 +40,11 @@ _SWEEP_S = 0.2
 _LEAST_FETCH_S = 5.0
 
 
-class RayTransport:
+class RayTransport(CopyingTransport):
     """See kv_transfer.transport for the contract.
 
     `ray_address` is host:port of the GCS; token authentication comes from the environment (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH).
-    `num_layers` of a block, which chunks may take some of. `pin` is the Runner's `pin_host`: the ring is pinned where that helps.
+    `pin` is the Runner's `pin_host`: the ring is pinned where that helps.
     `ring_bytes` 0: see default_ring_bytes, with `on_gpu` for a store on a GPU.
     `run_dir` is private to this worker and short; `ring_dir` (default /dev/shm) and `run_dir` must be visible to Ray's worker processes.
     `budget_bytes` bounds what this worker keeps published; 0 is 70 % of the node's object store: divide it where workers share a node.
@@ -57,8 +52,6 @@ class RayTransport:
     """
 
     name = "ray"
-    copies_out = True
-    checksum_name = "xxh3_64"
 
     def __init__(
         self,
@@ -87,9 +80,7 @@ class RayTransport:
             )
         if len(os.fsencode(run_dir / "agent-1000000.sock")) > _MAX_SOCKET_PATH:
             raise SetupError(f"{run_dir} is too long for a unix socket in it; give a run directory of at most 88 bytes")
-        self._store = store
-        self._block_bytes = block_bytes
-        self._num_layers = num_layers
+        super().__init__(store, block_bytes, num_layers, num_threads=_NUM_THREADS, sweep_s=_SWEEP_S)
         self._name_prefix = f"kv:{worker_id}:{epoch}"
         self._config = AgentConfig(
             ray_address=ray_address,
@@ -106,7 +97,6 @@ class RayTransport:
         self._num_launched = 0
         self._why_not_ready = "the KV agent is starting"
         self._supervisor: asyncio.Task[None] | None = None
-        self._threads = TransportThreads(self.name, _NUM_THREADS, sweep=self._sweep, sweep_s=_SWEEP_S)
 
     @property
     def endpoint(self) -> str:
@@ -146,33 +136,9 @@ class RayTransport:
                 await self._supervisor
         await self._threads.close()
 
-    async def publish(
-        self,
-        lease_id: str,
-        index: int,
-        first_block: int,
-        block_ids: Sequence[int],
-        *,
-        layers: LayerRange | None = None,
-        ttl_s: float,
-        deadline: float,
-    ) -> ChunkInfo:
-        num_bytes = len(block_ids) * part_bytes(self._block_bytes, self._num_layers, layers)
-        fill = partial(self._copy_out, tuple(block_ids), layers)
-        digest = await self._publish(lease_id, index, num_bytes, fill, ttl_s=ttl_s, deadline=deadline)
-        return chunk_info(index, first_block, block_ids, layers, num_bytes=num_bytes, digest=digest)
-
-    async def publish_bytes(self, lease_id: str, index: int, data: Bytes, *, ttl_s: float, deadline: float) -> int:
-        def fill(out: Bytes) -> int:
-            out[:] = data
-            return checksum(out)
-
-        return await self._publish(lease_id, index, data.size, fill, ttl_s=ttl_s, deadline=deadline)
-
     async def _publish(
         self, lease_id: str, index: int, num_bytes: int, fill: Callable[[Bytes], int], *, ttl_s: float, deadline: float
     ) -> int:
-        """`fill` puts the chunk's bytes into a slot of the ring, in a thread, and returns their checksum, as this does."""
         session = self._running_session()
 
         async def make() -> tuple[bool, int]:
@@ -186,20 +152,8 @@ class RayTransport:
 
         return await session.book.publish(lease_id, index, num_bytes, make, ttl_s=ttl_s, deadline=deadline)
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> None:
-        check_blocks(chunk, block_ids, self._block_bytes, self._num_layers)
-        async with self._fetched(endpoint, lease_id, chunk, deadline=deadline) as data:
-            with scattering():
-                await self._threads.run(write_verified, self._store, chunk, tuple(block_ids), data)
-
-    async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
-        async with self._fetched(endpoint, lease_id, chunk, deadline=deadline) as data:
-            await self._threads.run(check_sum, chunk, data)
-            return await self._threads.run(data.copy)
-
     @asynccontextmanager
     async def _fetched(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> AsyncIterator[Bytes]:
-        """Gives the chunk's bytes, in a slot of the ring, not verified yet."""
         session = self._running_session()
         async with self._slot_in_time(session, chunk.num_bytes, deadline=deadline) as slot:
             await session.use(slot, session.fetch(endpoint, lease_id, chunk.index, slot, deadline=deadline))
@@ -238,12 +192,6 @@ class RayTransport:
         except TwostepError:
             return nothing
         return TransportStats(num_leases=status.num_leases, num_objects=status.num_objects, stored_bytes=status.stored_bytes)
-
-    # ---- bytes --------------------------------------------------------------------------------------------------------
-
-    def _copy_out(self, block_ids: Sequence[int], layers: LayerRange | None, out: Bytes) -> int:
-        self._store.read_blocks(block_ids, out.reshape(len(block_ids), -1), layers)
-        return checksum(out)
 
     async def _put(self, session: AgentSession, lease_id: str, index: int, slot: RingSlot, *, ttl_s: float, deadline: float) -> None:
         """The agent's own book may free a lease a moment later than ours: a full agent is asked again until the deadline."""

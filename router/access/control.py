@@ -10,9 +10,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.access.account import Account, Identity
-from router.access.share import UsageShare, Use
+from router.access.share import UsageShare
 from router.access.sources import KeySource, unreachable, why
 from twostep.cluster.cancellation import end_if_cancelled
+from twostep.cluster.exchange import Use
 from twostep.cluster.shared_clock import SharedClock
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
 from twostep.keys.api_keys import Key, KeyTable, same_key, system_key

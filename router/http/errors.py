@@ -68,39 +68,41 @@ def blaming(fields: Container[str], called: Mapping[str, str] | None = None) -> 
         raise HttpError(400, param + error.message[field.end() :], param=param, code=code) from error
 
 
+_CODES: Mapping[type[TwostepError], str] = {
+    ContextExceeded: "context_length_exceeded",
+    NonFiniteLogits: "non_finite_logits",
+    Unauthenticated: "invalid_api_key",
+    ResourceExhausted: "rate_limit_exceeded",
+}
+
+
 def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, JSON body and headers. What is not ours is logged, and the client gets a reference to it."""
     headers: dict[str, str] = {}
-    param = code = None
-    if isinstance(error, HttpError):
-        status, param, code = error.status, error.param, error.code
-        if error.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    elif isinstance(error, web.HTTPException):
-        status = error.status
-        if "Allow" in error.headers:
-            headers["Allow"] = error.headers["Allow"]
-    else:
-        status = status_of(error).http
-    if isinstance(error, TwostepError):
-        message = error.message
-        if isinstance(error, ContextExceeded):
-            code = "context_length_exceeded"
-        if isinstance(error, NonFiniteLogits):
-            code = "non_finite_logits"
-        if isinstance(error, Unauthenticated):
-            code = "invalid_api_key"
-            headers["WWW-Authenticate"] = "Bearer"
-        if isinstance(error, ResourceExhausted):
-            code = "rate_limit_exceeded"
-            # Whole seconds, as the header is defined (RFC 9110, 10.2.3).
-            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
-    elif isinstance(error, web.HTTPException):
-        message = _MESSAGES.get(status, f"{error.reason}; see the API's description at /openapi.json")
-    else:
-        reference = secrets.token_hex(4)
-        log.error("unexpected error %s", reference, exc_info=error)
-        message = f"internal error {reference}; look for this reference in the router's log"
+    param = code = retry_after_s = None
+    match error:
+        case HttpError():
+            status, message = error.status, error.message
+            param, code, retry_after_s = error.param, error.code, error.retry_after_s
+        case TwostepError():
+            status, message = status_of(error).http, error.message
+            code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+            if isinstance(error, Unauthenticated):
+                headers["WWW-Authenticate"] = "Bearer"
+            if isinstance(error, ResourceExhausted):
+                retry_after_s = error.retry_after_s or 1.0
+        case web.HTTPException():
+            status = error.status
+            message = _MESSAGES.get(status, f"{error.reason}; see the API's description at /openapi.json")
+            if "Allow" in error.headers:
+                headers["Allow"] = error.headers["Allow"]
+        case _:
+            reference, status = secrets.token_hex(4), status_of(error).http
+            log.error("unexpected error %s", reference, exc_info=error)
+            message = f"internal error {reference}; look for this reference in the router's log"
+    if retry_after_s is not None:
+        # Whole seconds, as the header is defined (RFC 9110, 10.2.3).
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
 

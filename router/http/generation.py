@@ -106,23 +106,22 @@ def sampling_of(body: ChatBody | CompletionBody, *, seed: int) -> pb.SamplingPar
 
 def grammar_of(body: CommonBody) -> pb.Grammar | None:
     """Returns what the answer is held to. Raises HttpError 400 if it is said in two ways."""
-    asked: dict[str, pb.Grammar] = {}
+    structured = None if body.structured_outputs is None else _structured(body.structured_outputs)
     match body.response_format:
         case JsonObjectFormat():
-            asked["response_format"] = pb.Grammar(json_object=True)
+            grammar = pb.Grammar(json_object=True)
         case JsonFormat(json_schema=schema):
-            asked["response_format"] = pb.Grammar(json_schema=schema.schema_)
+            grammar = pb.Grammar(json_schema=schema.schema_)
         case RegexFormat(pattern=pattern):
-            asked["response_format"] = pb.Grammar(regex=pattern)
-        case LarkFormat(grammar=grammar):
-            asked["response_format"] = pb.Grammar(lark=grammar)
-    if body.structured_outputs is not None:
-        asked["structured_outputs"] = _structured(body.structured_outputs)
-    guided = (("json", body.guided_json), ("regex", body.guided_regex), ("choice", body.guided_choice), ("grammar", body.guided_grammar))
-    asked |= {f"guided_{kind}": _GRAMMARS[kind](given) for kind, given in guided if given is not None}
-    if len(asked) > 1:
-        raise HttpError(400, f"{' and '.join(asked)} each say what the answer must look like; keep one", param=list(asked)[1])
-    return next(iter(asked.values()), None)
+            grammar = pb.Grammar(regex=pattern)
+        case LarkFormat(grammar=lark):
+            grammar = pb.Grammar(lark=lark)
+        case _:
+            return structured
+    if structured is not None:
+        message = "response_format and structured_outputs each say what the answer must look like; keep one"
+        raise HttpError(400, message, param="structured_outputs")
+    return grammar
 
 
 def _structured(given: StructuredOutputs) -> pb.Grammar:
@@ -130,25 +129,23 @@ def _structured(given: StructuredOutputs) -> pb.Grammar:
     if given.structural_tag is not None:
         message = f"{field}.structural_tag is not supported here; use json, regex, choice or grammar"
         raise HttpError(400, message, param=f"{field}.structural_tag", code="unsupported_parameter")
-    kinds = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
-    asked = [_GRAMMARS[kind](value) for kind, value in kinds.items() if value is not None]
-    asked += [pb.Grammar(json_object=True)] if given.json_object else []
-    if len(asked) != 1:
+    choice = None if given.choice is None else "|".join(map(_escaped, given.choice))
+    asked: list[dict[str, Any]] = [
+        {"json_schema": given.json_},
+        {"regex": given.regex},
+        {"regex": choice},
+        {"lark": given.grammar},
+        {"json_object": given.json_object or None},
+    ]
+    found = [kind for kind in asked if None not in kind.values()]
+    if len(found) != 1:
         raise HttpError(400, f"{field} takes exactly one of json, json_object, regex, choice, grammar", param=field)
-    return asked[0]
+    return pb.Grammar(**found[0])
 
 
 def _escaped(text: str) -> str:
     """For regular expressions of every dialect: nothing is escaped that needs no escape."""
     return re.sub(r"[\\.+*?()|\[\]{}^$]", lambda found: "\\" + found.group(), text)
-
-
-_GRAMMARS: Mapping[str, Callable[[Any], pb.Grammar]] = {
-    "json": lambda schema: pb.Grammar(json_schema=schema),
-    "regex": lambda pattern: pb.Grammar(regex=pattern),
-    "choice": lambda choices: pb.Grammar(regex="|".join(map(_escaped, choices))),
-    "grammar": lambda lark: pb.Grammar(lark=lark),
-}
 
 
 def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:

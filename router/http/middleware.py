@@ -1,4 +1,4 @@
-"""Middleware of every HTTP request: it gets a name, is counted and traced, and shows whose it is."""
+"""Middleware of every HTTP request: it is counted and traced, gets a name, and shows whose it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.http.front import FRONT, IDENTITY, REQUEST_ID, SPAN, forwarded
 from router.request.targets import TENANT_HEADER
 from twostep.metrics.http import HttpMetrics
 from twostep.process.log import concerning
-from twostep.process.tracing import Span, trace_id_of
+from twostep.process.tracing import trace_id_of
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 METRICS: web.AppKey[HttpMetrics] = web.AppKey("http_metrics", HttpMetrics)
@@ -23,6 +23,8 @@ _STREAMS: web.RequestKey[bool] = web.RequestKey("counted_stream", bool)
 # Whatever else a client writes there is one value of the label.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _EVENT_STREAM = "text/event-stream"
+# The status of a request whose client went away.
+_GONE = 499
 
 
 @web.middleware
@@ -38,28 +40,39 @@ async def named(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def count(app: web.Application) -> None:
-    """The app's `counted` middleware goes around all others, whose answers it counts."""
+    """The app's `observed` middleware goes around all others, whose answers it counts."""
     app[METRICS] = app[FRONT].metrics.once(HttpMetrics)
     app.on_response_prepare.append(_stream_opens)
 
 
 @web.middleware
-async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    metrics, route, status = request.app[METRICS], route_of(request), "5xx"
+async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Counts every request, and traces those of the API: probes of /health would drown all others."""
+    front, route = request.app[FRONT], route_of(request)
+    method = request.method if request.method in METHODS else "other"
+    if front.tracer is not None and request.path.startswith("/v1/"):
+        http_method = "_OTHER" if method == "other" else method
+        span = request[SPAN] = front.tracer.start(f"{http_method} {route}", forwarded(request))
+        span.set({"http.request.method": http_method, "http.route": route, "url.scheme": request.scheme})
+    status = 500
     try:
         response = await handler(request)
-        status = f"{response.status // 100}xx"
+        status = response.status
         return response
     except web.HTTPException as answer:
-        status = f"{answer.status // 100}xx"
+        status = answer.status
         raise
     except (asyncio.CancelledError, ConnectionError):
-        status = "cancelled"
+        status = _GONE
         raise
     finally:
-        metrics.requests.labels(route, request.method if request.method in METHODS else "other", status).inc()
+        metrics = request.app[METRICS]
+        metrics.requests.labels(route, method, "cancelled" if status == _GONE else f"{status // 100}xx").inc()
         if request.get(_STREAMS):
             metrics.streams.labels(route).dec()
+        if SPAN in request:
+            request[SPAN].set({"http.response.status_code": status} | ({"error.type": str(status)} if status >= 400 else {}))
+            request[SPAN].end(failure=str(status) if status >= 500 else "")
 
 
 async def _stream_opens(request: web.Request, response: web.StreamResponse) -> None:
@@ -71,40 +84,6 @@ async def _stream_opens(request: web.Request, response: web.StreamResponse) -> N
 def route_of(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return "other" if resource is None else resource.canonical
-
-
-# Probes of /health would drown all others.
-_API = "/v1/"
-
-
-@web.middleware
-async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
-    tracer = request.app[FRONT].tracer
-    if tracer is None or not request.path.startswith(_API):
-        return await handler(request)
-    method = request.method if request.method in METHODS else "_OTHER"
-    span = tracer.start(f"{method} {route_of(request)}", forwarded(request))
-    span.set({"http.request.method": method, "http.route": route_of(request), "url.scheme": request.scheme})
-    request[SPAN] = span
-    status = 500
-    try:
-        response = await handler(request)
-        status = response.status
-        return response
-    except web.HTTPException as answer:
-        status = answer.status
-        raise
-    except (asyncio.CancelledError, ConnectionError):
-        # The client went away.
-        status = 499
-        raise
-    finally:
-        _end(span, status)
-
-
-def _end(span: Span, status: int) -> None:
-    span.set({"http.response.status_code": status} | ({"error.type": str(status)} if status >= 400 else {}))
-    span.end(failure=str(status) if status >= 500 else "")
 
 
 # For anybody: what a probe asks, and what is the same everywhere.

@@ -11,7 +11,6 @@ Clients that are no browsers send no Origin, and are let through.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Collection
 
@@ -20,8 +19,8 @@ from aiohttp import web
 from router.http.errors import Handler, HttpError
 from router.http.front import FRONT
 from router.http.middleware import is_open
+from twostep.keys.exposure import LOOPBACK_NAMES, address_of, is_loopback
 
-_LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain"})
 # These cost nothing, change nothing, and no other page sees the answer unless it may.
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
 # But streams take a place each.
@@ -34,8 +33,8 @@ class Origins:
 
     def __init__(self, *, host: str, allowed_hosts: Collection[str], allowed_origins: Collection[str] = ()) -> None:
         names = frozenset(allowed_hosts)
-        any_name = "*" in names or (not names and not _is_local(host))
-        self._names = None if any_name else names | _LOCAL_NAMES | {host.lower()}
+        any_name = "*" in names or (not names and not is_loopback(host))
+        self._names = None if any_name else names | LOOPBACK_NAMES | {host.lower()}
         self._origins = frozenset(allowed_origins)
 
     def check(self, request: web.Request) -> None:
@@ -50,7 +49,7 @@ class Origins:
     def known_as(self, host: str) -> bool:
         """As a Host header says it. Addresses are no names: DNS cannot make one mean another machine."""
         name = _name_of(host)
-        return self._names is None or name in self._names or not name or _is_address(name)
+        return self._names is None or name in self._names or not name or address_of(name) is not None
 
     def _check_origin(self, request: web.Request) -> None:
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "none")
@@ -90,18 +89,6 @@ def _name_of(host: str) -> str:
 def _port_of(host: str) -> str:
     """As it is written; empty: none is."""
     return host.strip().rpartition("]")[2].partition(":")[2]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_local(host: str) -> bool:
-    return host.lower() in _LOCAL_NAMES or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 ORIGINS: web.AppKey[Origins] = web.AppKey("origins", Origins)

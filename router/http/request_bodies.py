@@ -193,10 +193,6 @@ class CommonBody(Body):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
-    guided_grammar: str | None = None
 
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex` is the class `batch`, `priority` is `interactive`."""
@@ -211,6 +207,10 @@ class CommonBody(Body):
     return_phases: bool | None = None
     """How long each phase took, as `twostep` in the body or the last chunk; header `x-twostep-phases: 1`."""
 
+    guided_json: Annotated[Any, Unsupported("use structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Unsupported("use structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Unsupported("use structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, Unsupported("use structured_outputs.grammar")] = None
     logit_bias: Annotated[Any, Unsupported("leave it out", unless={})] = None
     allowed_token_ids: Annotated[Any, Unsupported("use response_format or structured_outputs to hold the answer to a form", unless=[])] = (
         None

@@ -12,7 +12,7 @@ from router.http.connections import at_work
 from router.http.errors import errors
 from router.http.front import FRONT, Front
 from router.http.listener import Listener
-from router.http.middleware import count, counted, identified, named, tell_limits, traced
+from router.http.middleware import count, identified, named, observed, tell_limits
 from router.http.origins import ORIGINS, Origins, preflights, same_site, tell_origin
 from router.http.sse import ANSWERS, Answers
 from router.http.whole_answer import ENCODER, AnswerEncoder
@@ -64,7 +64,7 @@ class HttpServer(Listener):
 
 def make_app(front: Front, origins: Origins) -> web.Application:
     app = web.Application(
-        middlewares=[at_work, counted, preflights, traced, named, errors, same_site, identified],
+        middlewares=[at_work, observed, preflights, named, errors, same_site, identified],
         client_max_size=front.max_body_bytes,
     )
     app.on_response_prepare.append(tell_limits)

@@ -15,12 +15,12 @@ are spread, and several routers with the same stale view do not all run to the o
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from router.placing import reasons as placement_reasons
-from twostep.cluster.convertible import HOST_TRANSPORTS, joinable
+from twostep.cluster.convertible import HOST_TRANSPORTS, joinable, reasons_against
 from twostep.cluster.prediction import Decoding, Prediction, Predictor, conversion_cost, fallback_curve, hand_over_s, mean_load, shares
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.cluster.snapshot import Candidate, MeanLoad, PlacementRequest, Snapshot
@@ -31,6 +31,7 @@ __all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementReques
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
+_MAX_PAIRS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,12 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
     missing = [] if prefill or any(c.record.local_prefill for c in decode) else ["prefill"]
     missing += [] if decode else ["decode"]
     if missing:
-        return NoPlacement(shortage=Shortage.MISSING, reason=placement_reasons.missing(missing, snapshot))
+        return NoPlacement(shortage=Shortage.MISSING, reason=_missing(missing, snapshot))
     total = demand.num_tokens + demand.max_new_tokens
     fitting_prefill = [c for c in prefill if _fits(c.record, demand.num_tokens, total)]
     fitting_decode = [c for c in decode if _fits(c.record, total, total)]
     if not fitting_decode or not (fitting_prefill or any(c.record.local_prefill for c in fitting_decode)):
-        return NoPlacement(shortage=Shortage.TOO_LARGE, reason=placement_reasons.too_large(demand, prefill, decode))
+        return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large(demand, prefill, decode))
     best = _Choice(fitting_prefill, fitting_decode, demand, skip_excluded=True).best()
     if best is not None:
         return best
@@ -89,11 +90,11 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
         return NoPlacement(shortage=Shortage.EXCLUDED, reason="every worker that could serve the request is full or has just failed")
     versions = {c.record.version for c in fitting_prefill}, {c.record.version for c in fitting_decode}
     if fitting_prefill and not any(together(there, here) for there in versions[0] for here in versions[1]):
-        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=placement_reasons.versions_apart(fitting_prefill, fitting_decode))
+        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=_versions_apart(fitting_prefill, fitting_decode))
     layouts = {c.record.layout for c in fitting_prefill}, {c.record.layout for c in fitting_decode}
     if not any(there == here or joinable(there, here) for there in layouts[0] for here in layouts[1]):
-        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=placement_reasons.incompatible(fitting_prefill, fitting_decode))
-    return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=placement_reasons.no_transport(fitting_prefill, fitting_decode))
+        return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=_incompatible(fitting_prefill, fitting_decode))
+    return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=_no_transport(fitting_prefill, fitting_decode))
 
 
 def _serves(record: WorkerRecord) -> bool:
@@ -230,3 +231,67 @@ def _beyond(predicted_s: float, target_ms: float | None) -> float:
 
 def _tie(request_id: str, worker_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{request_id}/{worker_id}".encode(), digest_size=8).digest(), "little")
+
+
+# ---- why not: sentences for clients and operators, with what to do -----------------------------------------------------------
+
+
+def _missing(roles: Sequence[str], snapshot: Snapshot) -> str:
+    """Roles of which there is no worker that takes work."""
+    parts: list[str] = []
+    for role in roles:
+        here = snapshot.prefill if role == "prefill" else snapshot.decode
+        idle = [f"{c.record.worker_id} {'is draining' if c.record.draining else 'is not ready'}" for c in here]
+        parts.append(f"no {role} worker is available" + (f" ({', '.join(idle[:8])})" if idle else ""))
+    return " and ".join(parts) + "; start one, or repeat the request later"
+
+
+def _too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    """`prefill` may be empty, where decode workers compute prompts."""
+    sides = [side for side in (prefill, decode) if side]
+    slots = min(max(c.record.num_blocks * c.record.layout.block_size for c in side) for side in sides)
+    context = min(max(c.record.max_model_len for c in side) for side in sides)
+    return (
+        f"{demand.num_tokens} tokens and up to {demand.max_new_tokens} new ones do not fit the workers: "
+        f"their context is {context} tokens, their KV pool {slots}; shorten the prompt or ask for fewer new tokens (max_tokens)"
+    )
+
+
+def _incompatible(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    """Why KV cannot be converted, for one worker of each layout; the first few pairs."""
+    sides = [{c.record.layout: c.record.worker_id for c in reversed(side)} for side in (prefill, decode)]
+    pairs = list(itertools.product(sides[0].items(), sides[1].items()))
+    parts = [f"from {p} to {d}, {_why_not(there, here)}" for (there, p), (here, d) in pairs[:_MAX_PAIRS_NAMED]]
+    if len(pairs) > _MAX_PAIRS_NAMED:
+        parts.append(f"and so on for {len(pairs) - _MAX_PAIRS_NAMED} more such pairs")
+    return (
+        f"no prefill worker has a KV layout that any decode worker takes: {'; '.join(parts)}. "
+        "Start both with the same model, and with blocks of a multiple of 4 tokens where KV is quantized"
+    )
+
+
+def _why_not(there: LayoutRecord, here: LayoutRecord) -> str:
+    return ", ".join(reasons_against(there, here)) or f"KV is in {there.tp_size} parts there and {here.tp_size} here"
+
+
+def _versions_apart(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    """Each is near enough to the router's, and none of one side to any of the other's."""
+    sides = [sorted({c.record.version for c in side}) for side in (prefill, decode)]
+    return (
+        f"prefill workers run {', '.join(sides[0])} and decode workers {', '.join(sides[1])}, more than one minor version apart; "
+        "upgrade the older ones, or repeat the request later"
+    )
+
+
+def _no_transport(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
+    """Says which transport is lacking where, for workers whose KV could travel."""
+    sides = (("prefill", prefill), ("decode", decode))
+    names = sorted({t for c in (*prefill, *decode) for t in c.record.transports})
+    ids = {role: ", ".join(sorted(c.record.worker_id for c in workers)[:8]) for role, workers in sides}
+    if not names:
+        return f"no KV transport is ready on {ids['prefill']}, {ids['decode']}; see that Ray is up, and repeat the request later"
+    parts: list[str] = []
+    for name in names:
+        lacking = [ids[role] for role, workers in sides if not any(name in c.record.transports for c in workers)]
+        parts.append(f"KV transport {name} is not ready on {', '.join(lacking) or 'workers of one layout'}")
+    return "; ".join(parts) + "; see that Ray is up, and repeat the request later"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from twostep.errors import InvalidRequest
@@ -16,16 +15,6 @@ _MAX_TOOL_CALLS = 1024
 _MAX_DEPTH = 64
 # What a template may add to a message, about.
 _MESSAGE_CHARS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """`messages`, `tools` and `variables` are plain data, as transformers gives it to templates."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
-    variables: dict[str, Any]
-    continue_final_message: bool
 
 
 def check_chat(chat: inference_pb2.Chat) -> None:
@@ -63,17 +52,18 @@ def num_chars(chat: inference_pb2.Chat) -> int:
     return num
 
 
-def conversation_of(chat: inference_pb2.Chat) -> Conversation:
-    """Converts a chat that passed `check_chat`. Takes time in proportion to `num_chars`. Raises InvalidRequest for what is not JSON."""
+def conversation_of(chat: inference_pb2.Chat) -> dict[str, Any]:
+    """Converts a chat that passed `check_chat` to what ChatTemplate.render takes: plain data, as transformers gives it to templates. Takes
+    time in proportion to `num_chars`. Raises InvalidRequest for what is not JSON."""
     variables = _json(chat.template_kwargs, "chat.template_kwargs") if chat.template_kwargs else {}
     if not isinstance(variables, dict):
         raise InvalidRequest("chat.template_kwargs is not a JSON object; send {} with the chat template's variables by name")
-    return Conversation(
-        messages=[_message(message) for message in chat.messages],
-        tools=[_tool(i, tool) for i, tool in enumerate(chat.tools)] or None,
-        variables=variables,
-        continue_final_message=chat.continue_final_message,
-    )
+    return {
+        "messages": [_message(message) for message in chat.messages],
+        "tools": [_tool(i, tool) for i, tool in enumerate(chat.tools)] or None,
+        "variables": variables,
+        "continue_final_message": chat.continue_final_message,
+    }
 
 
 def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:

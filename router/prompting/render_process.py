@@ -1,6 +1,6 @@
 """A process that applies a model's chat template to strangers' chats, so that the router survives both.
 
-Asked first, in JSON, to take the template (`Setup`): it answers with nothing, or with what is wrong. Then asked again and again, with
+Asked first, in JSON, to take the template (`setup_of`): it answers with nothing, or with what is wrong. Then asked again and again, with
 the most steps that a render may take and a Chat:
 
     | u32 steps | Chat |      ->      | u8 kind | u32 n | n * u32: where control tokens of the client's begin | text, or what is wrong |
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -33,32 +32,17 @@ _RENDERED, _REFUSED, _TOO_MUCH = range(3)
 _MAX_MESSAGE = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """`tokens` None: whatever stands in a text is a token; else the tokenizer's, of which clients make none. `memory_bytes` is what a
-    render may take."""
-
-    template: str | None
-    tool_use: str | None
-    special_tokens: dict[str, str]
-    tokens: list[tuple[str, bool, bool]] | None
-    model_markers: list[str]
-    memory_bytes: int
-
-    @classmethod
-    def of(cls, card: ModelCard, chat_format: ChatFormat, tokenizer: Tokenizer | None) -> Setup:
-        """`tokenizer` None: clients make tokens of whatever they write."""
-        return cls(
-            template=card.chat_template,
-            tool_use=card.tool_use_template,
-            special_tokens=card.special_tokens,
-            tokens=None if tokenizer is None else [(t.content, t.control, t.single_word) for t in tokenizer.added_tokens],
-            model_markers=chat_format.markers,
-            memory_bytes=_MEMORY_BYTES,
-        )
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+def setup_of(card: ModelCard, chat_format: ChatFormat, tokenizer: Tokenizer | None, *, memory_bytes: int = _MEMORY_BYTES) -> dict[str, Any]:
+    """Describes a model's template to the process. `tokenizer`: clients make none of its tokens; None: whatever stands in a text is a
+    token. `memory_bytes` is what a render may take."""
+    return {
+        "template": card.chat_template,
+        "tool_use": card.tool_use_template,
+        "special_tokens": card.special_tokens,
+        "tokens": None if tokenizer is None else [(t.content, t.control, t.single_word) for t in tokenizer.added_tokens],
+        "model_markers": chat_format.markers,
+        "memory_bytes": memory_bytes,
+    }
 
 
 def read_answer(answer: bytes) -> Rendered:
@@ -96,13 +80,7 @@ def _answer(template: ChatTemplate, question: bytes) -> bytes:
     try:
         (max_steps,) = STEPS.unpack_from(question)
         conversation = conversation_of(inference_pb2.Chat.FromString(question[STEPS.size :]))
-        rendered = template.render_telling(
-            conversation.messages,
-            tools=conversation.tools,
-            variables=conversation.variables,
-            continue_final_message=conversation.continue_final_message,
-            max_steps=max_steps,
-        )
+        rendered = template.render_telling(**conversation, max_steps=max_steps)
         places = struct.pack(f"<{len(rendered.clients)}I", *rendered.clients)
         return _HEAD.pack(_RENDERED, len(rendered.clients)) + places + rendered.text.encode("utf-8", "surrogatepass")
     except InvalidRequest as error:

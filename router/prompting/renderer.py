@@ -10,11 +10,14 @@ There are two processes, one of which at most works long: whatever a template do
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from router.prompting.chat import num_chars
 from router.prompting.helper_pool import TIME, Helper, HelperPool, HelperQueue, Lost
-from router.prompting.render_process import STEPS, Setup, read_answer
+from router.prompting.render_process import STEPS, read_answer
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2
 from twostep.text.chat_template import Rendered, TooMuchWork
@@ -37,14 +40,14 @@ _MAX_SHORT = 4096
 class Renderer:
     """Renders the chats of one router. Belongs to its event loop."""
 
-    def __init__(self, setup: Setup, *, short_s: float = _SHORT_S, long_s: float = _LONG_S) -> None:
-        """Starts nothing yet. `short_s`, `long_s`: what a render may take of the processor."""
-        self._has_template = setup.template is not None
+    def __init__(self, setup: Mapping[str, Any], *, short_s: float = _SHORT_S, long_s: float = _LONG_S) -> None:
+        """Starts nothing yet. `setup`: of render_process.setup_of. `short_s`, `long_s`: what a render may take of the processor."""
+        self._has_template = setup["template"] is not None
         self._short_s = short_s
         self._long_s = long_s
         helper = Helper(
             module="router.prompting.render_process",
-            setup=setup.to_bytes(),
+            setup=json.dumps(setup).encode(),
             purpose="render chats",
             setup_s=_COMPILE_S,
             lost="the model's chat template takes too much {} to compile; correct or remove it",

@@ -35,15 +35,6 @@ log = logging.getLogger(__name__)
 Decide = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchConfig:
-    """`staged_steps`: this router's prompts may queue on a worker for so many of its steps (batch: half as many); 0: for any number."""
-
-    max_attempts: int = 3
-    no_worker_grace_s: float = 3.0
-    staged_steps: int = 4
-
-
 @dataclass(slots=True, eq=False)
 class _Dispatch:
     """One request under way. `entry`: in the queue for workers. `lost`: workers that earlier attempts were lost by."""
@@ -113,16 +104,20 @@ class Dispatcher:
         prefixes: PrefixIndex,
         cleanup: Cleanup,
         queue: WorkerQueue,
-        config: DispatchConfig,
         decide: Decide = place,
+        *,
+        max_attempts: int = 3,
+        no_worker_grace_s: float = 3.0,
+        staged_steps: int = 4,
     ) -> None:
-        """`decide`: router.placing.placement.place, or what does the same and remembers it."""
+        """`decide`: router.placing.placement.place, or what does the same and remembers it. `staged_steps`: this router's prompts may queue
+        on a worker for so many of its steps (batch: half as many); 0: for any number."""
         self._decide = decide
         self._pool = pool
         self._prefixes = prefixes
         self._cleanup = cleanup
         self._queue = queue
-        self._config = config
+        self._max_attempts, self._no_worker_grace_s, self._staged_steps = max_attempts, no_worker_grace_s, staged_steps
         self._absent_since: float | None = None
 
     async def serve(self, job: RequestJob, entry: QueueEntry, output: Output, report: RequestReport) -> None:
@@ -154,8 +149,8 @@ class Dispatcher:
                     raise failed.error from failed
                 if not job.migrate and output.next_position > len(job.resumed):
                     raise _not_migrated(job, output, failed) from failed
-                log.warning("request %s, attempt %d of %d: %s", job.request_id, report.attempts, self._config.max_attempts, failed)
-                if report.attempts >= self._config.max_attempts:
+                log.warning("request %s, attempt %d of %d: %s", job.request_id, report.attempts, self._max_attempts, failed)
+                if report.attempts >= self._max_attempts:
                     raise Unavailable(f"given up after {report.attempts} attempts, the last one: {failed}; repeat the request") from failed
                 request.lost.add(failed.life)
                 report.attempts += 1
@@ -189,7 +184,7 @@ class Dispatcher:
                 begun.raise_if_hopeless()
                 if begun.full:
                     self._absent_since = None
-                elif self._absent_for_s() >= self._config.no_worker_grace_s:
+                elif self._absent_for_s() >= self._no_worker_grace_s:
                     raise Unavailable(begun.reason)
                 await queue.again(entry, refused=not begun.held)
 
@@ -261,7 +256,7 @@ class Dispatcher:
         """Returns the workers that have enough of this router's prompts waiting, running ones included: what else there is waits here,
         where classes and tenants take turns. Batch requests never queue long before what comes after them."""
         refusals = _Refusals()
-        steps = self._config.staged_steps if request_class is not RequestClass.BATCH else -(-self._config.staged_steps // 2)
+        steps = self._staged_steps if request_class is not RequestClass.BATCH else -(-self._staged_steps // 2)
         if steps:
             refusals.workers |= {life for life, link in self._pool.prefill.items() if link.queued_tokens >= steps * link.record.step_tokens}
             refusals.local |= {life for life, link in self._pool.decode.items() if link.queued_tokens >= steps * link.record.step_tokens}

@@ -25,24 +25,22 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from router.access.account import Identity
+from router.config import RouterConfig
 from router.prompting.prompt import Prompt, PromptReader, ReadPrompt
 from router.request.answer import AnswerReader, Finish
 from router.request.job import Metadata, RequestJob
 from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
-from router.request.report import RequestReport
+from router.request.report import RequestReport, name_request, recorded
 from router.request.targets import Targets, class_of, tenant_of
 from router.serving.dispatch import Dispatcher, time_is_up
 from router.serving.hold_back import HeldAnswer, HoldBack
-from router.serving.recorder import name_request, recorded
 from router.waiting.demand_meter import DemandMeter
-from router.waiting.fair_queue import AGEING_S, QueueEntry
+from router.waiting.fair_queue import OutputLengths, QueueEntry
 from router.waiting.queues import Admission
-from router.waiting.quota import OutputLengths
 from router.workers.pool import WorkerPool
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.hold_back import HeldRequest, class_name
@@ -54,19 +52,6 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_SALT_CHARS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceConfig:
-    """`max_model_len` is the model's own; workers may have less."""
-
-    model_name: str
-    fingerprint: str
-    max_model_len: int
-    max_buffered_tokens: int = 1024
-    request_timeout_s: float = 600.0
-    client_write_timeout_s: float = 30.0
-    ageing_s: float = AGEING_S
 
 
 class Caller(Protocol):
@@ -103,18 +88,25 @@ class Caller(Protocol):
 class Inference:
     def __init__(
         self,
-        config: InferenceConfig,
+        config: RouterConfig,
         *,
+        fingerprint: str,
+        max_model_len: int,
         prompts: PromptReader,
         admission: Admission,
         dispatcher: Dispatcher,
         pool: WorkerPool,
         metrics: RouterMetrics,
-        tracer: Tracer | None = None,
-        hold_back: HoldBack | None = None,
-        demand: DemandMeter | None = None,
+        tracer: Tracer | None,
+        hold_back: HoldBack | None,
+        demand: DemandMeter,
     ) -> None:
+        """`fingerprint` identifies the model, its configuration and its tokenizer. `max_model_len` is the model's own; workers may have
+        less."""
         self._config = config
+        self.model_name = config.served_model_name or config.model.resolve().name
+        self.fingerprint = fingerprint
+        self._max_model_len = max_model_len
         self._demand = demand
         self._tracer = tracer
         self._hold_back = hold_back
@@ -127,7 +119,7 @@ class Inference:
         # Of what answers hold that their clients have not taken: streams that are behind, and answers that are kept until they are whole.
         self.memory = MemoryBudget()
         self._lengths = OutputLengths()
-        self._last_pool_tokens = config.max_model_len
+        self._last_pool_tokens = max_model_len
 
     # ---- what is asked ------------------------------------------------------------------------------------------------
 
@@ -137,16 +129,15 @@ class Inference:
         """Pieces go to `caller`; the end is returned once everything that the request held is free. `read_prompt`: instead of what the
         request says, where several have one prompt. Raises TwostepError."""
         caller.identity.complete(request)
-        about = recorded(
+        with recorded(
             self._metrics,
             request,
             caller.metadata,
             self._tracer,
             received=caller.received,
             model=self.model_name,
-            demand=self._demand,
-        )
-        with about as report:
+            on_end=self._demand.ended,
+        ) as report:
             return await self._generate(request, caller, report, read_prompt)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
@@ -160,22 +151,13 @@ class Inference:
     def models(self) -> inference_pb2.ListModelsResponse:
         roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
         model = inference_pb2.Model(
-            name=self._config.model_name,
+            name=self.model_name,
             max_model_len=self.max_model_len,
-            fingerprint=self._config.fingerprint,
+            fingerprint=self.fingerprint,
             prefill_workers=roles.count("prefill"),
             decode_workers=roles.count("decode"),
         )
         return inference_pb2.ListModelsResponse(models=[model])
-
-    @property
-    def model_name(self) -> str:
-        return self._config.model_name
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the model, its configuration and its tokenizer."""
-        return self._config.fingerprint
 
     # ---- a Generate request -------------------------------------------------------------------------------------------
 
@@ -198,9 +180,8 @@ class Inference:
             job = report.job = self._job(request, prompt, name, caller, report)
             await self.prompts.check_grammar(job.sampling)
             with caller.identity.spending(len(job.prompt)) as spending:
-                if self._demand is not None:
-                    report.offered = True
-                    self._demand.arrived(job)
+                report.offered = True
+                self._demand.arrived(job)
                 caller.accepted(job.prompt)
                 answer = report.answer = prompt.answer(job.sampling)
                 await self.prompts.resume(answer, job.resumed, job.sampling)
@@ -225,7 +206,7 @@ class Inference:
             request_id=name,
             prompt=prompt.ids,
             sampling=prompt.held(sampling),
-            deadline=min(report.started + self._config.request_timeout_s, time.monotonic() + caller.remaining_s()),
+            deadline=min(report.started + self._config.request_timeout, time.monotonic() + caller.remaining_s()),
             cache_salt=request.cache_salt,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,
@@ -246,7 +227,7 @@ class Inference:
         assert task is not None, "every call runs in a task"
         holding = self.memory.hold(caller.identity.caller)
         output = Output(max_buffered=self._config.max_buffered_tokens, on_cut=task.cancel, holding=holding, resumed=job.resumed)
-        entry = QueueEntry.of(job, ageing_s=self._config.ageing_s)
+        entry = QueueEntry.of(job, ageing_s=self._config.ageing)
         slot = self._admission.slot(entry, lambda: len(job.prompt) + output.next_position if report.placed else 0)
         held = None if self._hold_back is None else self._held_answer(self._hold_back, job, report, caller)
         try:
@@ -312,21 +293,21 @@ class Inference:
         while True:
             await asyncio.sleep(1.0)
             for output in list(self._outputs):
-                output.cut_if_stuck(self._config.client_write_timeout_s)
+                output.cut_if_stuck(self._config.client_write_timeout)
 
     # ---- small things ---------------------------------------------------------------------------------------------------
 
     def check_model(self, name: str) -> None:
-        if name and name != self._config.model_name:
-            raise NotFound(f"model {name[:64]!r} is not served here; ask for {self._config.model_name!r}, or leave the name empty")
+        if name and name != self.model_name:
+            raise NotFound(f"model {name[:64]!r} is not served here; ask for {self.model_name!r}, or leave the name empty")
 
     @property
     def max_model_len(self) -> int:
         """The model's context, or less if no pair of live workers has so much, nor a decode worker that computes prompts."""
         records = self._pool.records()
-        longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._config.max_model_len)
+        longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._max_model_len)
         decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
-        return min(self._config.max_model_len, max(decode, default=longest_prefill))
+        return min(self._max_model_len, max(decode, default=longest_prefill))
 
     @property
     def most_tokens(self) -> int:

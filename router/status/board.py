@@ -7,7 +7,6 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -43,26 +42,25 @@ MAX_LISTENERS = 64
 _MAX_REFUSED = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterView:
-    """Tells who the router is, and what it knows of itself now. Called on the event loop; all return at once."""
-
-    router_id: str
-    model: str
-    state: Callable[[], RouterGauges]
-    ready: Callable[[], bool]
-    draining: Callable[[], bool]
-    refusals: Callable[[], Sequence[Refusal]] = lambda: ()
-    decision: Callable[[], SeenDecision | None] = lambda: None
-
-
 class StatusBoard:
     """run() until it is cancelled; close() before a drain, so that pages that are open do not hold it up."""
 
-    def __init__(self, view: RouterView, metrics: RouterMetrics, pool: WorkerPool) -> None:
-        self._view = view
-        self._metrics = metrics
-        self._pool = pool
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        pool: WorkerPool,
+        *,
+        router_id: str,
+        model: str,
+        state: Callable[[], RouterGauges],
+        ready: Callable[[], bool],
+        draining: Callable[[], bool],
+        refusals: Callable[[], Sequence[Refusal]],
+        decision: Callable[[], SeenDecision | None],
+    ) -> None:
+        """Who the router is, and what it knows of itself now: called on the event loop; all return at once."""
+        self._metrics, self._pool, self._router_id, self._model = metrics, pool, router_id, model
+        self._state, self._ready, self._draining, self._refusals, self._decision = state, ready, draining, refusals, decision
         self._started = time.monotonic()
         self._samples: deque[CounterSample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
@@ -79,20 +77,20 @@ class StatusBoard:
     def status(self) -> status_pb2.ClusterStatus:
         """Returns the status of now; what is counted, as of the last second."""
         before, now = sample_before(self._samples, WINDOW_S), self._samples[-1]
-        state = self._view.state()
+        state = self._state()
         records = sorted(self._pool.records(), key=lambda record: (record.role, record.worker_id))
-        decision = self._view.decision()
+        decision = self._decision()
         return status_pb2.ClusterStatus(
-            router_id=self._view.router_id,
+            router_id=self._router_id,
             version=package_version(),
-            model=self._view.model,
+            model=self._model,
             uptime_s=time.monotonic() - self._started,
-            ready=self._view.ready(),
-            draining=self._view.draining(),
+            ready=self._ready(),
+            draining=self._draining(),
             registry_connected=state.registry_connected,
             workers=[worker_status(record) for record in records],
             load=router_load(before, now, state, self._ratio),
-            refused=[refused_worker(refusal) for refusal in self._view.refusals()[:_MAX_REFUSED]],
+            refused=[refused_worker(refusal) for refusal in self._refusals()[:_MAX_REFUSED]],
             scaling=None if decision is None else scaling_status(decision, time.monotonic(), records),
         )
 
@@ -136,8 +134,7 @@ class StatusBoard:
             self._listeners.discard(changed)
 
     def _look(self) -> None:
-        view, now = self._view, time.monotonic()
-        state, records = view.state(), self._pool.records()
+        now, state, records = time.monotonic(), self._state(), self._pool.records()
         self._samples.append(take_sample(self._metrics, now))
         lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
         self._ratio = role_load(self._pool.snapshot(), lengths).ratio

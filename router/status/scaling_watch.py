@@ -11,26 +11,22 @@ unreadable  damaged, or of a version too far away: why is kept beside the last d
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from twostep.autoscaler.memory import Memory
-from twostep.cluster.cancellation import end_if_cancelled
-from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.exchange import RedisExchange
 from twostep.cluster.scaling import DECISION_KEY, DECISION_TTL_S, MAX_DECISION_BYTES, ScalingRecord
 from twostep.cluster.signed import Signer
 from twostep.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-POLL_S = 2.0
-_TIMEOUT_S = EXCHANGE_S
 MAX_BYTES = MAX_DECISION_BYTES
 # Intervals without a decision after which an autoscaler that does not say so itself is taken for gone.
 STALE_INTERVALS = 4
@@ -90,10 +86,14 @@ def _switches(record: ScalingRecord) -> Mapping[str, str]:
         return record.switches
 
 
-class ScalingWatch:
-    """run() until it is cancelled. `signer` of decisions. `clock` in seconds, does not go back."""
+class ScalingWatch(RedisExchange):
+    """`signer` of decisions. `clock` in seconds, does not go back. If Redis is away, the registry says so: the last decision stands,
+    and gets old."""
+
+    every_s = 2.0
 
     def __init__(self, redis: Redis, signer: Signer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._redis = redis
         self._signer = signer
         self._clock = clock
@@ -106,27 +106,16 @@ class ScalingWatch:
         """None: no autoscaler has decided anything of late."""
         return self._seen
 
-    async def run(self) -> None:
-        while True:
-            await self.poll()
-            end_if_cancelled()
-            await asyncio.sleep(POLL_S)
-
-    async def poll(self) -> None:
-        """One round trip; never raises for what Redis does or holds."""
+    async def _exchange(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.time()
         pipeline.getrange(DECISION_KEY, 0, MAX_BYTES)
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                (seconds, micros), text = await pipeline.execute()
+            (seconds, micros), text = await pipeline.execute()
         except ResponseError as error:
             problem = f"Redis does not give it: {error}; delete the key {DECISION_KEY}, or see that the router may read it"
             self._text = None
             self._learn(replace(self._seen or SeenDecision(), problem=problem))
-            return
-        except (RedisError, OSError, TimeoutError):
-            # The registry says so. What was decided last stands, and gets old.
             return
         if not text or text != self._text:
             self._learn(heard(self._seen, text, self._signer, seconds + micros / 1e6, self._clock()))

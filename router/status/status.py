@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from prometheus_client.registry import Collector
 
@@ -64,6 +65,11 @@ class Buckets:
         return self.bounds[-1]
 
 
+# By name, what of it is told as rates and as percentiles.
+_RATES = ("requests", "failures", "prompt_tokens", "cached_tokens", "generation_tokens", "handed_over", "local")
+_TIMES = ("ttft", "itl", "queue", "tpot")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterSample:
     """Since the router's start; `at` in seconds of a clock that does not go back."""
@@ -80,10 +86,7 @@ class CounterSample:
     slo_attained: float = 0
     handed_over: float = 0
     local: float = 0
-    ttft: Buckets = field(default_factory=Buckets)
-    itl: Buckets = field(default_factory=Buckets)
-    queue: Buckets = field(default_factory=Buckets)
-    tpot: Buckets = field(default_factory=Buckets)
+    times: Mapping[str, Buckets] = field(default_factory=lambda: dict.fromkeys(_TIMES, Buckets()))
 
 
 _NO_FAILURE = frozenset({"OK", "CANCELLED"})
@@ -91,25 +94,19 @@ _NO_FAILURE = frozenset({"OK", "CANCELLED"})
 
 def take_sample(metrics: RouterMetrics, at: float) -> CounterSample:
     """Less than a millisecond, whatever has been counted."""
-    requests = dict(_counted(metrics.requests, "status"))
-    paths = dict(_counted(metrics.placements, "path"))
-    ttft = _buckets(metrics.ttft)
+    requests = _counted(metrics.requests, "status")
+    paths = _counted(metrics.placements, "path")
+    times = {name: _buckets(getattr(metrics, name)) for name in _TIMES}
     return CounterSample(
         at=at,
         requests=sum(requests.values()),
         failures=sum(count for status, count in requests.items() if status not in _NO_FAILURE),
-        started=ttft.total,
-        prompt_tokens=_sum(metrics.prompt_tokens),
-        cached_tokens=_sum(metrics.cached_tokens),
+        started=times["ttft"].total,
         generation_tokens=metrics.num_generation_tokens,
-        slo=_sum(metrics.slo),
-        slo_attained=_sum(metrics.slo_attained),
         handed_over=paths.get("handed_over", 0.0),
         local=paths.get("local", 0.0),
-        ttft=ttft,
-        itl=_buckets(metrics.itl),
-        queue=_buckets(metrics.queue),
-        tpot=_buckets(metrics.tpot),
+        times=times,
+        **{name: sum(_counted(getattr(metrics, name), "").values()) for name in ("prompt_tokens", "cached_tokens", "slo", "slo_attained")},
     )
 
 
@@ -122,10 +119,6 @@ def _counted(counter: Collector, label: str) -> Mapping[str, float]:
                 value = sample.labels.get(label, "")
                 sums[value] = sums.get(value, 0.0) + sample.value
     return sums
-
-
-def _sum(counter: Collector) -> float:
-    return sum(_counted(counter, "").values())
 
 
 def _buckets(histogram: Collector) -> Buckets:
@@ -157,23 +150,10 @@ def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSa
 
 def router_load(before: CounterSample, now: CounterSample, state: RouterGauges, ratio: float | None) -> status_pb2.RouterLoad:
     """Returns what came between two samples."""
-    load = status_pb2.RouterLoad(
-        window_s=now.at - before.at,
-        num_running=state.num_running,
-        num_waiting=state.num_waiting,
-        num_streams=state.num_streams,
-        requests_per_s=_rate(before, now, "requests"),
-        failures_per_s=_rate(before, now, "failures"),
-        prompt_tokens_per_s=_rate(before, now, "prompt_tokens"),
-        cached_tokens_per_s=_rate(before, now, "cached_tokens"),
-        generation_tokens_per_s=_rate(before, now, "generation_tokens"),
-        handed_over_per_s=_rate(before, now, "handed_over"),
-        local_per_s=_rate(before, now, "local"),
-        ttft_s=_percentiles(now.ttft.since(before.ttft)),
-        itl_s=_percentiles(now.itl.since(before.itl)),
-        queue_s=_percentiles(now.queue.since(before.queue)),
-        tpot_s=_percentiles(now.tpot.since(before.tpot)),
-    )
+    told: dict[str, Any] = {f"{name}_per_s": _rate(before, now, name) for name in _RATES}
+    told |= {f"{name}_s": _percentiles(now.times[name].since(before.times[name])) for name in _TIMES}
+    told |= {name: getattr(state, name) for name in ("num_running", "num_waiting", "num_streams")}
+    load = status_pb2.RouterLoad(window_s=now.at - before.at, **told)
     with_targets = now.slo - before.slo
     if with_targets > 0:
         load.slo_attainment = (now.slo_attained - before.slo_attained) / with_targets
@@ -209,31 +189,21 @@ def _percentiles(buckets: Buckets) -> status_pb2.Percentiles:
 
 def worker_status(record: WorkerRecord) -> status_pb2.WorkerStatus:
     load = record.load
+    told: dict[str, Any] = {name: getattr(record, name) for name in _OF_RECORD} | {name: getattr(load, name) for name in _OF_LOAD}
+    told |= {name: _unsigned(getattr(record, name)) for name in ("num_blocks", "max_num_seqs")}
+    told |= {name: _unsigned(getattr(load, name)) for name in _COUNTS_OF_LOAD}
     return status_pb2.WorkerStatus(
-        worker_id=record.worker_id,
-        role=record.role,
-        address=record.address,
         epoch=_unsigned(record.epoch, 64),
-        ready=record.ready,
-        draining=record.draining,
-        local_prefill=record.local_prefill,
-        transports=record.transports,
-        num_running=_unsigned(load.num_running),
-        num_waiting=_unsigned(load.num_waiting),
-        num_reserved=_unsigned(load.num_reserved),
-        num_held=_unsigned(load.num_held),
-        num_blocks=_unsigned(record.num_blocks),
-        num_free_blocks=_unsigned(load.num_free_blocks),
         num_queued_tokens=_unsigned(load.num_queued_tokens, 64),
         num_context_tokens=_unsigned(load.num_context_tokens, 64),
-        max_num_seqs=_unsigned(record.max_num_seqs),
-        queried_tokens_per_s=load.queried_tokens_per_s,
-        hit_tokens_per_s=load.hit_tokens_per_s,
-        fetched_bytes_per_s=load.fetched_bytes_per_s,
-        tokens_per_s=load.tokens_per_s,
-        version=record.version,
-        not_ready_reason=record.not_ready_reason,
+        **told,
     )
+
+
+# Fields of a worker's status that have their names in its record, and in the load that it tells.
+_OF_RECORD = ("worker_id", "role", "address", "ready", "draining", "local_prefill", "transports", "version", "not_ready_reason")
+_OF_LOAD = ("queried_tokens_per_s", "hit_tokens_per_s", "fetched_bytes_per_s", "tokens_per_s")
+_COUNTS_OF_LOAD = ("num_running", "num_waiting", "num_reserved", "num_held", "num_free_blocks")
 
 
 def refused_worker(refusal: Refusal) -> status_pb2.RefusedWorker:
@@ -324,12 +294,11 @@ def point(
         "slo_attainment": None,
         "prefill_decode_load_ratio": ratio,
     }
-    for name in _POINT_RATES:
-        values[name] = getattr(load, name)
+    values |= {f"{name}_per_s": getattr(load, f"{name}_per_s") for name in _RATES}
     if now.slo > before.slo:
         values["slo_attainment"] = (now.slo_attained - before.slo_attained) / (now.slo - before.slo)
     for name in ("ttft", "tpot", "itl", "queue"):
-        buckets: Buckets = getattr(now, name).since(getattr(before, name))
+        buckets = now.times[name].since(before.times[name])
         for label, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
             values[f"{name}_s_{label}"] = buckets.quantile(share) if buckets.total else None
     by_role: dict[str, list[WorkerRecord]] = {"prefill": [], "decode": []}
@@ -347,17 +316,6 @@ def point(
         values[f"{role}_running"] = sum(w.load.num_running for w in by_role[role])
         values[f"{role}_waiting"] = sum(w.load.num_waiting + w.load.num_reserved for w in by_role[role])
     return {name: _short(value) for name, value in values.items()}
-
-
-_POINT_RATES = (
-    "requests_per_s",
-    "failures_per_s",
-    "prompt_tokens_per_s",
-    "cached_tokens_per_s",
-    "generation_tokens_per_s",
-    "handed_over_per_s",
-    "local_per_s",
-)
 
 
 def columns(points: Sequence[Point]) -> Mapping[str, Sequence[float | None]]:

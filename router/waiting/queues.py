@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from router.request.targets import Reason, Refused, out_of_time, retry_after
-from router.waiting.fair_queue import AGEING_S, FairQueue, QueueEntry, QueueTurn
-from router.waiting.quota import EVERYBODY_ALIKE, Quota
+from router.waiting.fair_queue import AGEING_S, EVERYBODY_ALIKE, FairQueue, QueueEntry, QueueTurn, Quota
 from twostep.errors import InvalidRequest, Unavailable
 from twostep.request_class import RequestClass
 

@@ -2,7 +2,7 @@
 
 poll ok        a worker is there as long as its record is; one whose record goes is kept for a short grace, because a
                Redis that came back empty is filled again by the next heartbeats, and then as long as it answers itself, because a
-               Redis that takes no writes loses all heartbeats (router/workers/vouching.py)
+               Redis that takes no writes loses all heartbeats (below)
 poll failed    the last known workers stay; said once, and once more when Redis is back
 refused        a record that does not fit this deployment (other model, secret, hash unit, a version too far from the router's) is left
                out, with its reason logged once
@@ -14,29 +14,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import grpc
+import grpc.aio
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.workers.prefix_index import WorkerLife
-from router.workers.vouching import Lives, Witnesses
 from twostep import __version__
 from twostep.checkpoint.fingerprint import is_same_model
-from twostep.cluster.cancellation import end_if_cancelled
-from twostep.cluster.connection import EXCHANGE_S
+from twostep.cluster.exchange import RedisExchange
 from twostep.cluster.look import WorkerListing, look, tidy
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, MAX_RECORD_BYTES, WorkerRecord
 from twostep.cluster.signed import Signer
 from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
+from twostep.keys.vouch import CHALLENGE_BYTES, is_vouched
+from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.version_skew import why_not
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-_TIMEOUT_S = EXCHANGE_S
 # Two heartbeats, and what a worker needs to reconnect.
 _MISSING_GRACE_S = 2 * HEARTBEAT_S
 _AFTER_OUTAGE_GRACE_S = HEARTBEAT_TTL_S + HEARTBEAT_S
@@ -47,6 +48,12 @@ _SAME_BEAT_S = 30.0
 # Listed, and logged by one poll: others who can write to Redis can make up more.
 _MAX_REFUSALS = 256
 _MAX_SAID_AT_ONCE = 16
+# A question to a worker, the time between two, and how many are asked at once; the others' turn comes with a later look.
+_ASK_TIMEOUT_S = 3.0
+_ASK_EVERY_S = 1.0
+_MAX_ASKED = 64
+
+Lives = Callable[[WorkerRecord], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +96,16 @@ class Refusal:
     reason: str
 
 
-class Registry:
-    """`workers` is the current set; `on_poll` gets it after every successful look at Redis. `lives` asks a worker itself; None:
+class Registry(RedisExchange):
+    """`workers` is the current set; `on_poll` gets it after every look at Redis that succeeds. `lives` asks a worker itself; None:
     none is asked. `clock` in seconds, does not go back."""
+
+    every_s = 0.5
+    lost = (
+        "Redis does not answer (%s): serving goes on with the last known workers and without prefix hints; see that the server of "
+        "--redis-url is up"
+    )
+    found = "Redis answers again"
 
     def __init__(
         self,
@@ -100,13 +114,12 @@ class Registry:
         *,
         lives: Lives | None = None,
         on_poll: Callable[[Sequence[WorkerRecord]], None] = lambda workers: None,
-        poll_s: float = POLL_S,
         missing_grace_s: float = _MISSING_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._redis = redis
         self._deployment = deployment
-        self._poll_s = poll_s
         self._missing_grace_s = missing_grace_s
         self._clock = clock
         self._on_poll = on_poll
@@ -118,7 +131,6 @@ class Registry:
         # What was said of whom.
         self._said: dict[str, str] = {}
         self._refusals: Sequence[Refusal] = ()
-        self._connected = True
         self._recovered_at = -float("inf")
 
     @property
@@ -131,41 +143,18 @@ class Registry:
         """Lists the workers that registered and do not fit, in the order of their names; the first of them, where there are very many."""
         return self._refusals
 
-    @property
-    def connected(self) -> bool:
-        """False while Redis does not answer."""
-        return self._connected
-
     async def run(self) -> None:
-        """Polls until cancelled."""
+        """Looks until cancelled."""
         try:
-            while True:
-                await self.poll()
-                end_if_cancelled()
-                await asyncio.sleep(self._poll_s)
+            await super().run()
         finally:
             if self._witnesses is not None:
                 await self._witnesses.close()
 
-    async def poll(self) -> None:
-        """One look at Redis; never raises for what Redis does or holds."""
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                found = await look(self._redis, list(self._workers))
-        except (RedisError, OSError, TimeoutError) as error:
-            if self._connected:
-                self._connected = False
-                log.warning(
-                    "Redis does not answer (%s): serving goes on with the %d last known workers and without prefix hints; "
-                    "see that the server of --redis-url is up",
-                    str(error) or type(error).__name__,
-                    len(self._workers),
-                )
-            return
-        if not self._connected:
-            self._connected = True
+    async def _exchange(self) -> None:
+        found = await look(self._redis, list(self._workers))
+        if not self.connected:
             self._recovered_at = self._clock()
-            log.warning("Redis answers again")
         self._update(found)
         if found.num_empty:
             await self._tidy()
@@ -173,8 +162,7 @@ class Registry:
     async def _tidy(self) -> None:
         """Names of workers that died would pile up. A Redis that takes no writes keeps them."""
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                await tidy(self._redis)
+            await tidy(self._redis)
         except (RedisError, OSError, TimeoutError) as error:
             log.debug("names of workers that are gone stay in Redis: %s", error)
 
@@ -301,3 +289,82 @@ class _Beat:
 
 def _refusal(record: WorkerRecord, reason: str) -> Refusal:
     return Refusal(worker_id=record.worker_id, role=record.role, version=record.version, reason=reason)
+
+
+# ---- workers that are asked themselves -----------------------------------------------------------------------------------
+
+
+class Vouching:
+    """Asks workers themselves whether they live: a record may be missing because Redis takes no heartbeats (its memory or disk is full, it
+    has become a replica), and it may be an old one that somebody has put back. A process that was killed refuses connections at once; one
+    that is frozen does not answer in time; what has taken its address has another name or epoch, or not the secret.
+
+    `channel_of` gives the channel to a life that is used already, or None; `open_to` makes one."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        channel_of: Callable[[WorkerLife], grpc.aio.Channel | None],
+        open_to: Callable[[WorkerRecord], grpc.aio.Channel],
+    ) -> None:
+        self._secret = secret
+        self._channel_of = channel_of
+        self._open_to = open_to
+
+    async def lives(self, record: WorkerRecord) -> bool:
+        """Says whether the life that the record names answers at its address. Takes a few seconds at most, and never raises for
+        what that does."""
+        channel = self._channel_of(WorkerLife.of(record))
+        if channel is not None:
+            return await self._ask(channel, record)
+        async with self._open_to(record) as made:
+            return await self._ask(made, record)
+
+    async def _ask(self, channel: grpc.aio.Channel, record: WorkerRecord) -> bool:
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        request = worker_pb2.WorkerStatsRequest(challenge=challenge)
+        try:
+            stats: worker_pb2.WorkerStats = await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=_ASK_TIMEOUT_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return False
+        return is_vouched(stats.vouched, self._secret, challenge, worker_id=record.worker_id, address=record.address, epoch=record.epoch)
+
+
+class Witnesses:
+    """`lives` answers in a few seconds and raises nothing. `clock` in seconds, does not go back."""
+
+    def __init__(self, lives: Lives, clock: Callable[[], float]) -> None:
+        self._lives = lives
+        self._clock = clock
+        self._heard: dict[WorkerLife, float] = {}
+        self._asked: dict[WorkerLife, float] = {}
+        self._tasks: dict[WorkerLife, asyncio.Task[None]] = {}
+
+    def heard_at(self, life: WorkerLife) -> float:
+        """Returns when its last answered question was asked; long ago if there is none."""
+        return self._heard.get(life, -float("inf"))
+
+    def ask(self, record: WorkerRecord) -> None:
+        """Returns at once."""
+        life, now = WorkerLife.of(record), self._clock()
+        if life in self._tasks or len(self._tasks) >= _MAX_ASKED or now - self._asked.get(life, -float("inf")) < _ASK_EVERY_S:
+            return
+        self._asked[life] = now
+        task = asyncio.create_task(self._ask(record, life, now))
+        self._tasks[life] = task
+        task.add_done_callback(lambda _: self._tasks.pop(life, None))
+
+    def forget_all_but(self, lives: Collection[WorkerLife]) -> None:
+        for memory in (self._heard, self._asked):
+            for life in [known for known in memory if known not in lives]:
+                del memory[life]
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, record: WorkerRecord, life: WorkerLife, now: float) -> None:
+        if await self._lives(record):
+            self._heard[life] = now

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from service_harness import WAIT_S, RedisServer, Writer, client, patient
+from service_harness import WAIT_S, RedisServer, Scene, Writer, client, patient
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +30,8 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 async def writer(redis_server: RedisServer) -> AsyncIterator[Writer]:
     async with client(redis_server.url) as connection:
         yield Writer(connection)
+
+
+@pytest.fixture
+def scene(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> Scene:
+    return Scene(redis_server, writer, tmp_path)

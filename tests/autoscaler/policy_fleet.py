@@ -115,7 +115,9 @@ class Fleet:
 
     def step(self, load: Traffic) -> Decision:
         """One interval: look, decide, follow."""
-        observation = self.observe(load)
+        return self.decide(self.observe(load))
+
+    def decide(self, observation: Observation) -> Decision:
         result = decide(self.config, self.memory, observation)
         self.memory = Memory.from_json(result.memory.to_json()) if self.json else result.memory
         decision = result.decision

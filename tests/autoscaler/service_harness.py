@@ -3,9 +3,7 @@ client that asks over gRPC as KEDA does."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -15,17 +13,20 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import redis
 import redis.asyncio
+from bare_deployment import RedisServer as RedisServer
+from bare_deployment import until as eventually
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from twostep.autoscaler.config import AutoscalerConfig
+from twostep.autoscaler.controller import Policy
+from twostep.autoscaler.policy import decide
 from twostep.autoscaler.server import Autoscaler
 from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_totals, window_of
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
+from twostep.cluster.scaling import ScalingRecord
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
-from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 from twostep.prefix import secret_check
 from twostep.rpc.channel import open_channel
 from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
@@ -39,44 +40,6 @@ SIGNER = Signer(SECRET, DECISIONS)
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=4)
 # Of a worker that does 20,000 prompt tokens a second and a decode step in 10 ms and a bit.
 CURVE = StepCurve(fixed_s=0.01, per_row_s=5e-5, per_sequence_s=1e-4, per_context_s=1e-8)
-
-
-class RedisServer:
-    """A real server on a unix socket, which tests may kill and start again, empty or with what it had."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.url = server_url(directory)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        argv = server_argv(server_binary(), self._directory)
-        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + WAIT_S
-        client = redis.Redis.from_url(self.url)
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.exceptions.RedisError:
-                assert time.monotonic() < give_up, "the Redis server did not start"
-                time.sleep(0.01)
-        client.close()
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            socket_path(self._directory).unlink(missing_ok=True)
-
-
-async def eventually(condition: Callable[[], bool], what: str) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, f"waited in vain for {what}"
-        await asyncio.sleep(0.01)
 
 
 def worker(worker_id: str, role: str, **options: Any) -> WorkerRecord:
@@ -172,7 +135,7 @@ class Writer:
 
 @dataclass
 class Clock:
-    """Seconds since 1970, as the test has them."""
+    """A clock as a test has it: seconds since 1970, unless it begins elsewhere."""
 
     now_s: float = field(default_factory=lambda: float(int(time.time())))
 
@@ -217,24 +180,69 @@ async def keda(port: int, tls: TlsFiles = PLAINTEXT) -> AsyncIterator[Keda]:
         yield Keda(channel)
 
 
-def config(url: str, directory: Path, **options: Any) -> AutoscalerConfig:
-    """Decisions count and leases last until a test says otherwise, however long its process is held up."""
-    secret = directory / "secret"
-    if not secret.exists():
+def decision(token: int, number: int = 1, leader: str = "a", at_s: float = 1.0, **options: Any) -> ScalingRecord:
+    counts = {"prefill": 2, "decode": 3}
+    values = {"interval_s": 1.0, "replicas": counts, "pods": counts, "wanted": counts} | options
+    return ScalingRecord(token=token, number=number, leader=leader, at_s=at_s, **values)
+
+
+def count_of(metric: Any, *labels: str) -> float:
+    """What a counter of the process under test has counted."""
+    value: float = metric.labels(*labels).collect()[0].samples[0].value
+    return value
+
+
+@dataclass
+class Scene:
+    """A Redis, whoever writes there, a clock, and autoscalers that decide when the test says so: at their start, and at next()."""
+
+    redis: RedisServer
+    writer: Writer
+    directory: Path
+    clock: Clock = field(default_factory=Clock)
+
+    def config(self, **options: Any) -> AutoscalerConfig:
+        """Decisions count and leases last until a test says otherwise, however long its process is held up."""
+        secret = self.directory / "secret"
         secret.write_bytes(SECRET)
-    made = AutoscalerConfig(redis_url=url, secret_file=secret, host="127.0.0.1", port=0, metrics_port=-1, health_port=-1, kubernetes_api="")
-    made = replace(made, leader_lease=3600.0, stale_after=10_000)
-    return replace(made, **options)
+        made = AutoscalerConfig(
+            redis_url=self.redis.url, secret_file=secret, host="127.0.0.1", port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
+        )
+        return replace(made, **{"leader_lease": 3600.0, "stale_after": 10_000, "interval": 60.0} | options)
 
+    async def load(self, load: Load | None = None, **options: Any) -> None:
+        await self.writer.load(self.clock.now_s, load or Load(requests=1), **options)
 
-@asynccontextmanager
-async def running(settings: AutoscalerConfig, clock: Clock | None = None, *, look_again_s: float = 0.05) -> AsyncIterator[Autoscaler]:
-    autoscaler = Autoscaler(settings, clock=clock, look_again_s=look_again_s)
-    await autoscaler.start()
-    try:
-        yield autoscaler
-    finally:
-        await autoscaler.drain(0.0)
+    async def pair(self) -> None:
+        """A worker of each role, and little load."""
+        await self.writer.workers(worker("p", "prefill"), worker("d", "decode"))
+        await self.load()
+
+    @asynccontextmanager
+    async def running(
+        self, *, policy: Policy = decide, monotonic: Callable[[], float] = time.monotonic, look_again_s: float = 0.001, **options: Any
+    ) -> AsyncIterator[Autoscaler]:
+        made = Autoscaler(self.config(**options), clock=self.clock, monotonic=monotonic, look_again_s=look_again_s, policy=policy)
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.drain(0.0)
+
+    @asynccontextmanager
+    async def deciding(self, **options: Any) -> AsyncIterator[Autoscaler]:
+        """One that has made its first decision."""
+        async with self.running(**options) as autoscaler:
+            await eventually(lambda: autoscaler.board.record is not None, "a decision")
+            yield autoscaler
+
+    async def next(self, autoscaler: Autoscaler, load: Load | None = None, *, after_s: float = 60.0) -> ScalingRecord:
+        """The decision after so many seconds of that load."""
+        self.clock.now_s += after_s
+        await self.load(load)
+        autoscaler.controller.wake()
+        await eventually(lambda: autoscaler.board.answer().at_s == self.clock.now_s, "another decision")
+        return autoscaler.board.answer()
 
 
 def patient(url: str) -> redis.asyncio.Redis:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from policy_fleet import config, pool, traffic, workers
 
 from twostep.autoscaler.composition import Composition, compose
-from twostep.autoscaler.goal import Goal
-from twostep.autoscaler.limits import fit
+from twostep.autoscaler.limits import Goal, fit
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Observation, PolicyConfig, PoolConfig, Role
 from twostep.errors import InvalidRequest
@@ -25,7 +24,7 @@ def there(settings: PolicyConfig, prefill: int, decode: int) -> Composition:
 def goal(prefill: int, decode: int, total: int | None = None, *, now: dict[Role, int] | None = None) -> Goal:
     need: dict[Role, int] = {"prefill": prefill, "decode": decode}
     total = prefill + decode if total is None else total
-    return Goal(now=now or need, need=need, total=total, shared=True, asleep=False, ahead=need, kept=need, needs=())
+    return Goal(now=now or need, need=need, total=total, shared=True, asleep=False, ahead=need, kept=need)
 
 
 def test_what_can_be_had_is_asked_for() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scraping import scrape
-from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
+from service_harness import SECRET, Load, Scene, count_of, decision, eventually, worker
 
 from twostep.autoscaler.collect import traffic_of
 from twostep.autoscaler.config import AutoscalerConfig, parse_config
@@ -19,11 +18,11 @@ from twostep.autoscaler.fleet import Fleet, owner_of
 from twostep.autoscaler.model import PolicyConfig, Role, Traffic
 from twostep.autoscaler.switches import last_of_role
 from twostep.cluster.demand import Demand, DemandTotals
-from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
+from twostep.cluster.records import WorkerLoad
 from twostep.cluster.scaling import ScalingRecord
-from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import InvalidRequest
-from twostep.metrics.autoscaler import FAMILIES
+from twostep.metrics import autoscaler as families
+from twostep.metrics.catalogue import declared
 from twostep.prefix import secret_check
 from twostep.worker.config import parse_config as worker_flags
 
@@ -105,26 +104,10 @@ def test_a_worker_that_routers_refuse_for_its_version_is_a_pod_that_serves_nobod
     assert [view.ready for view in seen.views(counted, 1.0)] == [False, True]
     assert seen.pods(counted, {"decode": 2}, 1.0) == {"prefill": 0, "decode": 2}
     assert last_of_role(counted[0], counted), "nobody is asked to leave its role to that one"
-    assert [record.getMessage() for record in caplog.records] == [
-        "worker far counts as a pod that serves nobody: it runs version 0.9.0 and the autoscaler 0.1.0, more than one minor version apart; "
-        "upgrade the autoscaler"
-    ]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "0.9.0" in said
+    assert "upgrade the autoscaler" in said
     assert seen.take("far", worker("far", "decode", version="0.1.4")) == worker("far", "decode", version="0.1.4")
-
-
-async def test_damaged_and_strange_records_cost_nobody_anything(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    clock = Clock()
-    await writer.workers(worker("p", "prefill"), worker("d", "decode"))
-    await writer.redis.sadd(WORKERS_KEY, "broken", "liar", "gone", b"\xff\xfe")
-    await writer.redis.set(worker_key("broken"), "{")
-    await writer.redis.set(worker_key("liar"), Signer(SECRET, RECORDS).sign_object(worker("p", "prefill").to_json()))
-    await writer.redis.set("twostep:v1:autoscaler:decision", "nonsense")
-    await writer.load(clock.now_s, Load(requests=1))
-    async with running(config(redis_server.url, tmp_path), clock) as autoscaler:
-        await eventually(lambda: autoscaler.board.record is not None, "a decision")
-        seen = autoscaler.controller.observation
-        assert seen is not None
-        assert [view.worker_id for view in seen.workers] == ["d", "p"]
 
 
 # ---- load -------------------------------------------------------------------------------------------------------------------
@@ -166,30 +149,15 @@ def test_how_unlike_prompts_are_is_their_variance_over_the_square_of_their_mean(
 
 def test_a_decision_is_read_as_it_was_written_and_one_of_a_newer_version_too() -> None:
     counts = {"prefill": 2, "decode": 3}
-    record = ScalingRecord(
-        token=4,
-        number=2,
-        leader="a",
-        at_s=1.5,
-        interval_s=15.0,
-        replicas=counts,
-        pods=counts,
-        wanted=counts,
-        asked=counts,
-        asked_for=counts,
-        victims=("p1",),
-        switches={"d1": "prefill"},
-        reason="r",
-        limit="surge",
-        memory="{}",
+    record = decision(
+        *(4, 2), asked=counts, asked_for=counts, victims=("p1",), switches={"d1": "prefill"}, reason="r", limit="surge", memory="{}"
     )
     assert ScalingRecord.from_json(record.to_json()) == record
     assert ScalingRecord.from_json(record.to_json()[:-1] + ',"more":1}') == record
     for wrong in (b"", b"[]", b"{}", record.to_json().replace('"replicas":{"prefill":2', '"replicas":{"prefill":-2')):
         with pytest.raises(InvalidRequest):
             ScalingRecord.from_json(wrong)
-    later = dataclasses.replace(record, token=5, number=1)
-    assert later.order > record.order
+    assert dataclasses.replace(record, token=5, number=1).order > record.order
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------------
@@ -229,15 +197,10 @@ def test_the_api_server_is_the_clusters_unless_told_otherwise(monkeypatch: pytes
     assert parse_config([]).kubernetes_api == "https://[fd00::1]:6443"
 
 
-def test_workers_are_told_their_pod_and_are_their_own_deployments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TWOSTEP_POD_OWNER", "TWOSTEP_POD_NAME", "TWOSTEP_POD_NAMESPACE"):
-        monkeypatch.delenv(name, raising=False)
-    plain = worker_flags("decode", ["--runner", "fake"])
-    assert (plain.pod_owner, plain.pod_name, plain.pod_namespace) == ("decode", "", "")
-    monkeypatch.setenv("TWOSTEP_POD_NAME", "twostep-prefill-5d9f-x2x4")
+def test_workers_are_their_own_deployments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_flags("decode", ["--runner", "fake"]).pod_owner == "decode"
     monkeypatch.setenv("TWOSTEP_POD_OWNER", "prefill")
-    told = worker_flags("decode", ["--runner", "fake", "--pod-namespace", "n"])
-    assert (told.pod_owner, told.pod_name, told.pod_namespace) == ("prefill", "twostep-prefill-5d9f-x2x4", "n")
+    assert worker_flags("decode", ["--runner", "fake"]).pod_owner == "prefill"
 
 
 @pytest.mark.parametrize(
@@ -264,25 +227,22 @@ def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.C
 # ---- metrics ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_it_exports_what_it_sees_and_decides(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    clock = Clock()
-    await writer.workers(worker("p", "prefill"), worker("d", "decode"))
-    options: dict[str, Any] = {"interval": 60.0, "leader_lease": 3600.0, "metrics_port": 0}
-    async with running(config(redis_server.url, tmp_path, **options), clock) as autoscaler:
-        await eventually(lambda: autoscaler.metrics.skipped.labels("demand")._value.get() > 0, "a look in vain")
+async def test_it_exports_what_it_sees_and_decides(scene: Scene) -> None:
+    await scene.writer.workers(worker("p", "prefill"), worker("d", "decode"))
+    async with scene.running(metrics_port=0) as autoscaler:
+        await eventually(lambda: count_of(autoscaler.metrics.skipped, "demand") > 0, "a look in vain")
         before = await asyncio.to_thread(scrape, autoscaler.metrics_port)
         assert (before("twostep_autoscaler_leader"), before("twostep_autoscaler_answering")) == (1, 0)
         assert before("twostep_autoscaler_desired_replicas") is None
-        await writer.load(clock.now_s, Load(requests=10, prompt_tokens=3000, ttft_met=0.5))
+        await scene.load(Load(requests=10, prompt_tokens=3000, ttft_met=0.5))
         autoscaler.controller.wake()
         await eventually(lambda: autoscaler.board.record is not None, "a decision")
         record = autoscaler.board.answer()
         seen = await asyncio.to_thread(scrape, autoscaler.metrics_port)
         for role in ("prefill", "decode"):
-            assert seen("twostep_autoscaler_desired_replicas", worker_role=role) == record.replicas[role]
-            assert seen("twostep_autoscaler_desired_workers", worker_role=role) == record.wanted[role]
-            assert seen("twostep_autoscaler_pods", worker_role=role) == record.pods[role] == 1
-            assert seen("twostep_autoscaler_workers", worker_role=role) == 1
+            for name, value in (("desired_replicas", record.replicas), ("desired_workers", record.wanted), ("pods", record.pods)):
+                assert seen(f"twostep_autoscaler_{name}", worker_role=role) == value[role]
+            assert seen("twostep_autoscaler_workers", worker_role=role) == record.pods[role] == 1
             assert (seen("twostep_autoscaler_needed_workers", worker_role=role) or 0) >= 1
         assert seen("twostep_autoscaler_cost_per_hour") == sum(record.replicas.values())
         assert seen("twostep_autoscaler_requests_per_second") == 10
@@ -290,4 +250,4 @@ async def test_it_exports_what_it_sees_and_decides(redis_server: RedisServer, wr
         assert seen("twostep_autoscaler_decisions_total", kind="up") == 1
         assert (seen("twostep_autoscaler_leader"), seen("twostep_autoscaler_answering")) == (1, 1)
         assert seen("twostep_process_info", role="autoscaler") == 1
-        assert {family.name for family in FAMILIES if not family.labels} <= seen.families
+        assert {family.name for family in declared(families) if not family.labels} <= seen.families

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hpa_formula import desired
 from hypothesis import given
 from hypothesis import strategies as st
-from service_harness import Clock, Load, RedisServer, Writer, config, eventually, keda, worker
+from service_harness import Scene, count_of, keda, worker
 
+from twostep.autoscaler.controller import Policy
 from twostep.autoscaler.hpa import Asked, ask, metric, replicas_asked
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig
 from twostep.autoscaler.policy import Step
-from twostep.autoscaler.server import Autoscaler
 from twostep.settings.autoscaler import PoolSettings
 
 UP_TO = 200
@@ -39,15 +38,6 @@ def test_every_change_comes_about_or_costs_no_more_than_the_tolerance(tolerance:
                 assert wish - 1 >= pods * (1 - tolerance) - 0.01, f"{pods} -> {wish}: a number above {wish - 1} would have been outside"
 
 
-def test_the_tolerance_swallows_one_more_of_eleven_and_what_is_told_instead_passes() -> None:
-    assert desired(12.0, 11) == 11, "what this is all about"
-    assert desired(10.0, 11) == 11
-    assert ask(12, 11, None, 0.1) == Asked(13, 12)
-    assert desired(metric(13, 11, 0.1), 11) == 13
-    assert desired(metric(10, 11, 0.1), 11) == 10
-    assert ask(12, 11, None, 0.0) == Asked(12, 12)
-
-
 def test_what_was_asked_for_beyond_the_wish_stays_until_the_wish_falls() -> None:
     asked = ask(12, 11, None, 0.1)
     assert ask(12, 13, asked, 0.1) == asked, "not taken back at once"
@@ -58,16 +48,10 @@ def test_what_was_asked_for_beyond_the_wish_stays_until_the_wish_falls() -> None
     assert ask(13, 12, asked, 0.1) == Asked(14, 12)
 
 
-def test_nothing_is_asked_for_twice_where_nothing_is_beyond_the_wish() -> None:
+def test_from_nothing_and_to_nothing_nothing_is_added() -> None:
     assert ask(5, 8, Asked(8, 8), 0.1) == Asked(5, 5)
     assert ask(5, 0, None, 0.1) == Asked(5, 5), "from nothing: KEDA's own step"
-    assert ask(0, 8, None, 0.1) == Asked(0, 0)
-    assert metric(0, 8, 0.1) == 0.0
-
-
-def test_each_role_has_its_own() -> None:
-    asked = replicas_asked({"prefill": 12, "decode": 3}, {"prefill": 11, "decode": 4}, {"decode": Asked(4, 4)}, 0.1)
-    assert asked == {"prefill": Asked(13, 12), "decode": Asked(3, 3)}
+    assert (ask(0, 8, None, 0.1), metric(0, 8, 0.1)) == (Asked(0, 0), 0.0)
 
 
 @given(
@@ -164,71 +148,35 @@ def test_one_more_of_eleven_is_told_as_thirteen_only_where_thirteen_are_paid_for
     assert replicas_asked(fewer, {"prefill": 20, "decode": 1}, {}, 0.1, paying(20.0, prefill=least))["prefill"] == Asked(19, 19)
 
 
-def test_the_bound_of_the_hpa_makes_what_is_told_beyond_it_exact() -> None:
-    """As the chart sets it: maxReplicaCount is the most workers. Told the bound itself, it would stay at one fewer."""
-    bound = PoolConfig(max_workers=12)
-    asked = replicas_asked({"prefill": 12, "decode": 1}, {"prefill": 11, "decode": 1}, {}, 0.1, paying(13.0, prefill=bound))
-    assert asked["prefill"] == Asked(13, 12)
-    assert min(12, followed({"prefill": 11, "decode": 1}, asked, 0.1)["prefill"]) == 12
-    assert desired(metric(12, 11, 0.1), 11) == 11
+def wishing(*wishes: tuple[int, int]) -> Policy:
+    """Decides on these, one after the other."""
+    left = list(wishes)
 
-
-async def test_keda_is_told_what_the_budget_leaves_and_the_answer_says_so(
-    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    await writer.workers(*(worker(f"p{number}", "prefill") for number in range(11)), worker("d", "decode"))
-    await writer.load(clock.now_s, Load(requests=1))
-    one = Autoscaler(
-        config(redis_server.url, tmp_path, interval=60.0, max_cost=13.0, prefill=PoolSettings(max_workers=20)),
-        clock=clock,
-        look_again_s=0.05,
-    )
-
-    def one_more(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
-        return Step(decision=Decision(prefill=12, decode=1, replicas={"prefill": 12, "decode": 1}), memory=memory)
-
-    monkeypatch.setattr(one.controller, "_policy", one_more)
-    await one.start()
-    try:
-        await eventually(lambda: one.board.record is not None, "a decision")
-        record = one.board.answer()
-        assert (record.replicas["prefill"], record.asked["prefill"], record.limit) == (12, 11, "max_cost")
-        assert one.metrics.limited.labels("max_cost")._value.get() == 1
-        async with keda(one.port) as asked:
-            assert await asked.value("prefill") == 11.0
-    finally:
-        await one.drain(0.0)
-
-
-async def test_pods_that_an_hpa_makes_beyond_the_wish_are_paid_for_before_they_come(
-    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """13 for a wish of 12: while they load their model, the other role grows, and 13 are too many then."""
-    clock, wishes = Clock(), [(12, 5), (12, 6)]
-    workers = [*(worker(f"p{number}", "prefill") for number in range(11)), *(worker(f"d{number}", "decode") for number in range(5))]
-    await writer.workers(*workers)
-    await writer.load(clock.now_s, Load(requests=1))
-    pools = PoolSettings(max_workers=20, cold_start=60.0)
-    settings = config(redis_server.url, tmp_path, interval=60.0, leader_lease=3600.0, max_cost=18.0, prefill=pools, decode=pools)
-    one = Autoscaler(settings, clock=clock, look_again_s=0.05)
-
-    def grow(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
-        prefill, decode = wishes[0]
+    def decide(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        prefill, decode = left.pop(0)
         return Step(decision=Decision(prefill=prefill, decode=decode, replicas={"prefill": prefill, "decode": decode}), memory=memory)
 
-    monkeypatch.setattr(one.controller, "_policy", grow)
-    await one.start()
-    try:
-        await eventually(lambda: one.board.record is not None, "a decision")
-        assert one.board.answer().asked == {"prefill": 13, "decode": 5}
-        wishes.pop(0)
-        clock.now_s += 60.0
-        await writer.load(clock.now_s, Load(requests=1))
-        one.controller.wake()
-        await eventually(lambda: one.board.answer().number == 2, "another decision")
+    return decide
+
+
+async def test_keda_is_told_what_the_budget_leaves_and_the_answer_says_so(scene: Scene) -> None:
+    await scene.writer.workers(*(worker(f"p{number}", "prefill") for number in range(11)), worker("d", "decode"))
+    await scene.load()
+    async with scene.deciding(policy=wishing((12, 1)), max_cost=13.0, prefill=PoolSettings(max_workers=20)) as one, keda(one.port) as asked:
         record = one.board.answer()
+        assert (record.replicas["prefill"], record.asked["prefill"], record.limit) == (12, 11, "max_cost")
+        assert count_of(one.metrics.limited, "max_cost") == 1
+        assert await asked.value("prefill") == 11.0
+
+
+async def test_pods_that_an_hpa_makes_beyond_the_wish_are_paid_for_before_they_come(scene: Scene) -> None:
+    """13 for a wish of 12: while they load their model, the other role grows, and 13 are too many then."""
+    workers = [*(worker(f"p{number}", "prefill") for number in range(11)), *(worker(f"d{number}", "decode") for number in range(5))]
+    await scene.writer.workers(*workers)
+    await scene.load()
+    pools = PoolSettings(max_workers=20, cold_start=60.0)
+    async with scene.deciding(policy=wishing((12, 5), (12, 6)), max_cost=18.0, prefill=pools, decode=pools) as one:
+        assert one.board.answer().asked == {"prefill": 13, "decode": 5}
+        record = await scene.next(one)
         assert record.pods == {"prefill": 13, "decode": 5}, "of the eleven that are registered its HPA has made thirteen"
         assert record.asked == {"prefill": 12, "decode": 6}
-    finally:
-        await one.drain(0.0)

@@ -1,112 +1,197 @@
-"""Who sees half of it, or nothing, must not take that for all there is: nobody is scaled in for it."""
+"""Who sees half of it, or nothing, must not take that for all there is: nobody is scaled in for it. And what strangers write counts for
+nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
+from service_harness import SECRET, SIGNER, Load, RedisServer, Scene, Writer, client, count_of, decision, eventually, keda, worker
 
-from twostep.autoscaler.board import DecisionBoard
+from router.request.targets import Targets
+from router.waiting.demand_meter import DemandMeter
 from twostep.autoscaler.collect import ObservationCollector
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.model import Role, Switch
-from twostep.autoscaler.switches import Switcher
-from twostep.cluster.records import WorkerRecord
-from twostep.cluster.scaling import ScalingRecord
+from twostep.cluster.demand import DemandTotals, demand_key, signed_totals, window_of, windows_to_read
+from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
+from twostep.cluster.scaling import DECISION_KEY
+from twostep.cluster.shared_clock import SharedClock
+from twostep.cluster.signed import DEMAND, RECORDS, Signer
 from twostep.prefix import secret_check
+from twostep.settings.autoscaler import PoolSettings
 
-COLD_S: dict[Role, float] = {"prefill": 60.0, "decode": 60.0}
 ALL = (*(worker(f"p{number}", "prefill") for number in range(4)), *(worker(f"d{number}", "decode") for number in range(4)))
 
 
-class Filling(ObservationCollector):
-    """After each look at workers some more of them have registered."""
-
-    def __init__(self, writer: Writer, clock: Clock, waves: list[Sequence[WorkerRecord]]) -> None:
-        super().__init__(writer.redis, Fleet(secret_check(SECRET), COLD_S), SECRET, span_s=30.0, clock=clock, look_again_s=0.001)
-        self._writer, self.waves = writer, waves
-
-    async def _look_at(self, known: Sequence[str]) -> dict[str, WorkerRecord]:
-        found = await super()._look_at(known)
-        if self.waves:
-            await self._writer.workers(*self.waves.pop(0))
-        return found
+def collector(redis: Any, clock: Callable[[], float] | None = None) -> ObservationCollector:
+    fleet = Fleet(secret_check(SECRET), {"prefill": 60.0, "decode": 60.0})
+    return ObservationCollector(redis, fleet, SECRET, span_s=30.0, look_again_s=0.0, clock=clock)
 
 
-async def test_without_a_decision_to_go_on_from_it_waits_for_those_who_register(redis_server: RedisServer, writer: Writer) -> None:
+class Between:
+    """A connection that does something before each look at the workers."""
+
+    def __init__(self, redis: Any, work: list[Callable[[], Awaitable[None]]]) -> None:
+        self._redis, self._work = redis, work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._redis, name)
+
+    async def eval(self, *args: Any) -> Any:
+        if self._work:
+            await self._work.pop(0)()
+        return await self._redis.eval(*args)
+
+
+async def test_without_a_decision_to_go_on_from_it_waits_for_those_who_register(scene: Scene) -> None:
     """Redis has come back empty, and the leader is a new one."""
-    clock = Clock()
-    await writer.load(clock.now_s, Load(requests=20))
-    collector = Filling(writer, clock, [ALL[:1], ALL[:5], ALL])
-    look = await collector.look()
+    await scene.load(Load(requests=20))
+    waves = [lambda some=some: scene.writer.workers(*some) for some in (ALL[:1], ALL[:5], ALL)]
+    seen = collector(Between(scene.writer.redis, waves), scene.clock)
+    look = await seen.look()
     assert sorted(record.worker_id for record in look.records) == sorted(record.worker_id for record in ALL)
-    assert collector.observation(look, None).pods == {"prefill": 4, "decode": 4}
+    assert seen.observation(look, None).pods == {"prefill": 4, "decode": 4}
 
 
-async def test_workers_that_are_all_another_deployments_are_not_none(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    clock = Clock()
+async def test_workers_that_were_there_a_moment_ago_are_looked_for_again(scene: Scene) -> None:
+    """Redis came back empty, and their next heartbeats fill it: just before the second look."""
+    work: list[Callable[[], Awaitable[None]]] = []
+    seen = collector(Between(scene.writer.redis, work), scene.clock)
+    await scene.pair()
+    await scene.writer.redis.set(DECISION_KEY, SIGNER.sign_object(decision(1).to_json()))
+    assert len((await seen.look()).records) == 2
+    work += [scene.writer.workers, scene.pair]
+    assert [record.worker_id for record in (await seen.look()).records] == ["d", "p"]
+    assert not work, "it has looked twice"
+    await scene.writer.workers(worker("d", "decode"))
+    assert [record.worker_id for record in (await seen.look()).records] == ["d"], "one that is gone for good"
+
+
+async def test_workers_that_are_all_another_deployments_are_not_none(scene: Scene) -> None:
     strangers = [replace(record, secret_check="another") for record in ALL]
-    await writer.workers(*strangers)
-    await writer.load(clock.now_s, Load(requests=20))
-    settings = config(redis_server.url, tmp_path, interval=0.1, leader_lease=3600.0)
-    async with running(settings, clock) as autoscaler:
-        await eventually(lambda: autoscaler.metrics.skipped.labels("workers")._value.get() > 2, "looks without a decision")
+    await scene.writer.workers(*strangers)
+    await scene.load(Load(requests=20))
+    async with scene.running(interval=0.1) as autoscaler:
+        await eventually(lambda: count_of(autoscaler.metrics.skipped, "workers") > 2, "looks without a decision")
         assert autoscaler.board.record is None
-        await writer.workers(*strangers[:2], *ALL[2:])
+        await scene.writer.workers(*strangers[:2], *ALL[2:])
         await eventually(lambda: autoscaler.board.record is not None, "a decision by those that count")
 
 
-async def test_what_was_wanted_counts_where_redis_has_forgotten_it(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
+async def test_what_was_wanted_counts_where_redis_has_forgotten_it(scene: Scene) -> None:
     """The same leader: workers that are back late are pods that are to come."""
-    clock = Clock()
-    await writer.workers(*ALL)
-    await writer.load(clock.now_s, Load(requests=1))
-    settings = config(redis_server.url, tmp_path, interval=60.0, leader_lease=3600.0)
-    async with running(settings, clock) as autoscaler:
-        await eventually(lambda: autoscaler.board.record is not None, "a decision")
-        await writer.redis.flushall()
-        await writer.workers(*ALL[3:6])
-        clock.now_s += 60.0
-        await writer.load(clock.now_s, Load(requests=1))
-        await autoscaler.lease.renew()
-        autoscaler.controller.wake()
-        await eventually(lambda: autoscaler.board.answer().at_s == clock.now_s, "another decision")
-        assert autoscaler.board.answer().pods == {"prefill": 4, "decode": 4}
-        assert autoscaler.board.answer().replicas == {"prefill": 4, "decode": 4}
+    await scene.writer.workers(*ALL)
+    await scene.load()
+    async with scene.deciding() as autoscaler:
+        await scene.writer.redis.flushall()
+        await scene.writer.workers(*ALL[3:6])
+        await autoscaler.leadership.renew()
+        record = await scene.next(autoscaler)
+        assert record.pods == record.replicas == {"prefill": 4, "decode": 4}
 
 
-def decision(token: int, at_s: float) -> ScalingRecord:
-    counts = {"prefill": 2, "decode": 3}
-    return ScalingRecord(token=token, number=1, leader="a", at_s=at_s, interval_s=1.0, replicas=counts, pods=counts, wanted=counts)
+async def test_a_cluster_that_comes_up_again_with_an_empty_redis_loses_no_pod_that_loads(scene: Scene) -> None:
+    """Four of each there were. They come one after the other, and only then is anybody told how many there should be."""
+    await scene.load()
+    pools = PoolSettings(max_workers=8, cold_start=60.0)
+    records = [
+        replace(record, epoch=round((scene.clock.now_s - 20.0) * 1e6)) for pair in zip(ALL[:4], ALL[4:], strict=True) for record in pair
+    ]
+    async with scene.running(interval=0.1, prefill=pools, decode=pools) as autoscaler, keda(autoscaler.port) as asked:
+        for num in (0, 1, 4, 8):
+            await scene.writer.workers(*records[:num])
+            before = count_of(autoscaler.metrics.skipped, "workers")
+            await eventually(lambda before=before: count_of(autoscaler.metrics.skipped, "workers") > before + 1, "looks without a decision")
+            assert await asked.refusal("prefill") is grpc.StatusCode.UNAVAILABLE
+        record = await first_after(scene, autoscaler, 40.0)
+        assert record.pods == record.replicas == {"prefill": 4, "decode": 4}
 
 
-def test_a_leader_that_begins_with_small_tokens_again_is_believed_once_the_old_word_is_too_old() -> None:
-    clock = Clock()
-    board = DecisionBoard(stale_s=60.0, max_listeners=1, clock=clock)
-    old, new = decision(7, 100.0), decision(1, 110.0)
-    board.show(old, 0.0)
-    board.show(new, 0.0)
-    assert board.answer() == old, "it may be what a leader before has left"
-    clock.now_s += 60.0
-    board.show(new, 70.0)
-    assert board.record == old, "no better"
-    board.show(new, 5.0)
-    assert board.answer() == new
-    assert board.age_s == pytest.approx(5.0)
-    board.show(new, 0.0)
-    assert board.age_s == pytest.approx(5.0), "the same decision does not grow younger"
+async def first_after(scene: Scene, autoscaler: Any, seconds: float) -> Any:
+    scene.clock.now_s += seconds
+    await scene.load(Load(requests=1, queued=1))
+    await eventually(lambda: autoscaler.board.record is not None, "the first decision")
+    return autoscaler.board.answer()
 
 
-async def test_a_switch_that_is_not_wanted_any_more_is_not_asked_for() -> None:
-    asked: list[str] = []
-    switcher = Switcher(SECRET, drain_s=1.0, on_result=lambda record, to, outcome: asked.append(record.worker_id))
-    there = [worker(f"p{number}", "prefill", address="127.0.0.1:9") for number in range(4)]
-    switches = [Switch(worker_id=f"p{number}", to="decode") for number in range(3)]
-    switcher.start(switches, there, {f"p{number}": "decode" for number in range(3)})
-    switcher.start([], there, {"p0": "decode", "p2": "decode"})
-    await eventually(lambda: not switcher.busy, "rest")
-    assert asked == ["p0", "p2"]
-    await switcher.close()
+async def test_a_deployment_that_sleeps_wakes_for_who_waits_though_nobody_serves(scene: Scene) -> None:
+    pools = PoolSettings(cold_start=5.0)
+    await scene.load(Load(requests=1, queued=1))
+    async with scene.running(interval=0.1, prefill=pools, decode=pools) as autoscaler:
+        await eventually(lambda: count_of(autoscaler.metrics.skipped, "workers") > 0, "a look without a decision")
+        assert min((await first_after(scene, autoscaler, 40.0)).replicas.values()) >= 1
+
+
+async def test_of_two_routers_one_is_cut_off(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """Its windows end, nobody goes; it says that it leaves, and they go as ever."""
+    busy = WorkerLoad(tokens_per_s=5000.0)
+    fleet = [*(worker(f"p{number}", "prefill", load=busy) for number in range(4)), worker("d", "decode")]
+    await scene.writer.workers(*fleet)
+    await scene.load(routers=2)
+    pools = {"prefill": PoolSettings(max_workers=4), "decode": PoolSettings(max_workers=1)}
+    async with scene.deciding(cool_down=60.0, switch_roles=False, **pools) as autoscaler:
+        assert [(await scene.next(autoscaler)).replicas["prefill"] for _ in range(6)] == [4] * 6
+        assert "router-1 is silent" in caplog.text
+        window = window_of(scene.clock.now_s) - 1
+        last = signed_totals(Signer(SECRET, DEMAND), window, "router-1", DemandTotals(left=1))
+        await scene.writer.redis.hset(demand_key(window), mapping={"router-1": last})
+        await scene.writer.workers(*(replace(record, load=WorkerLoad()) for record in fleet))
+        assert min([(await scene.next(autoscaler)).replicas["prefill"] for _ in range(6)]) < 4
+
+
+# ---- what others write --------------------------------------------------------------------------------------------------
+
+
+async def test_damaged_and_strange_records_cost_nobody_anything(scene: Scene) -> None:
+    await scene.pair()
+    await scene.writer.redis.sadd(WORKERS_KEY, "broken", "liar", "gone", b"\xff\xfe")
+    await scene.writer.redis.set(worker_key("broken"), "{")
+    await scene.writer.redis.set(worker_key("liar"), Signer(SECRET, RECORDS).sign_object(worker("p", "prefill").to_json()))
+    await scene.writer.redis.set(DECISION_KEY, "nonsense")
+    async with scene.deciding() as autoscaler:
+        seen = autoscaler.controller.observation
+        assert seen is not None
+        assert [view.worker_id for view in seen.workers] == ["d", "p"]
+
+
+async def test_only_what_the_deployment_has_signed_is_acted_upon(writer: Writer) -> None:
+    mine, seen = decision(3), collector(writer.redis)
+    now_s = float((await writer.redis.time())[0])
+    await writer.workers(worker("p", "prefill"))
+    await writer.load(now_s, Load(requests=1))
+    await writer.redis.set(DECISION_KEY, SIGNER.sign_object(mine.to_json()))
+    before = await seen.look()
+    assert ([record.worker_id for record in before.records], before.decision) == (["p"], mine)
+    for forged in (replace(mine, token=1 << 60), replace(mine, victims=("p",))):
+        await writer.redis.set(DECISION_KEY, forged.to_json())
+        assert (await seen.look()).decision is None
+        mac = json.loads(SIGNER.sign_object(mine.to_json()))["mac"]
+        await writer.redis.set(DECISION_KEY, f'{forged.to_json()[:-1]},"mac":"{mac}"}}')
+        assert (await seen.look()).decision is None
+    await writer.redis.set(worker_key("p"), replace(worker("p", "prefill"), pod_owner="decode").to_json())
+    assert ((await seen.look()).records, (await seen.look()).num_refused) == ((), 1)
+    # Demand that nobody metered, and a router's own in another window or name.
+    windows = windows_to_read(now_s)
+    told = (await writer.redis.hgetall(demand_key(windows[-1])))[b"router-0"]
+    for window in windows:
+        fields = {"made up": "[1000000]", "router-1": told, **({"router-0": told} if window != windows[-1] else {})}
+        await writer.redis.hset(demand_key(window), mapping=fields)
+    await writer.redis.hset(demand_key(windows[-2]), mapping={f"junk{number}": "x" * 5000 for number in range(3000)})
+    assert (await seen.look()).demand.kept.requests < before.demand.kept.requests + Load(requests=1).totals().requests
+
+
+async def test_a_router_whose_clock_is_an_hour_off_is_heard_all_the_same(redis_server: RedisServer) -> None:
+    """Its demand came in windows that nobody read, and nothing was decided."""
+    async with client(redis_server.url) as redis:
+        for hours in (1, -1, 24 * 365):
+            wrong = SharedClock(wall=lambda: time.time() + 3600 * hours)  # noqa: B023
+            meter = DemandMeter(redis, f"router{hours}", Signer(SECRET, DEMAND), Targets(), lambda: 5, clock=wrong)
+            await meter.exchange()  # in which it hears what time it is
+            await meter.exchange()
+        look = await collector(redis).look()
+        assert (look.demand.num_routers, look.demand.queued, look.demand.silent) == (3, 15, ())

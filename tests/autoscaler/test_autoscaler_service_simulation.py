@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from hpa_formula import desired
-from service_harness import Clock, RedisServer, Writer, config, keda
+from service_harness import Clock, Scene, keda
 
 from twostep.autoscaler.decision_log import read_decisions
 from twostep.autoscaler.model import ROLES
@@ -30,12 +29,10 @@ TRACE = LoadTrace(
 
 
 @pytest.mark.system
-async def test_the_service_follows_a_trace_as_the_simulation_says(
-    redis_server: RedisServer, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_service_follows_a_trace_as_the_simulation_says(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, clock = PoolSettings(max_workers=12, cold_start=45.0), Clock(0.0)
     targets = {"target_ttft_ms": 500.0, "target_tpot_ms": 10.0}
-    settings = config(redis_server.url, tmp_path, leader_lease=3600.0, stale_after=1000, prefill=pool, decode=pool, **targets)
+    settings = scene.config(interval=15.0, stale_after=1000, prefill=pool, decode=pool, **targets)
     simulated = Setting(
         cluster=PodsConfig(deployment=machine_of_preset("h200-llama-3.1-8b").base, cold_start_s=45), policy=settings.policy()
     )
@@ -53,7 +50,7 @@ async def test_the_service_follows_a_trace_as_the_simulation_says(
                 assert logged.config == settings.policy()
                 clock.now_s = logged.observation.now_s
                 seen = logged.observation
-                monkeypatch.setattr(service.controller._parts.collector, "observation", lambda look, asked, switching, seen=seen: seen)
+                monkeypatch.setattr(service.controller._collector, "observation", lambda look, asked, switching, seen=seen: seen)
                 await service.controller.step()
                 record = service.board.answer()
                 assert (record.number, record.at_s) == (number, seen.now_s)

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from service_harness import SECRET, Clock, Load, RedisServer, Writer, config, eventually, running, worker
+from service_harness import SECRET, Load, Scene, count_of, eventually, worker
 
 from twostep.autoscaler.model import Role, Switch
+from twostep.autoscaler.server import Autoscaler
 from twostep.autoscaler.switches import Outcome, Switcher, last_of_role
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, Unavailable
@@ -19,6 +19,8 @@ from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.settings.autoscaler import PoolSettings
+
+ANSWERS = Load(requests=9, prompt_tokens=200, output_tokens=800)
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -146,69 +148,63 @@ async def test_failures_are_told_apart_and_a_worker_of_another_name_is_left_alon
         assert len(fakes[0].asked) == asked
 
 
-async def test_an_address_where_nobody_answers_is_a_failure() -> None:
+async def test_a_switch_that_is_not_wanted_any_more_is_not_asked_for() -> None:
+    """Where nobody answers at the worker's address, that is a failure."""
     results = Results()
     switcher = Switcher(SECRET, drain_s=1.0, on_result=results)
-    there = [worker("p0", "prefill", address="127.0.0.1:9"), worker("p1", "prefill")]
-    switcher.start([Switch(worker_id="p0", to="decode")], there)
-    await eventually(lambda: results == [("p0", "decode", "failed")], "an end")
+    there = [worker(f"p{number}", "prefill", address="127.0.0.1:9") for number in range(4)]
+    switches = [Switch(worker_id=f"p{number}", to="decode") for number in range(3)]
+    switcher.start(switches, there, {f"p{number}": "decode" for number in range(3)})
+    switcher.start([], there, {"p0": "decode", "p2": "decode"})
+    await eventually(lambda: not switcher.busy, "rest")
+    assert results == [("p0", "decode", "failed"), ("p2", "decode", "failed")]
+    await switcher.close()
 
 
-async def test_a_leader_shifts_a_worker_to_the_role_that_is_short(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    """Four pods of a kind and one of the other, a load that turns to answers, and pods that take their time: a worker takes the other role,
-    and counts for the Deployment that owns its pod."""
-    clock = Clock()
-    records = [*(worker(f"p{number}", "prefill") for number in range(4)), worker("d0", "decode")]
-    settings = config(
-        redis_server.url,
-        tmp_path,
-        interval=60.0,
-        leader_lease=3600.0,
-        cool_down=60.0,
-        spare=0,
-        prefill=PoolSettings(max_workers=4, cold_start=600.0),
-        decode=PoolSettings(max_workers=4, cold_start=600.0),
-        worker_drain=3.0,
-    )
-    load = Load(requests=9, prompt_tokens=200, output_tokens=800)
-    async with serving(*records) as fakes:
-        await writer.workers(*(fake.record for fake in fakes))
-        await writer.load(clock.now_s, load)
-        async with running(settings, clock) as autoscaler:
-            await eventually(lambda: autoscaler.board.record is not None, "a decision")
-            for _ in range(30):
-                # A worker has its new role before the answer is back: only then is it counted.
-                await eventually(lambda: not autoscaler._switcher.busy, "the end of a switch")
-                if sum(fake.record.role == "decode" for fake in fakes) > 1:
-                    break
-                clock.now_s += 60.0
-                await writer.workers(*(fake.record for fake in fakes))
-                await writer.load(clock.now_s, load)
-                autoscaler.controller.wake()
-                await eventually(lambda: autoscaler.board.answer().at_s == clock.now_s, "another decision")
-            shifted = [fake.record.worker_id for fake in fakes if fake.record.role == "decode" and fake.record.pod_owner == "prefill"]
-            assert shifted, "one of them decodes now"
-            assert autoscaler.metrics.switches.labels("ok")._value.get() == len(shifted)
-            assert all(fake.most_at_once <= 1 for fake in fakes)
-            await writer.workers(*(fake.record for fake in fakes))
-            clock.now_s += 60.0
-            await writer.load(clock.now_s, load)
-            autoscaler.controller.wake()
-            await eventually(lambda: autoscaler.board.answer().at_s == clock.now_s, "another decision")
-            record, seen = autoscaler.board.answer(), autoscaler.controller.observation
-            assert seen is not None
-            assert {view.worker_id for view in seen.workers if view.role == "decode" and view.owner == "prefill"} == set(shifted)
-            assert record.pods["prefill"] == 4, "pods count for who owns them"
-            assert sum(record.replicas.values()) == sum(record.wanted.values())
-            assert record.wanted["decode"] > record.replicas["decode"]
+@asynccontextmanager
+async def shifting(scene: Scene, *, fails_with: Exception | None = None) -> AsyncIterator[tuple[Autoscaler, list[FakeWorker]]]:
+    """Four pods of a kind and one of the other, a load that turns to answers, and pods that take their time: until the first worker was
+    asked to take the other role, and has answered."""
+    pools = PoolSettings(max_workers=4, cold_start=600.0)
+    async with serving(*(worker(f"p{number}", "prefill") for number in range(4)), worker("d0", "decode")) as fakes:
+        for fake in fakes:
+            fake.fails_with = fails_with
+        await scene.writer.workers(*(fake.record for fake in fakes))
+        await scene.load(ANSWERS)
+        async with scene.deciding(cool_down=60.0, spare=0, prefill=pools, decode=pools, worker_drain=3.0) as autoscaler:
+            record = autoscaler.board.answer()
+            while not record.switches:
+                record = await scene.next(autoscaler, ANSWERS)
+            # A worker has its new role before the answer is back: only then is it counted.
+            ended = [autoscaler.metrics.switches, "refused" if fails_with else "ok"]
+            await eventually(lambda: count_of(*ended) == len(record.switches), "the end of the switches")
+            await scene.writer.workers(*(fake.record for fake in fakes))
+            yield autoscaler, fakes
 
 
-async def test_a_worker_that_refused_is_not_asked_again_in_that_life(redis_server: RedisServer, writer: Writer, tmp_path: Path) -> None:
-    clock = Clock()
-    async with running(config(redis_server.url, tmp_path), clock) as autoscaler:
-        record = worker("p0", "prefill")
-        autoscaler._on_switch(record, "decode", "refused")
-        (view,) = autoscaler._fleet.views([record], clock.now_s)
-        assert not view.can_switch
-        (view,) = autoscaler._fleet.views([replace(record, epoch=record.epoch + 1)], clock.now_s)
-        assert view.can_switch
+async def test_a_leader_shifts_a_worker_to_the_role_that_is_short(scene: Scene) -> None:
+    """And it counts for the Deployment that owns its pod."""
+    async with shifting(scene) as (autoscaler, fakes):
+        shifted = {fake.record.worker_id for fake in fakes if fake.record.role == "decode" and fake.record.pod_owner == "prefill"}
+        assert shifted == set(autoscaler.board.answer().switches)
+        record, seen = await scene.next(autoscaler, ANSWERS), autoscaler.controller.observation
+        assert seen is not None
+        assert {view.worker_id for view in seen.workers if view.role == "decode" and view.owner == "prefill"} == shifted
+        assert record.pods["prefill"] == 4, "pods count for who owns them"
+        assert sum(record.replicas.values()) == sum(record.wanted.values())
+        assert record.wanted["decode"] > record.replicas["decode"]
+
+
+async def test_a_worker_that_refused_is_not_asked_again_in_that_life(scene: Scene) -> None:
+    async with shifting(scene, fails_with=Incompatible("it hands nothing over")) as (autoscaler, fakes):
+        refused = set(autoscaler.board.answer().switches)
+        await scene.next(autoscaler, ANSWERS)
+        seen = autoscaler.controller.observation
+        assert seen is not None
+        assert {view.worker_id for view in seen.workers if not view.can_switch} == refused
+        for fake in fakes:
+            fake.record = replace(fake.record, epoch=fake.record.epoch + 1)
+        await scene.writer.workers(*(fake.record for fake in fakes))
+        await scene.next(autoscaler, ANSWERS)
+        assert autoscaler.controller.observation is not None
+        assert all(view.can_switch for view in autoscaler.controller.observation.workers)

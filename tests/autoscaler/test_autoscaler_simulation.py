@@ -19,8 +19,8 @@ from twostep.lab.simulation.__main__ import main
 from twostep.lab.simulation.outcome import RequestLedger, ScalingOutcome, most_reversals, recovery
 from twostep.lab.simulation.pods import PodCluster, PodsConfig
 from twostep.lab.simulation.run import Setting, decision_lines, simulate
-from twostep.lab.simulation.scalers import FixedFleet, contestant, hpa_grid
-from twostep.lab.simulation.traces import LoadTrace, TraceCurve, WorkerLoss, requests, trace_names, trace_of
+from twostep.lab.simulation.scalers import contestant
+from twostep.lab.simulation.traces import TRACES, LoadTrace, TraceCurve, WorkerLoss, requests
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 
 POOL = PoolConfig(max_workers=16, cold_start_s=45)
@@ -77,7 +77,7 @@ def test_every_request_ends_or_is_refused_whatever_happens_to_workers() -> None:
     assert (totals.ended, totals.refused) == (len(found), 0)
     assert totals.output_tokens == sum(request.num_output for request in found)
     assert cluster.num_waiting == 0
-    assert len(cluster.ledger.losses) == 3
+    assert len(cluster.ledger.lost_at) == 3
     for pod in cluster.pods.values():
         assert pod.worker is not None
         assert not pod.worker.running
@@ -123,10 +123,11 @@ def test_what_nobody_can_hold_is_refused_in_time() -> None:
 
 def test_a_seed_is_a_run() -> None:
     trace = steady(10, 1500, 150, 20, WorkerLoss(10, "decode"))
-    fleet = FixedFleet({"prefill": 2, "decode": 2})
-    one, again = (simulate(setting(), trace, requests(trace, seed=5), fleet, seed=5) for _ in range(2))
-    assert one == again
-    assert simulate(setting(), trace, requests(trace, seed=6), fleet, seed=6) != one
+
+    def run(seed: int) -> ScalingOutcome:
+        return simulate(setting(), trace, requests(trace, seed), contestant("joint", POLICY), seed=seed)
+
+    assert run(5) == run(5) != run(6)
 
 
 def test_pods_are_paid_from_their_making_to_their_end() -> None:
@@ -200,17 +201,15 @@ def test_a_decision_log_of_a_simulation_is_decided_again_alike() -> None:
 
 
 def test_every_trace_has_its_peak_and_ends_at_its_end() -> None:
-    for name in trace_names():
-        trace = trace_of(name, peak=100)
+    for shape in TRACES.values():
+        trace = shape.scaled(100)
         assert trace.rate.highest == pytest.approx(100)
         assert all(0 < loss.at_s < trace.seconds - 60 for loss in trace.losses)
         assert trace.rate.points[-1][0] <= trace.seconds
-    with pytest.raises(InvalidRequest, match="diurnal"):
-        trace_of("weekly", peak=1)
 
 
 def test_requests_follow_the_trace() -> None:
-    trace = trace_of("shift", peak=2)
+    trace = TRACES["shift"].scaled(2)
     found = requests(trace, 4)
     assert found == requests(trace, 4)
     assert len(found) == pytest.approx(2 * trace.seconds, rel=0.05)
@@ -222,20 +221,16 @@ def test_requests_follow_the_trace() -> None:
 def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
     flags = ["--trace", "loss", "--peak", "5", "--shorten", "0.05", "--seeds", "1", "--decision-log", str(log)]
-    assert main([*flags, "--who", "joint", "fleet,prefill=2,decode=2", "hpas,prefill=busy:0.5,decode=seats:0.16"]) == 0
+    assert main([*flags, "--who", "joint", "joint,spare=0", "hpas,prefill=busy:0.5,decode=seats:0.16"]) == 0
     printed = capsys.readouterr().out
-    assert "| joint policy |" in printed
-    assert "| fixed fleet 2 + 2 |" in printed
+    for name in ("joint policy", "joint policy, spare 0", "HPAs, prefill busy 50%, decode seats 16%"):
+        assert f"| {name} |" in printed
     assert len(log.read_text().splitlines()) > 10
 
 
-@pytest.mark.parametrize("text", ["hpas,prefill=busy:0.5", "nobody", "joint,spare=many", "hpas,prefill=busy:0,decode=seats:1"])
+@pytest.mark.parametrize(
+    "text", ["hpas,prefill=busy:0.5", "fleet,prefill=1,decode=1", "joint,spare=many", "joint,hue=2", "hpas,prefill=busy:0,decode=seats:1"]
+)
 def test_contestants_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         contestant(text, POLICY)
-
-
-def test_the_grid_reaches_below_30_percent() -> None:
-    pairs = list(hpa_grid())
-    assert len(pairs) == len(set(pairs)) == 48
-    assert any("seats:0.08" in pair for pair in pairs)

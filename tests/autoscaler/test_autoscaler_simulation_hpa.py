@@ -9,7 +9,7 @@ from hpa_formula import desired
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.lab.simulation.hpa import Hpa, Rules, average_value, pods_metric
+from twostep.lab.simulation.hpa import Hpa, average_value, pods_metric
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_pods_without_a_metric_dampen() -> None:
 @given(total=st.floats(0, 60), current=st.integers(1, 50))
 def test_average_value_is_the_formula_in_thousandths(total: float, current: int) -> None:
     milli = int(total * 1000)
-    assert average_value(current, milli / 1000, 1.0) in (
+    assert average_value(current, milli / 1000) in (
         desired(milli / 1000, current),
         # The two divide in another order: on the edge of the tolerance, and of a whole number, one bit decides.
         current if abs(abs(1 - milli / 1000 / current) - 0.1) < 1e-9 else math.ceil(milli / 1000),
@@ -70,10 +70,3 @@ def test_scale_up_doubles_or_adds_four_in_15_s() -> None:
     assert hpa.follow(45, 24, 500) == 48
     assert hpa.follow(60, 48, 500) == 96
     assert hpa.follow(75, 96, 500) == 100
-
-
-def test_rate_policies_of_the_way_down() -> None:
-    hpa = Hpa(least=0, most=100, down=Rules(stabilization_s=0.0, percent=10.0, period_s=60.0))
-    assert hpa.follow(0, 50, 5) == 45
-    assert hpa.follow(15, 45, 5) == 45
-    assert hpa.follow(60, 45, 5) == 40  # 10 % of 45 is 4.5: at most to 40.5, and 40 is what is left of it rounded down

@@ -1,13 +1,11 @@
-"""A Twostep router and an OpenAI-compatible server that send tokens when the test says, and note when they did."""
+"""A router that sends tokens when the test says, and notes when it did."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from twostep.rpc.v1 import inference_pb2 as pb
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripted_server import ScriptedInference, serving
 
-__all__ = ["Schedule", "TimedInference", "serving", "serving_http"]
+__all__ = ["Schedule", "TimedInference", "serving"]
 
 
 @dataclass
@@ -41,13 +39,22 @@ class Schedule:
 
 
 class TimedInference(ScriptedInference):
-    """Answers with tokens 1000, 1001, ... on schedule. `refuse_every`: each so-manieth request is refused, with a delay to wait."""
+    """Answers with tokens 1000, 1001, ... on schedule. `refuse_every`: each so-manieth request is refused, with a delay to wait. `key`:
+    what every call has to show."""
 
-    def __init__(self, schedule: Schedule, *, refuse_every: int = 0, break_after: int = 0) -> None:
+    def __init__(self, schedule: Schedule, *, refuse_every: int = 0, break_after: int = 0, key: str = "") -> None:
         super().__init__()
-        self.schedule, self.refuse_every, self.break_after = schedule, refuse_every, break_after
+        self.schedule, self.refuse_every, self.break_after, self.key = schedule, refuse_every, break_after, key
+
+    async def let_in(self, context: Any) -> None:
+        shown = dict(context.invocation_metadata()).get("authorization")
+        if self.key and shown is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no API key was given")
+        if self.key and shown != f"Bearer {self.key}":
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this API key may not")
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        await self.let_in(context)
         self.requests.append(request)
         if self.refuse_every and len(self.requests) % self.refuse_every == 0:
             context.set_trailing_metadata((("x-twostep-retry-after-ms", "1500"),))
@@ -67,50 +74,9 @@ class TimedInference(ScriptedInference):
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        await self.let_in(context)
         return pb.ListModelsResponse(models=[pb.Model(name="timed", max_model_len=8192, prefill_workers=1, decode_workers=1)])
 
-
-@asynccontextmanager
-async def serving_http(schedule: Schedule, bodies: list[dict[str, Any]], *, refuse_every: int = 0) -> AsyncIterator[str]:
-    """The address of an OpenAI-compatible server, /v1 left out; request bodies are appended to `bodies`."""
-    from aiohttp import web  # noqa: PLC0415 - the extra [bench]
-
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "timed", "max_model_len": 8192}]})
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        bodies.append(body)
-        if refuse_every and len(bodies) % refuse_every == 0:
-            return web.json_response({"error": {"message": "too many"}}, status=429, headers={"Retry-After": "2"})
-        if body["max_tokens"] == 13:
-            return web.Response(status=500, text="thirteen")
-        chat = request.path.endswith("/chat/completions")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-
-        async def say(event: object) -> None:
-            await response.write(b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n")
-
-        if chat:
-            await say({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
-        async for i in schedule.tokens(body["max_tokens"]):
-            last = i + 1 == body["max_tokens"]
-            piece = {"delta": {"content": " x"}} if chat else {"text": " x"}
-            await say({"choices": [piece | {"finish_reason": "length" if last else None}]})
-        num_prompt = len(str(body.get("prompt") or body.get("messages")).split())
-        usage = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 3}}
-        await say({"choices": [], "usage": usage})
-        await say(b"[DONE]")
-        return response
-
-    app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", answer), web.post("/v1/chat/completions", answer)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        await self.let_in(context)
+        return await super().Tokenize(request, context)

@@ -128,24 +128,6 @@ def test_waiting_is_shown(server: tuple[ScriptedInference, str], tmp_path: Path)
         terminal.expect("[cancelled · 0 tokens]")
 
 
-def test_what_a_model_says_does_not_command_the_terminal(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
-    with chat(server, tmp_path) as terminal:
-        say(terminal, "bare\n")
-        terminal.expect("a␛[31mb␇c\ufffd2Jd")
-
-
-def test_several_lines_and_a_paste(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
-    with chat(server, tmp_path) as terminal:
-        say(terminal, "one \\\ntwo\n")
-        terminal.expect("[3 tokens")
-        say(terminal, '"""first\n\n  second\n"""\n')
-        terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 2)
-        say(terminal, "\x1b[200~pasted\nlines\x1b[201~\n")
-        terminal.until(lambda: terminal.screen.text().count("[3 tokens") == 3)
-    asked = [message.content for message in server[0].requests[-1].chat.messages if message.role == "user"]
-    assert asked == ["one \ntwo", "first\n\n  second", "pasted\nlines"]
-
-
 def test_history_is_kept_and_is_the_users_own(server: tuple[ScriptedInference, str], tmp_path: Path) -> None:
     path = tmp_path / "twostep" / "chat_history"
     for number, _ in enumerate(range(2)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +15,8 @@ from hypothesis import strategies as st
 from scripted_server import ScriptedInference, serving_in_thread, some_cluster
 from terminal_screen import Session
 
-from twostep.cli import _status, main
 from twostep.cli._status_table import RouterReply, amount, duration, instant, percent, render
-from twostep.cli._terminal import Terminal, width_of
+from twostep.cli._terminal import width_of
 from twostep.client._status import cluster_status
 from twostep.rpc.v1 import status_pb2 as pb
 
@@ -66,27 +64,6 @@ def test_the_live_table(server: tuple[ScriptedInference, str], leave: str) -> No
         assert not terminal.screen.cursor_hidden
         assert "33/64" in terminal.screen.text(), "what was there last stays"
         assert "\x1b[32m" in terminal.raw
-
-
-class LateAtFirst(ScriptedInference):
-    """Stands still before it says for the first time how it is."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "cluster" and not self.__dict__.get("asked"):
-            self.__dict__["asked"] = True
-            time.sleep(1)
-        return super().__getattribute__(name)
-
-
-def test_a_first_look_has_the_time_that_it_was_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The live table gives up a look after some seconds; what it was told to wait for the first one counts all the same."""
-    monkeypatch.setattr(_status, "_LOOK_S", 0.05)
-    monkeypatch.setattr(_status, "_follow", lambda terminal, looks, look, interval_s: looks)
-    monkeypatch.setattr(Terminal, "of", lambda *_: Terminal(sys.stdout, live=True, color=False))
-    with serving_in_thread(LateAtFirst()) as target, pytest.raises(SystemExit) as ended:
-        main(["status", "--target", target, "--timeout", "60"])
-    assert ended.value.code == 0
-    assert "prefill-0" in capsys.readouterr().out
 
 
 def test_a_router_that_is_gone_is_shown_beside_the_others(server: tuple[ScriptedInference, str]) -> None:
@@ -246,14 +223,6 @@ def test_an_autoscaler_that_decides_no_more_stands_out() -> None:
     problem = "not a decision of an autoscaler: KeyError('pods'); upgrade whoever reads or wrote it"
     assert decided(some_decision(problem=problem), width=200)[2:] == [f"autoscaler: its decision cannot be read: {problem}"]
     assert decided(pb.Scaling(problem=problem), width=200) == [f"autoscaler: its decision cannot be read: {problem}"]
-
-
-def test_failures_and_what_was_not_observed() -> None:
-    cluster = pb.ClusterStatus(model="m", router_id="r", load=pb.RouterLoad(failures_per_s=2.5, window_s=60))
-    shown = "\n".join(render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain))
-    assert "0 running, 0 waiting; 0/s, 2.5/s failed" in shown
-    assert "load –   targets kept –" in shown
-    assert shown.count("–") == 2 + 12, "no percentile was observed"
 
 
 TEXTS = st.text("ab 日\n\x1b", max_size=60)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from test_local_supervisor import Journal, alive, component, until
 
-from twostep.autoscaler.board import DecisionBoard
-from twostep.autoscaler.external_scaler import ExternalScaler
+from twostep.autoscaler.external_scaler import DecisionBoard, ExternalScaler
 from twostep.autoscaler.server import SERVICE
 from twostep.cluster.connection import connect
 from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.client._channel import key_metadata, options_for, routers_of, trace_of
+from twostep import Client
+from twostep.client._channel import compression_for, key_metadata, options_for, routers_of, trace_of
 from twostep.client._pool import RENEW_NAMES_AFTER_S, STREAMS_PER_CONNECTION, ConnectionLease, HealthProbe, Pool, RouterEndpoint, choose
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, SetupError
 
 
 class Clock:
@@ -264,3 +266,22 @@ def test_the_key_is_shown_and_never_told() -> None:
 def test_a_trace_context_that_is_none(bad: str) -> None:
     with pytest.raises(InvalidRequest, match="traceparent"):
         trace_of(bad)
+
+
+@pytest.mark.parametrize("target", ["", "localhost", "http://localhost:50051", "localhost:http"])
+def test_bad_target(target: str) -> None:
+    with pytest.raises(InvalidRequest, match="host:port"):
+        routers_of(target)
+
+
+def test_tls_files() -> None:
+    with pytest.raises(SetupError, match="/does/not/exist"):
+        Client("localhost:1", tls_ca="/does/not/exist")
+    with pytest.raises(SetupError, match="go together"):
+        Client("localhost:1", tls_cert="/c.pem")
+
+
+def test_short_requests_are_not_compressed() -> None:
+    gzip = grpc.Compression.Gzip
+    assert [compression_for(size, gzip) for size in (100, 1023, 1024, 1 << 20)] == [None, None, gzip, gzip]
+    assert compression_for(1 << 20, None) is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from image_replay import context, dockerfile
-from image_replay.root import ImageSandbox, Root
+from image_replay import dockerfile
+from image_replay.root import ImageSandbox, argv_in
 
 
 def test_continued_lines_are_joined_and_comments_between_them_dropped() -> None:
@@ -33,18 +33,6 @@ def test_a_step_that_is_not_understood_is_refused(text: str, message: str) -> No
         dockerfile.parse(text)
 
 
-def test_values_are_read_as_docker_reads_them() -> None:
-    assert dockerfile.expand("${A}/$B/$C.", {"A": "1", "B": "2"}) == "1/2/."
-    assert dockerfile.assignments("A=1 B='two words' C") == {"A": "1", "B": "two words", "C": ""}
-    assert dockerfile.copy("--from=build /a /b c/") == dockerfile.Copy("build", ("/a", "/b"), "c/")
-    with pytest.raises(ValueError, match="--chown is not understood"):
-        dockerfile.copy("--chown=1 a b")
-    with pytest.raises(ValueError, match="a source and a target"):
-        dockerfile.copy("a")
-    with pytest.raises(ValueError, match="no JSON list"):
-        dockerfile.command('{"a": 1}')
-
-
 @pytest.mark.parametrize(
     ("rules", "path", "through"),
     [
@@ -61,21 +49,21 @@ def test_values_are_read_as_docker_reads_them() -> None:
     ],
 )
 def test_the_last_rule_that_matches_a_path_or_one_above_it_decides(rules: str, path: str, through: bool) -> None:
-    assert context.Ignore(rules).lets_through(path) is through
+    assert dockerfile.Ignore(rules).lets_through(path) is through
 
 
 def test_a_copy_of_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x.pyc").touch()
     with pytest.raises(FileNotFoundError, match="COPY a"):
-        list(context.files(tmp_path, "a", context.Ignore("**/*.pyc")))
+        list(dockerfile.files(tmp_path, "a", dockerfile.Ignore("**/*.pyc")))
     (tmp_path / "a/x.py").touch()
-    assert [str(path) for path in context.files(tmp_path, "a", context.Ignore("**/*.pyc"))] == ["a/x.py"]
+    assert [str(path) for path in dockerfile.files(tmp_path, "a", dockerfile.Ignore("**/*.pyc"))] == ["a/x.py"]
 
 
 def test_a_root_is_closed_after_everything_below_it_is_mounted() -> None:
     sandbox = ImageSandbox(env={"A": "b c"}, user="1:2", cwd="/w", read_only=True, binds={"/m": "/host"}, tmpfs=("/tmp",))
-    script = Root(Path("/r")).argv(["run", "it now"], sandbox)[-1].splitlines()
+    script = argv_in(Path("/r"), ["run", "it now"], sandbox)[-1].splitlines()
     closed = script.index("mount -o remount,bind,ro /r")
     assert closed == len(script) - 2
     assert "mount -o remount,bind,ro /r/m" in script[:closed]

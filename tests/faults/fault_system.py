@@ -46,16 +46,6 @@ _STORE_BYTES = 160 << 20
 _MARKER_BYTES = 2
 _HERE = Path(__file__).parent
 
-# Runs in a process of its own, on a host with a raylet; prints what all raylets say of their stores.
-_ASK_STORES = """
-import json, logging, sys, ray
-from ray._private.internal_api import node_stats
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
-nodes = [(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes() if n["Alive"]]
-stores = [node_stats(*node, include_memory_info=False).store_stats for node in nodes]
-print(json.dumps([[s.num_local_objects, s.object_store_bytes_used] for s in stores]))
-"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
@@ -248,26 +238,28 @@ class FaultSystem:
         return await self.until_stores_empty(give_up - time.monotonic())
 
     async def until_stores_empty(self, timeout_s: float) -> Held:
-        """What Ray itself still counts when it is nothing, or after `timeout_s`."""
+        """What Ray itself still counts when it is nothing, or what of it stays when Ray needs the room, after `timeout_s`."""
         give_up = time.monotonic() + timeout_s
         while True:
             held = await self.stored()
-            if held.nothing or time.monotonic() > give_up:
+            if held.nothing:
                 return held
+            if time.monotonic() > give_up:
+                return await self.stored("fill", str(_STORE_BYTES))
             await asyncio.sleep(0.2)
 
-    async def stored(self) -> Held:
+    async def stored(self, *how: str) -> Held:
         """By Ray's own count, all nodes together."""
-        stores = await self._ask_stores()
+        stores = await self._ask_stores(*how)
         if isinstance(stores, str):
             return Held(unknown=stores)
         markers = sum(objects for objects, num_bytes in stores if num_bytes <= _MARKER_BYTES * objects)
         kept = [store for store in stores if store[1] > _MARKER_BYTES * store[0]]
         return Held(objects=sum(objects for objects, _ in kept), bytes=sum(num_bytes for _, num_bytes in kept), markers=markers)
 
-    async def _ask_stores(self) -> list[tuple[int, int]] | str:
+    async def _ask_stores(self, *how: str) -> list[tuple[int, int]] | str:
         """Objects and bytes of every live raylet's store, or why Ray does not tell; takes about 2 s."""
-        argv = self.hosts["head"].argv([sys.executable, "-P", "-c", _ASK_STORES, self.ray.address])
+        argv = self.hosts["head"].argv([sys.executable, "-P", str(_HERE / "ask_stores.py"), self.ray.address, *how])
         asking = await asyncio.create_subprocess_exec(
             *argv, env=self.environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )

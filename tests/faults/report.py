@@ -24,9 +24,9 @@ The client is the SDK with the addresses of both routers, and its defaults.
 with what (DEADLINE_EXCEEDED: not within 20 s), how long the slowest of the others took, and how long after the fault the first one
 succeeded that no failure followed. *Whole again* is when every process serves again, with all its transports. The last columns are what is
 left when all that is over: by the workers' own count (with a walk through their block pools), by every raylet's, files in shared memory,
-processes. (Where the owner of an object has died, Ray may
-keep a marker of a byte or two in its place: these hold no KV and are not counted.) In a cell of
-`decoding` the KV has been handed over (COMMITTED, RELEASED) and tokens are flowing.
+processes. (Where the owner of an object has died, Ray may keep a marker of a byte or two in its place: these hold no KV and are not
+counted. It may also keep a copy that nothing refers to until it needs the room: such a store is filled, and what stays is counted.) In a
+cell of `decoding` the KV has been handed over (COMMITTED, RELEASED) and tokens are flowing.
 """
 _TWO_RAYLETS = "## Two raylets"
 _EXPLAIN = {

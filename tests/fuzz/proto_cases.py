@@ -31,18 +31,7 @@ ODD: dict[str, st.SearchStrategy[Any]] = {
     "SamplingParams.stop": st.lists(st.sampled_from(["", "a", "Paris", "x" * 5000, "🙂"]), max_size=20),
     "Grammar.regex": st.sampled_from(["", "a+", "(", "(a|b)*c", "a{1,100000}", "(((((a{50}){50}){50})))", "\\p{L}+", "(?=x)"]),
     "Grammar.json_schema": st.sampled_from(
-        [
-            "",
-            "{",
-            "{}",
-            '{"type":"object"}',
-            '{"type":7}',
-            '{"$ref":"#"}',
-            '{"$ref":"http://x"}',
-            '{"pattern":"("}',
-            '{"enum":[]}',
-            "[" * 3000,
-        ]
+        ["", "{", "{}", '{"type":7}', '{"$ref":"#"}', '{"$ref":"http://x"}', '{"pattern":"("}', '{"enum":[]}', "[" * 3000]
     ),
     "Grammar.lark": st.sampled_from(["", 'start: "a"', "start:", "start: start", "start: /(/", "x" * 2000]),
 }

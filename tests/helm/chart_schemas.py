@@ -107,7 +107,3 @@ def _custom() -> dict[tuple[str, str], Any]:
         for kind, reference in contents["kinds"].items():
             found[contents["apiVersion"], kind] = {**reference, "$defs": contents["$defs"]}
     return found
-
-
-def is_custom(object: Object) -> bool:
-    return (object["apiVersion"], object["kind"]) in _custom()

@@ -109,15 +109,6 @@ class RunningPod:
     def log(self, container: str) -> str:
         return (self.directory / f"{container}.log").read_text(errors="replace")
 
-    def listening(self) -> dict[int, str]:
-        """TCP ports that other pods could reach, with the processes that listen."""
-        found = {}
-        for line in self.inside("ss", "-Hltnp").splitlines():
-            host, _, port = line.split()[3].rpartition(":")
-            if not host.startswith(("127.", "[::1]", "[::ffff:127.")):
-                found[int(port)] = line.split()[-1]
-        return found
-
     def delete(self) -> dict[str, tuple[int, float]]:
         """As the kubelet does it: the preStop hooks and then SIGTERM, to all containers at once; after the grace SIGKILL. Returns each
         one's exit status and when it ended, in seconds."""
@@ -142,14 +133,6 @@ class RunningPod:
             time.sleep(0.05)
         self._close()
         return ended
-
-    def kill(self) -> None:
-        """As when its machine is lost."""
-        for name in self.containers:
-            self.signal(name, signal.SIGKILL)
-        self._close()
-        for process in self.containers.values():
-            process.wait()
 
     def signal(self, container: str, number: signal.Signals) -> None:
         """To the container's first process, and with SIGKILL to all of it."""

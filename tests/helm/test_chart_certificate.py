@@ -11,20 +11,15 @@ import subprocess
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from chart_cases import SWITCHES
 from chart_hooks import FakeApi, rights, run_hook, script
 from chart_processes import processes
 from chart_render import merged, render
-
-from twostep.rpc.channel import client_credentials
-from twostep.settings.tls import TlsFiles
 
 VALUES = merged(SWITCHES["tls-job"], SWITCHES["autoscaling"], {"tls": {"extraDnsNames": ["llm.example"]}})
 
@@ -136,27 +131,6 @@ def test_kedas_key_opens_the_autoscaler_and_nothing_else(certificate: Path) -> N
     assert shaken("demo-twostep-peer", worker, autoscaler) == "demo-twostep-peer"
     with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
         shaken("demo-twostep-keda", Side(keda, release), autoscaler)
-    assert called(host, autoscaler, caller) is grpc.StatusCode.UNIMPLEMENTED, "it answers"
-    assert called(host, worker, caller) is grpc.StatusCode.UNAVAILABLE
-
-
-def called(name: str, server: Side, client: Side) -> grpc.StatusCode:
-    """What a gRPC server without any method says to a call under `name`, both with the credentials that the processes use."""
-    ours = TlsFiles(cert=server.own / "tls.crt", key=server.own / "tls.key", ca=server.authorities)
-    theirs = TlsFiles(cert=client.own / "tls.crt", key=client.own / "tls.key", ca=client.authorities)
-    cert, key, ca = ours.read()
-    # As twostep.rpc.server does for a server with an authority.
-    running = grpc.server(ThreadPoolExecutor(1))
-    port = running.add_secure_port(
-        "127.0.0.1:0", grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
-    )
-    running.start()
-    options = [("grpc.ssl_target_name_override", name), ("grpc.use_local_subchannel_pool", 1)]
-    with grpc.secure_channel(f"127.0.0.1:{port}", client_credentials(theirs), options) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/externalscaler.ExternalScaler/IsActive")(b"", timeout=60)
-    running.stop(None)
-    code: grpc.StatusCode = caught.value.code()
-    return code
 
 
 def test_it_is_made_once(certificate: Path, api: FakeApi) -> None:
@@ -205,10 +179,3 @@ def test_a_certificate_that_has_ended_is_found(certificate: Path, monkeypatch: p
     later = time.time() + 3651 * 86400
     monkeypatch.setattr(make_tls, "time", types.SimpleNamespace(time=lambda: later))
     assert make_tls.fault_of(content, ["localhost"]).startswith("has ended, ")
-
-
-def test_a_hook_without_rights_says_which(api: FakeApi, tmp_path: Path) -> None:
-    api.refuses = {"GET"}
-    result = run_hook("make-tls", api, tmp_path, VALUES)
-    assert result.returncode == 1
-    assert "403" in result.stderr

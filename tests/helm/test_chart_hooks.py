@@ -170,17 +170,6 @@ def test_a_pod_that_is_killed_while_it_loads_leaves_nothing_behind(tmp_path: Pat
     assert sorted(file.name for file in claim.iterdir()) == ["m", "m.lock"]
 
 
-def test_an_image_without_locks_says_so(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("mkdir", "sh"):
-        (tools / name).symlink_to(shutil.which(name) or "")
-    pod = start(tmp_path, {"command": ["sh", "-c", 'mkdir -p "$MODEL_PATH" && : > "$MODEL_PATH/config.json"']}, str(tools))
-    _, stderr = pod.communicate(timeout=TIMEOUT_S)
-    assert pod.returncode == 0, stderr
-    assert "no flock" in stderr
-
-
 def test_the_test_is_one_pod_with_its_script() -> None:
     """A hook of any other kind would be taken for a pod of its name by `helm test --logs`."""
     chart = render({})

@@ -91,10 +91,6 @@ def test_routers_are_open_where_nobody_says_who_may_ask() -> None:
     assert not reaches(render({}), "neighbour", "decode", 50071)
 
 
-def test_without_policies_everybody_reaches_everybody() -> None:
-    assert reaches(render(SWITCHES["host-path"]), "neighbour", "redis", 6379)
-
-
 @pytest.mark.parametrize("case", ["defaults", "kuberay", "colocated", "tls", "no-ray", "names", "autoscaling"])
 def test_every_pod_is_under_some_policy(case: str) -> None:
     chart = render(CASES[case][1])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from chart_cases import CASES
-from chart_processes import Process, processes
+from chart_processes import processes
 from chart_render import CHART, Chart, dotted, merged, render
 from chart_schemas import NEWEST, faults
 from helm_schema import SETTLED
@@ -128,14 +127,3 @@ def test_what_the_chart_settles_is_no_flag_to_give() -> None:
         }
         settled = {"TWOSTEP_" + name.replace("-", "_").upper() for name in SETTLED}
         assert {name for name in connected if not name.startswith("TWOSTEP_RAY_")} <= settled, process.name
-
-
-def test_a_variable_of_no_flag_is_found() -> None:
-    chart = Chart(tuple(copy.deepcopy(render({}).objects)))
-    chart.pod("router").spec["containers"][0]["env"] += [
-        {"name": "TWOSTEP_MAX_INFLITE", "value": "3"},
-        {"name": "TWOSTEP_PORT", "value": "x"},
-    ]
-    router: Process = next(process for process in processes(chart) if process.module == "router")
-    assert router.config is None
-    assert "'x' is not a whole number" in router.fault

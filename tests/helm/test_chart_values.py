@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
-import sys
-import types
 from collections.abc import Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import helm_schema
 import jsonschema
 import pytest
 import yaml
-from chart_cases import CASES, EVERYTHING, PROFILES, SWITCHES
+from chart_cases import CASES, EVERYTHING, SWITCHES
 from chart_render import CHART, MODEL, ROOT, dotted, helm, merged, profile, refusal, render, run
 
 # By dotted name: what is wrong, and what helm says about it.
@@ -176,28 +172,6 @@ def test_the_schema_is_a_schema_whose_every_rule_is_used() -> None:
     assert used == schema["$defs"].keys()
 
 
-def helm_docs() -> types.ModuleType:
-    """scripts/helm-docs, which is no name of a module."""
-    loader = SourceFileLoader("helm_docs", str(ROOT / "scripts/helm-docs"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up.
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
-
-
-def test_a_value_that_nobody_describes_stops_the_page() -> None:
-    docs = helm_docs()
-    text = "# -- Described.\na: 1\nb:\n  # -- Also.\n  # On two lines.\n  c: [x]\n  d: {}\n"
-    with pytest.raises(SystemExit, match=r":7: nothing describes b\.d"):
-        list(docs.values_of(text.splitlines(), yaml.compose(text)))
-    text = text.replace("  d:", "  # -- It too.\n  d:")
-    found = {value.name: (value.default, value.text) for value in docs.values_of(text.splitlines(), yaml.compose(text))}
-    assert found == {"a": (1, "Described."), "b.c": (["x"], "Also. On two lines."), "b.d": ({}, "It too.")}
-
-
 def test_rendering_draws_nothing_at_random() -> None:
     """Neither one rendering nor another of the same values differs: GitOps tools would apply what is random anew every time."""
     words = re.compile(r"\b(rand\w+|uuidv4|gen(CA|SelfSigned|Signed|PrivateKey)\w*|derivePassword|lookup|now|htpasswd|bcrypt)\b")
@@ -270,13 +244,6 @@ def test_notes_say_how_long_helm_must_wait(tmp_path: Path) -> None:
     assert "after the loader" in notes_of("model-loader", tmp_path / "d", pool)
 
 
-def test_notes_say_how_long_the_test_may_take(tmp_path: Path) -> None:
-    assert re.search(r"helm test demo -n serving\n", notes_of("defaults", tmp_path / "a"))
-    patient = {"tests": {"timeoutSeconds": 900}}
-    assert render(patient).pod("test").spec["activeDeadlineSeconds"] == 960
-    assert "helm test demo -n serving --timeout 1020s\n" in notes_of("defaults", tmp_path / "b", patient)
-
-
 def test_commands_of_the_pages_wait_long_enough() -> None:
     """Those that install the demo, and test it after that."""
     limit = yaml.safe_load((CHART / "values-demo.yaml").read_text())["workers"]["startupSeconds"]
@@ -285,55 +252,6 @@ def test_commands_of_the_pages_wait_long_enough() -> None:
         found = re.search(r"--wait --timeout (\d+)m", command)
         assert found, command
         assert int(found[1]) * 60 > limit, command
-
-
-def test_notes_say_loudly_that_everybody_may_ask(tmp_path: Path) -> None:
-    notes = notes_of("defaults", tmp_path / "a")
-    assert "Every pod of this cluster may use the model" in notes
-    assert "networkPolicy.routerFrom" in notes
-    notes = notes_of("defaults", tmp_path / "b", {"router": {"service": {"type": "LoadBalancer"}}})
-    assert "everybody who reaches the address" in notes
-    notes = notes_of("defaults", tmp_path / "c", {"networkPolicy": {"enabled": True, "routerFrom": [{"podSelector": {}}]}})
-    assert "Whoever networkPolicy.routerFrom lets through may use" in notes
-    assert "OPEN TO EVERYBODY" not in notes_of("keys-in-redis", tmp_path / "d")
-
-
-def test_notes_say_how_keys_are_made(tmp_path: Path) -> None:
-    assert "Open it with auth.adminPort=8001" in notes_of("keys-in-redis", tmp_path / "a")
-    open_port = {"auth": {"adminPort": 8002}}
-    notes = notes_of("keys-in-redis", tmp_path / "b", open_port | SWITCHES["tls"])
-    assert "twostep keys create --admin https://localhost:8002 --tls-ca ca.crt --secret-file secret" in notes
-    assert "Open it" not in notes
-    both = notes_of("keys-in-redis", tmp_path / "c", open_port | SWITCHES["tls-issuer"])
-    assert "--tls-ca ca.crt --tls-cert tls.crt --tls-key tls.key --secret-file secret" in both
-    for name in ("ca.crt", "tls.crt", "tls.key"):
-        assert f"base64 -d > {name}\n" in both
-
-
-def test_notes_know_no_image_of_ones_own(tmp_path: Path) -> None:
-    """A repository without a host is Docker Hub's."""
-    own = {"image": {"router": {"repository": "acme/router"}, "worker": {"repository": "acme/worker"}}}
-    assert "nothing of that name is published" not in notes_of("defaults", tmp_path, own)
-
-
-def test_notes_say_where_keda_shows_no_certificate(tmp_path: Path) -> None:
-    notes = notes_of("tls-secret", tmp_path / "a", SWITCHES["autoscaling"])
-    assert "KEDA shows the autoscaler no certificate" in notes
-    assert "Until then NetworkPolicies alone keep others from asking" in notes
-    # An empty `from` is everybody's.
-    bare = notes_of("tls-secret", tmp_path / "c", merged(SWITCHES["autoscaling"], {"networkPolicy": {"kedaFrom": []}}))
-    assert "Until then whoever reaches it may ask" in bare
-    assert "kedaFrom names" not in bare
-    assert "no certificate" not in notes_of("tls-job", tmp_path / "b", SWITCHES["autoscaling"])
-
-
-def test_lint_takes_the_chart_as_it_stands() -> None:
-    """Although no release can be made of it without a model: `helm lint` overlooks what templates refuse."""
-    assert "which model?" in refusal({}, model=False)
-    for name in PROFILES:
-        assert (run({}, name, model=False).returncode == 0) is (name == "demo")
-    done = subprocess.run([helm(), "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_values_of_a_chart_before_this_one_are_taken(tmp_path: Path) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +51,29 @@ class Attack:
     name: str
     run: Callable[[Target], Awaitable[str]]
     short: bool = False
+
+
+def session_of(target: Target, key: str = "") -> aiohttp.ClientSession:
+    """An ordinary client with the attacker's key, or another."""
+    headers = {"Authorization": f"Bearer {key or target.api_key}"}
+    return aiohttp.ClientSession(target.http_url, headers=headers, timeout=aiohttp.ClientTimeout(120))
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, Any]:
+    """The answer's status and its JSON."""
+    async with http.post(path, json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def upload(http: aiohttp.ClientSession, content: bytes) -> tuple[int, str]:
+    """Status, and the id of a file of a batch's requests."""
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", content, filename="a.jsonl")
+    async with http.post("/v1/files", data=form) as answer:
+        return answer.status, str((await answer.json()).get("id"))
+
+
+def some(statuses: Sequence[int], *allowed: int) -> str:
+    """Says which they are; all are to be among those allowed."""
+    assert set(statuses) <= set(allowed), statuses
+    return f"answered with {sorted(set(statuses))}"

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
-from attack import Attack, Target
+from attack import TEXT, Attack, Target, post, session_of
 
 from router.access.sources import KEYS, VERSION
 from twostep.cluster.connection import connect
@@ -33,14 +32,8 @@ async def _redis(target: Target) -> AsyncIterator[Any]:
 
 async def _ask(target: Target, key: str) -> int:
     """The status of a short completion."""
-    headers, body = {"Authorization": f"Bearer {key}"}, {"model": target.model, "prompt": "one two three", "max_tokens": 2}
-    timeout = aiohttp.ClientTimeout(total=_SERVED_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
-        session.post(f"{target.http_url}/v1/completions", json=body, headers=headers) as answer,
-    ):
-        await answer.read()
-        return answer.status
+    async with asyncio.timeout(_SERVED_S), session_of(target, key) as http:
+        return (await post(http, TEXT, {"model": target.model, "prompt": "one two three", "max_tokens": 2}))[0]
 
 
 async def _is_served(target: Target) -> None:

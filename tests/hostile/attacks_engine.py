@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-from attack import Attack, Target
+from attack import TEXT, Attack, Target, post, session_of
 
 BROKEN = 300
 _NEIGHBOURS = 4
@@ -39,10 +39,8 @@ _EXTREMES: Sequence[dict[str, Any]] = (
 
 async def _ask(http: aiohttp.ClientSession, target: Target, **body: Any) -> tuple[int, str]:
     """Status, and the text or the error's code."""
-    whole = {"model": target.model, "prompt": [5, 6, 7], "max_tokens": 20} | body
-    async with http.post(f"{target.http_url}/v1/completions", json=whole) as answer:
-        told = await answer.json()
-        return answer.status, told["choices"][0]["text"] if answer.status == 200 else str(told["error"]["code"])
+    status, told = await post(http, TEXT, {"model": target.model, "prompt": [5, 6, 7], "max_tokens": 20} | body)
+    return status, told["choices"][0]["text"] if status == 200 else str(told["error"]["code"])
 
 
 async def _beside(target: Target, bodies: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -52,8 +50,7 @@ async def _beside(target: Target, bodies: Sequence[dict[str, Any]]) -> list[tupl
         prompts = [[5, 6, 7 + i] for i in range(_NEIGHBOURS)]
         return [_ask(http, target, prompt=prompt, max_tokens=_TOKENS, temperature=0, ignore_eos=True) for prompt in prompts]
 
-    headers = {"Authorization": f"Bearer {target.api_key}"}
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=60)) as http:
+    async with session_of(target) as http:
         before = await asyncio.gather(*neighbours())
         assert {status for status, _ in before} == {200}, before
         beside = asyncio.gather(*neighbours())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.nixl.memory import NixlMemory
-from kv_transfer.sum64 import block_sums
+from kv_transfer.checksums import block_sums
+from kv_transfer.nixl.memory import Landing, NixlMemory
 from twostep.engine.batch import KvShape
 from twostep.errors import DataLoss
 from twostep.model.kernels.triton_pull import slot_sums
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def land(memory: NixlMemory, offset: int, ids: list[int], part: slice) -> np.ndarray:
     """As the agent does it; the sums."""
-    landing = memory.landing(offset, ids, part)
+    landing = Landing(memory, offset, ids, part)
     landing.prepare()
     landing.begin()
     while not landing.done():

@@ -1,4 +1,4 @@
-"""Checksums in the kernels against kv_transfer.sum64, and pulls bit for bit, on shapes that fit no tile."""
+"""Checksums in the kernels against kv_transfer.checksums, and pulls bit for bit, on shapes that fit no tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_pools import DEVICE
 
-from kv_transfer.sum64 import block_sums
+from kv_transfer.checksums import block_sums
 from twostep.engine.batch import KvShape
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels import triton_elementwise as kernels

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from kv_transfer.cuda_ipc.transport import CudaIpcTransport, IpcProbeSize
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.nixl.memory import NixlMemory
 from kv_transfer.nixl.transport import NixlTransport
-from kv_transfer.ray.agent_session import reach
 from kv_transfer.ray.transport import RayTransport
 from kv_transfer.transport import ChunkInfo, KvTransport
 from twostep.engine.batch import KvShape, LayerRange
@@ -53,15 +52,10 @@ Blocks = np.ndarray[Any, np.dtype[np.uint8]]
 class GatedStore(ArrayStore):
     """Waits inside, while its gate is closed, as copies to and from a slow device would."""
 
-    def __init__(self, blocks: Blocks, num_layers: int = 1) -> None:
-        super().__init__(blocks, num_layers)
-        self.inside = threading.Event()
-        self.gate = threading.Event()
+    def __init__(self, block_bytes: int, num_layers: int = 1) -> None:
+        super().__init__(np.zeros((NUM_BLOCKS, block_bytes), np.uint8), num_layers)
+        self.inside, self.gate = threading.Event(), threading.Event()
         self.gate.set()
-
-    def close_gate(self) -> None:
-        self.inside.clear()
-        self.gate.clear()
 
     def read_blocks(self, block_ids: Sequence[int], out: Blocks, layers: LayerRange | None = None) -> None:
         self._wait()
@@ -78,32 +72,25 @@ class GatedStore(ArrayStore):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A transport and the memory it serves: an array, or a tensor that may be on a GPU."""
+    """A transport and the memory it serves, which may be on a GPU: uint8 [NUM_BLOCKS, block_bytes]."""
 
-    transport: KvTransport
-    memory: ArrayStore | torch.Tensor
+    transport: Any
+    memory: torch.Tensor
+    gated: Any = None
 
-    @property
-    def store(self) -> ArrayStore:
-        assert isinstance(self.memory, ArrayStore)
-        return self.memory
-
-    @property
-    def gated(self) -> GatedStore:
-        assert isinstance(self.memory, GatedStore)
-        return self.memory
+    @classmethod
+    def of_store(cls, transport: KvTransport, store: ArrayStore) -> Side:
+        return cls(transport, torch.from_numpy(store.blocks), store)
 
     def read(self, block_ids: Sequence[int] = range(NUM_BLOCKS)) -> Blocks:
         """A copy of blocks, uint8 [n, block_bytes]."""
-        if isinstance(self.memory, ArrayStore):
-            return self.memory.blocks[list(block_ids)]
-        return self.memory.cpu().numpy()[list(block_ids)]
+        return self.memory[list(block_ids)].cpu().numpy()
 
     def write(self, block_ids: Sequence[int], data: Blocks) -> None:
-        if isinstance(self.memory, ArrayStore):
-            self.memory.blocks[list(block_ids)] = data
-        else:
-            self.memory[list(block_ids)] = torch.from_numpy(np.ascontiguousarray(data)).to(self.memory.device)
+        self.memory[list(block_ids)] = torch.from_numpy(np.ascontiguousarray(data)).to(self.memory.device)
+
+    def fill(self, seed: int) -> None:
+        self.write(range(NUM_BLOCKS), np.random.default_rng(seed).integers(0, 256, tuple(self.memory.shape), np.uint8))
 
 
 class Clock:
@@ -124,22 +111,19 @@ class Pair:
     # Lease ids are never used twice: a test puts this in front of its own.
     salt: str = ""
 
-    async def publish(
-        self,
-        lease: str,
-        index: int,
-        blocks: Sequence[int],
-        *,
-        layers: LayerRange | None = None,
-        ttl_s: float = TTL_S,
-        within_s: float = SOON_S,
-    ) -> ChunkInfo:
-        return await self.prefill.transport.publish(
-            self.salt + lease, index, 0, blocks, layers=layers, ttl_s=ttl_s, deadline=in_s(within_s)
-        )
+    async def publish(self, lease: str, index: int, blocks: Sequence[int], *, within_s: float = SOON_S, **options: Any) -> ChunkInfo:
+        options = {"ttl_s": TTL_S, "deadline": in_s(within_s)} | options
+        return await self.prefill.transport.publish(self.salt + lease, index, 0, blocks, **options)
 
-    async def fetch(self, lease: str, chunk: ChunkInfo, blocks: Sequence[int], *, within_s: float = SOON_S) -> None:
-        await self.decode.transport.fetch(self.prefill.transport.endpoint, self.salt + lease, chunk, blocks, deadline=in_s(within_s))
+    async def fetch(
+        self, lease: str, chunk: ChunkInfo, blocks: Sequence[int], *, within_s: float = SOON_S, endpoint: str | None = None
+    ) -> float:
+        source = self.prefill.transport.endpoint if endpoint is None else endpoint
+        return await self.decode.transport.fetch(source, self.salt + lease, chunk, blocks, deadline=in_s(within_s))
+
+    async def probe(self, endpoint: str | None = None) -> Any:
+        source = self.prefill.transport.endpoint if endpoint is None else endpoint
+        return await self.decode.transport.probe(source, deadline=in_s(SOON_S))
 
     async def drop(self, lease: str) -> None:
         await self.prefill.transport.drop(self.salt + lease)
@@ -162,57 +146,28 @@ def local_ray() -> Iterator[LocalRay]:
         yield ray
 
 
-def make_store(block_bytes: int, *, fill: bool, num_layers: int = 1) -> GatedStore:
-    shape = (NUM_BLOCKS, block_bytes)
-    return GatedStore(np.random.default_rng(7).integers(0, 256, shape, np.uint8) if fill else np.zeros(shape, np.uint8), num_layers)
-
-
-def ray_side(
-    ray: LocalRay,
-    store: ArrayStore,
-    *,
-    worker_id: str,
-    budget_bytes: int = 64 << 20,
-    ring_bytes: int = 8 << 20,
-    connect: Callable[[str, float], Awaitable[None]] = reach,
-) -> Side:
-    run_dir = ray.directory / f"{worker_id}{next(_numbers)}"
-    transport = RayTransport(
-        store,
-        store.blocks.shape[1],
-        worker_id=worker_id,
-        epoch=next(_numbers),
-        ray_address=ray.address,
-        run_dir=run_dir,
-        num_layers=store.num_layers,
-        ring_bytes=ring_bytes,
-        budget_bytes=budget_bytes,
-        connect=connect,
-    )
-    return Side(transport, store)
-
-
 @asynccontextmanager
 async def running(*sides: Side) -> AsyncIterator[None]:
     """Starts them, waits until they are ready, and closes them whatever happens."""
     try:
         for side in sides:
             await side.transport.start()
-        await asyncio.gather(*(wait_until(lambda side=side: side.transport.ready) for side in sides))
+        for side in sides:
+            await wait_until(lambda side=side: side.transport.ready)
         yield
     finally:
         await asyncio.gather(*(side.transport.close() for side in sides))
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = SOON_S, *, every_s: float = 0.02) -> None:
-    end = time.monotonic() + timeout_s
+async def wait_until(condition: Callable[[], bool], *, every_s: float = 0.02) -> None:
+    end = time.monotonic() + SOON_S
     while not condition():
         assert time.monotonic() < end, "it did not come true in time"
         await asyncio.sleep(every_s)
 
 
-async def wait_for_stats(transport: KvTransport, *, num_objects: int, timeout_s: float = SOON_S) -> None:
-    end = time.monotonic() + timeout_s
+async def wait_for_objects(transport: KvTransport, num_objects: int) -> None:
+    end = time.monotonic() + SOON_S
     while (stats := await transport.stats()).num_objects != num_objects:
         assert time.monotonic() < end, f"still {stats}"
         await asyncio.sleep(0.02)
@@ -226,9 +181,9 @@ def in_s(seconds: float) -> float:
 class Shape:
     """What a test asks of a pair."""
 
-    layer_bytes: int
-    num_layers: int
-    budget_bytes: int
+    layer_bytes: int = 4096
+    num_layers: int = 1
+    budget_bytes: int = 64 << 20
 
     @property
     def block_bytes(self) -> int:
@@ -239,125 +194,97 @@ def local_pair(shape: Shape, clock: Clock) -> Pair:
     hub = LocalHub()
 
     def side(name: str) -> Side:
-        store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
-        return Side(
-            LocalTransport(
-                store,
-                shape.block_bytes,
-                hub,
-                worker_id=name,
-                num_layers=shape.num_layers,
-                budget_bytes=shape.budget_bytes,
-                clock=clock,
-            ),
-            store,
-        )
+        store, size = GatedStore(shape.block_bytes, shape.num_layers), shape.block_bytes
+        options: dict[str, Any] = {"num_layers": shape.num_layers, "budget_bytes": shape.budget_bytes, "clock": clock}
+        return Side.of_store(LocalTransport(store, size, hub, worker_id=name, **options), store)
 
     return Pair(side("p"), side("d"), clock)
 
 
-def nixl_pair(shape: Shape, clock: Clock) -> Pair:
+def nixl_side(shape: Shape, clock: Clock, *, arena_bytes: int = 0) -> Side:
     """Over the library, or one within this process (fake_nixl.py). Chunks of more than four blocks are read in pieces."""
-
-    def side() -> Side:
-        store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
-        pool = torch.from_numpy(store.blocks)
-        memory = NixlMemory(pool, arena_bytes=max(20 * shape.block_bytes, 1 << 16), probe_bytes=4096, shape=SMALL_PULLS)
-        transport = NixlTransport(memory, num_layers=shape.num_layers, piece_bytes=4 * shape.block_bytes, grace_s=0.05, clock=clock)
-        return Side(transport, store)
-
-    return Pair(side(), side(), clock)
+    pool, size = torch.zeros(NUM_BLOCKS, shape.block_bytes, dtype=torch.uint8), shape.block_bytes
+    memory = NixlMemory(pool, arena_bytes=arena_bytes or max(20 * size, 1 << 16), probe_bytes=4096, shape=SMALL_PULLS)
+    return Side(NixlTransport(memory, num_layers=shape.num_layers, piece_bytes=4 * size, grace_s=0.05, clock=clock), pool)
 
 
-def cuda_ipc_pair(shape: Shape, clock: Clock) -> Pair:
-    """Over the real kernels, on a GPU or in Triton's interpreter."""
-    # K and V, one head, bfloat16
-    kv_shape = KvShape(
-        num_blocks=NUM_BLOCKS,
-        block_size=1,
-        num_layers=shape.num_layers,
-        num_kv_heads=1,
-        head_dim=shape.layer_bytes // 4,
-        dtype="bfloat16",
-    )
+def cuda_ipc_side(shape: Shape, clock: Clock, **options: Any) -> Side:
+    """Over the real kernels, on a GPU or in Triton's interpreter. K and V, one head, bfloat16."""
+    sizes: dict[str, int] = {"num_layers": shape.num_layers, "num_kv_heads": 1, "head_dim": shape.layer_bytes // 4}
+    cache = KvCache(KvShape(num_blocks=NUM_BLOCKS, block_size=1, dtype="bfloat16", **sizes), "cuda" if torch.cuda.is_available() else "cpu")
     probe_size = IpcProbeSize(num_bytes=1 << 14, piece_bytes=1 << 12, rounds=2)
+    transport = CudaIpcTransport(cache, shape=SMALL_PULLS, probe_size=probe_size, clock=clock, **options)
+    return Side(transport, cache.tensor.view(NUM_BLOCKS, -1).view(torch.uint8))
 
-    def side() -> Side:
-        cache = KvCache(kv_shape, "cuda" if torch.cuda.is_available() else "cpu")
-        transport = CudaIpcTransport(cache, shape=SMALL_PULLS, probe_size=probe_size, clock=clock)
-        return Side(transport, cache.tensor.view(NUM_BLOCKS, -1).view(torch.uint8))
 
-    return Pair(side(), side(), clock)
+def one_sided_pair(side: Callable[[Shape, Clock], Side], shape: Shape, clock: Clock) -> Pair:
+    return Pair(side(shape, clock), side(shape, clock), clock)
+
+
+def ray_side(directory: Path, worker_id: str, shape: Shape, *, ray_address: str = "", **options: Any) -> Side:
+    store = GatedStore(shape.block_bytes, shape.num_layers)
+    number = next(_numbers)
+    options = {"ring_bytes": 8 << 20, "budget_bytes": shape.budget_bytes, "num_layers": shape.num_layers, "epoch": number} | options
+    run_dir = directory / f"{worker_id}{number}"
+    return Side.of_store(
+        RayTransport(store, shape.block_bytes, worker_id=worker_id, ray_address=ray_address, run_dir=run_dir, **options), store
+    )
+
+
+async def ray_is_there(address: str, within_s: float) -> None:
+    """A RayTransport's `connect`."""
 
 
 def ray_actor_pair(shape: Shape, clock: Clock, ray: RayOfOneProcess, directory: Path) -> Pair:
     """The ray transport over agents of this process (agent_without_ray.py)."""
-
-    async def connect(address: str, within_s: float) -> None:
-        """Ray is there."""
-
-    def side(name: str) -> Side:
-        store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
-        transport = RayTransport(
-            store,
-            shape.block_bytes,
-            worker_id=name,
-            epoch=next(_numbers),
-            ray_address="",
-            run_dir=directory / f"{name}{next(_numbers)}",
-            num_layers=shape.num_layers,
-            ring_bytes=8 << 20,
-            budget_bytes=shape.budget_bytes,
-            launch=ray.launcher(clock),
-            connect=connect,
-        )
-        return Side(transport, store)
-
-    return Pair(side("p"), side("d"), clock)
+    sides = (ray_side(directory, name, shape, launch=ray.launcher(clock), connect=ray_is_there) for name in "pd")
+    return Pair(*sides, clock)
 
 
-def ray_pair(shape: Shape, ray: LocalRay) -> Pair:
-    def side(name: str) -> Side:
-        store = make_store(shape.block_bytes, fill=False, num_layers=shape.num_layers)
-        return ray_side(ray, store, worker_id=name, budget_bytes=shape.budget_bytes)
-
-    return Pair(side("p"), side("d"))
+def ray_pair(shape: Shape, clock: Clock, ray: LocalRay) -> Pair:
+    return Pair(*(ray_side(ray.directory, name, shape, ray_address=ray.address) for name in "pd"))
 
 
-@dataclass(frozen=True, slots=True)
-class TransportCase:
-    """One kind of transport: how its pairs are made. `word`: what the bytes of a layer of a block are a multiple of."""
-
-    make: Callable[..., Pair]
-    word: int = 1
-    pairs: dict[Shape, Pair] = field(default_factory=dict)
-
-
-PAIRS: dict[str, Callable[[], TransportCase]] = {
-    "local": lambda: TransportCase(local_pair),
-    "nixl": lambda: TransportCase(nixl_pair, word=8),
-    "nixl_library": lambda: TransportCase(nixl_pair, word=8),
-    "cuda_ipc": lambda: TransportCase(cuda_ipc_pair, word=8),
-    "ray_actor": lambda: TransportCase(ray_actor_pair),
-    "ray": lambda: TransportCase(ray_pair),
+# How pairs of a kind are made, and what the bytes of a layer of a block are a multiple of.
+PAIRS: dict[str, tuple[Callable[..., Pair], int]] = {
+    "local": (local_pair, 1),
+    "nixl": (partial(one_sided_pair, nixl_side), 8),
+    "nixl_library": (partial(one_sided_pair, nixl_side), 8),
+    "cuda_ipc": (partial(one_sided_pair, cuda_ipc_side), 8),
+    "ray_actor": (ray_actor_pair, 1),
+    "ray": (ray_pair, 1),
 }
 _NO_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the nixl package is not installed")
 _PARAMS: dict[str, Any] = {name: name for name in PAIRS} | {
     "nixl_library": pytest.param("nixl_library", marks=_NO_NIXL),
     "ray": pytest.param("ray", marks=pytest.mark.ray),
 }
+
+
+def _only(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", [_PARAMS[name] for name in names], indirect=True, scope="module")
+
+
 # Those whose source's blocks are free once they are published, and those whose readers take them from the pool itself.
-copying = pytest.mark.parametrize("kind", [_PARAMS["local"], _PARAMS["ray_actor"], _PARAMS["ray"]], indirect=True, scope="module")
-one_sided = pytest.mark.parametrize("kind", [_PARAMS["nixl"], _PARAMS["nixl_library"], _PARAMS["cuda_ipc"]], indirect=True, scope="module")
+copying = _only("local", "ray_actor", "ray")
+one_sided = _only("nixl", "nixl_library", "cuda_ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class TransportCase:
+    """One kind of transport; keeps its pairs for the next test that asks for the same."""
+
+    make: Callable[..., Pair]
+    word: int
+    pairs: dict[Shape, Pair]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(_PARAMS.values()))
 async def kind(request: pytest.FixtureRequest) -> AsyncIterator[TransportCase]:
-    """Keeps its pairs for the next test that asks for the same."""
-    case = PAIRS[request.param]()
+    make, word = PAIRS[request.param]
     if request.param == "ray":
         ray: LocalRay = request.getfixturevalue("local_ray")
-        case = replace(case, make=lambda shape, clock: ray_pair(shape, ray))
+        make = partial(make, ray=ray)
     with (
         pytest.MonkeyPatch.context() as patch,
         fake_nixl(patch) if request.param == "nixl" else nullcontext(),
@@ -365,7 +292,8 @@ async def kind(request: pytest.FixtureRequest) -> AsyncIterator[TransportCase]:
     ):
         actors = RayOfOneProcess(patch)
         if request.param == "ray_actor":
-            case = replace(case, make=partial(ray_actor_pair, ray=actors, directory=Path(directory)))
+            make = partial(make, ray=actors, directory=Path(directory))
+        case = TransportCase(make, word, {})
         yield case
         await asyncio.gather(*(side.transport.close() for pair in case.pairs.values() for side in (pair.prefill, pair.decode)))
         await actors.ended()
@@ -378,9 +306,8 @@ async def make_pair(kind: TransportCase) -> AsyncIterator[MakePair]:
     """Ready pairs, the source's blocks random and the reader's zeros; when the test is over, neither side may hold anything."""
     used: list[Pair] = []
 
-    async def make(*, layer_bytes: int = 4096, num_layers: int = 1, budget_bytes: int = 64 << 20) -> Pair:
-        layer_bytes = -(-layer_bytes // kind.word) * kind.word
-        shape = Shape(layer_bytes=layer_bytes, num_layers=num_layers, budget_bytes=budget_bytes)
+    async def make(*, layer_bytes: int = 4096, **sizes: int) -> Pair:
+        shape = Shape(layer_bytes=-(-layer_bytes // kind.word) * kind.word, **sizes)
         pair = kind.pairs.get(shape)
         if pair is None or not (pair.prefill.transport.ready and pair.decode.transport.ready):
             if pair is not None:
@@ -390,9 +317,8 @@ async def make_pair(kind: TransportCase) -> AsyncIterator[MakePair]:
                 await side.transport.start()
             for side in (pair.prefill, pair.decode):
                 await wait_until(lambda side=side: side.transport.ready)
-        contents = np.random.default_rng(7).integers(0, 256, (NUM_BLOCKS, shape.block_bytes), np.uint8)
-        pair.prefill.write(range(NUM_BLOCKS), contents)
-        pair.decode.write(range(NUM_BLOCKS), np.zeros_like(contents))
+        pair.prefill.fill(7)
+        pair.decode.memory.zero_()
         used.append(pair)
         return replace(pair, salt=f"{next(_numbers)}/")
 
@@ -401,15 +327,11 @@ async def make_pair(kind: TransportCase) -> AsyncIterator[MakePair]:
         for side in (pair.prefill, pair.decode):
             stats = await side.transport.stats()
             assert (stats.num_leases, stats.num_objects, stats.stored_bytes) == (0, 0, 0)
-            await nothing_on_its_way(side.transport)
-
-
-async def nothing_on_its_way(transport: KvTransport) -> None:
-    """A pull whose fetch was cancelled has its memory until it has ended."""
-    if isinstance(transport, RayTransport) and (session := transport.session) is not None:
-        await wait_until(lambda: session.ring_used_bytes == 0)
-    if isinstance(transport, NixlTransport):
-        await wait_until(lambda: transport.arena.used_bytes == 0)
+            # A pull whose fetch was cancelled has its memory until it has ended.
+            if isinstance(side.transport, RayTransport) and (session := side.transport.session) is not None:
+                await wait_until(lambda session=session: session.ring_used_bytes == 0)
+            if isinstance(side.transport, NixlTransport):
+                await wait_until(lambda transport=side.transport: transport.arena.used_bytes == 0)
 
 
 async def check_store_empty(ray: LocalRay) -> None:

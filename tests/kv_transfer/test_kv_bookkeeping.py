@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_pairs import Clock, in_s
 
-from kv_transfer.checksum import checksum
+from kv_transfer.checksums import checksum
 from kv_transfer.chunking import IN_PLACE, ChunkPlan, ChunkRange, ChunkSizes
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ray.ring import SharedMemory, default_ring_bytes, default_ring_dir

@@ -10,11 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kv_pairs import NUM_BLOCKS, SOON_S, TTL_S, MakePair, copying, in_s, one_sided, wait_for_stats
+from kv_pairs import NUM_BLOCKS, SOON_S, TTL_S, MakePair, copying, in_s, one_sided, wait_for_objects
 
-from kv_transfer.checksum import checksum
-from kv_transfer.scattering import ScatterClock
-from kv_transfer.sum64 import block_sums, chunk_sum
+from kv_transfer.checksums import block_sums, checksum, chunk_sum
 from kv_transfer.transport import ChunkInfo, HostFetch, HostPublish
 from twostep.engine.batch import LayerRange
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, TwostepError, Unavailable
@@ -27,8 +25,7 @@ async def test_a_transport_says_what_it_is(make_pair: MakePair, request: pytest.
     transport = pair.prefill.transport
     assert transport.name in request.node.callspec.id
     assert transport.ready
-    assert transport.endpoint
-    assert transport.endpoint != pair.decode.transport.endpoint
+    assert transport.endpoint not in ("", pair.decode.transport.endpoint)
     # Others' bytes cannot be converted on their way.
     assert isinstance(transport, HostFetch) == isinstance(transport, HostPublish) == transport.copies_out
     assert transport.max_lease_bytes == (64 << 20 if transport.copies_out else 0)
@@ -40,7 +37,7 @@ async def test_blocks_arrive_in_order(make_pair: MakePair, block_bytes: int) -> 
     block_bytes = pair.prefill.read([0]).size
     rng = np.random.default_rng(block_bytes)
     for index, count in enumerate((1, 3, 7, 13)):
-        source, target = rng.permutation(NUM_BLOCKS)[:count].tolist(), rng.permutation(NUM_BLOCKS)[:count].tolist()
+        source, target = (rng.permutation(NUM_BLOCKS)[:count].tolist() for _ in range(2))
         chunk = await pair.publish("a", index, source)
         assert (chunk.index, chunk.num_blocks, chunk.num_bytes, chunk.layers) == (index, count, count * block_bytes, None)
         assert chunk.source_blocks == (() if pair.prefill.transport.copies_out else tuple(source))
@@ -58,11 +55,8 @@ async def test_layers_of_blocks_arrive_in_order_and_nothing_else_does(make_pair:
     wanted, layer_bytes = np.zeros_like(source), source.shape[2]
     rng = np.random.default_rng(layer_bytes)
     for index, (first, count) in enumerate([(0, 1), (num_layers - 1, 1), (1, 2), (0, num_layers)]):
-        ids, places, layers = (
-            rng.permutation(NUM_BLOCKS)[:9].tolist(),
-            rng.permutation(NUM_BLOCKS)[:9].tolist(),
-            slice(first, first + count),
-        )
+        ids, places = (rng.permutation(NUM_BLOCKS)[:9].tolist() for _ in range(2))
+        layers = slice(first, first + count)
         chunk = await pair.publish("a", index, ids, layers=LayerRange(first, count))
         assert (chunk.layers, chunk.num_bytes) == (LayerRange(first, count), 9 * count * layer_bytes)
         await pair.fetch("a", chunk, places)
@@ -99,28 +93,20 @@ async def test_a_chunk_of_another_size_is_refused(make_pair: MakePair) -> None:
     await pair.drop("a")
 
 
-async def test_a_drop_frees_is_idempotent_and_final(make_pair: MakePair) -> None:
+async def test_a_chunk_is_published_once_and_a_drop_frees_is_idempotent_and_final(make_pair: MakePair) -> None:
     pair = await make_pair()
     chunk = await pair.publish("a", 0, [0])
-    await pair.drop("a")
-    await pair.drop("a")
-    await pair.drop("never opened")
+    with pytest.raises(InvalidRequest):
+        await pair.publish("a", 0, [1])
+    for lease in ("a", "a", "never opened"):
+        await pair.drop(lease)
     assert (await pair.prefill.transport.stats()).num_objects == 0
-    with pytest.raises(NotFound):
-        await pair.publish("a", 1, [0])
-    with pytest.raises(NotFound):
-        await pair.publish("never opened", 0, [0])
+    for lease in ("a", "never opened"):
+        with pytest.raises(NotFound):
+            await pair.publish(lease, 1, [0])
     if pair.prefill.transport.copies_out:
         with pytest.raises(NotFound):
             await pair.fetch("a", chunk, [0])
-
-
-async def test_a_chunk_is_published_once(make_pair: MakePair) -> None:
-    pair = await make_pair()
-    await pair.publish("a", 0, [0])
-    with pytest.raises(InvalidRequest):
-        await pair.publish("a", 0, [1])
-    await pair.drop("a")
 
 
 async def test_a_lease_is_dropped_once_nothing_was_published_or_fetched_for_its_time(make_pair: MakePair) -> None:
@@ -135,7 +121,7 @@ async def test_a_lease_is_dropped_once_nothing_was_published_or_fetched_for_its_
         await pair.pass_time(0.6 * ttl_s)
     assert (await pair.prefill.transport.stats()).num_objects == 2
     await pair.pass_time(0.4 * ttl_s)
-    await wait_for_stats(pair.prefill.transport, num_objects=0)
+    await wait_for_objects(pair.prefill.transport, 0)
     with pytest.raises(NotFound):
         await pair.publish("a", 2, [0], ttl_s=ttl_s)
     await pair.publish("b", 0, [0, 1])  # and its bytes are free again
@@ -157,25 +143,21 @@ async def test_many_leases_at_once(make_pair: MakePair) -> None:
 
 async def test_both_directions_and_a_side_that_fetches_from_itself(make_pair: MakePair) -> None:
     pair = await make_pair()
-    prefill, decode = pair.prefill.transport, pair.decode.transport
-    chunk = await pair.publish("a", 0, [4])
-    await prefill.fetch(prefill.endpoint, pair.salt + "a", chunk, [9], deadline=in_s(SOON_S))
+    itself, back = replace(pair, decode=pair.prefill), replace(pair, prefill=pair.decode, decode=pair.prefill)
+    await itself.fetch("a", await pair.publish("a", 0, [4]), [9])
     np.testing.assert_array_equal(pair.prefill.read([9]), pair.prefill.read([4]))
-    back = await decode.publish(pair.salt + "b", 0, 0, [30], ttl_s=TTL_S, deadline=in_s(SOON_S))
-    await prefill.fetch(decode.endpoint, pair.salt + "b", back, [4], deadline=in_s(SOON_S))
+    await back.fetch("b", await back.publish("b", 0, [30]), [4])
     assert not pair.prefill.read([4]).any()
     await pair.drop("a")
-    await decode.drop(pair.salt + "b")
+    await back.drop("b")
 
 
-@pytest.mark.parametrize("endpoint", ["kv:nobody:1:1", "", "nixl:1:x", "cuda_ipc:2"])
-async def test_an_unknown_source_is_unavailable(make_pair: MakePair, endpoint: str) -> None:
+async def test_an_unknown_source_is_unavailable(make_pair: MakePair) -> None:
     pair = await make_pair()
     chunk = await pair.publish("a", 0, [0])
-    with pytest.raises(Unavailable):
-        await pair.decode.transport.fetch(endpoint, "a", chunk, [0], deadline=in_s(SOON_S))
-    with pytest.raises(Unavailable):
-        await pair.decode.transport.probe(endpoint, deadline=in_s(SOON_S))
+    for endpoint in ("kv:nobody:1:1", "", "nixl:1:x", "cuda_ipc:2"):
+        assert await unavailable(pair.fetch("a", chunk, [0], endpoint=endpoint))
+        assert await unavailable(pair.probe(endpoint))
     await pair.drop("a")
 
 
@@ -188,13 +170,12 @@ async def test_a_closed_source_is_unavailable_and_a_closed_side_refuses(make_pai
     assert pair.prefill.transport.why_not_ready
     # Ray may answer from the dying actor for a moment.
     async with asyncio.timeout(SOON_S):
-        while not await unavailable(pair.decode.transport.fetch(endpoint, pair.salt + "a", chunk, [0], deadline=in_s(1000))):
+        while not await unavailable(pair.fetch("a", chunk, [0], within_s=1000, endpoint=endpoint)):
             pass
-    assert await unavailable(pair.decode.transport.probe(endpoint, deadline=in_s(SOON_S)))
+    assert await unavailable(pair.probe(endpoint))
     assert await unavailable(pair.publish("b", 0, [0]))
-    own = pair.prefill.transport.fetch(pair.decode.transport.endpoint, "a", chunk, [0], deadline=in_s(SOON_S))
     with pytest.raises((Unavailable, NotFound)):
-        await own
+        await replace(pair, decode=pair.prefill).fetch("a", chunk, [0], endpoint=pair.decode.transport.endpoint)
 
 
 async def unavailable(call: Awaitable[object]) -> bool:
@@ -223,7 +204,7 @@ async def test_cancelling_at_any_moment_leaks_nothing(make_pair: MakePair) -> No
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(o is None or isinstance(o, (asyncio.CancelledError, TwostepError)) for o in outcomes)
     # Calls that were cancelled under way may still be on their way back.
-    await wait_for_stats(pair.prefill.transport, num_objects=0)
+    await wait_for_objects(pair.prefill.transport, 0)
     for number in range(4):  # and the room is all there
         chunk = await pair.publish(f"after {number}", 0, list(range(16)))
         await pair.fetch(f"after {number}", chunk, list(range(16)))
@@ -233,7 +214,7 @@ async def test_cancelling_at_any_moment_leaks_nothing(make_pair: MakePair) -> No
 async def test_a_probe_moves_bytes_and_leaves_nothing(make_pair: MakePair) -> None:
     pair = await make_pair()
     for _ in range(2):
-        probe = await pair.decode.transport.probe(pair.prefill.transport.endpoint, deadline=in_s(SOON_S))
+        probe = await pair.probe()
         assert probe.num_bytes >= 4096
         assert probe.seconds > 0
         assert probe.bytes_per_s == pytest.approx(probe.num_bytes / probe.seconds)
@@ -278,14 +259,19 @@ async def test_source_blocks_that_changed_since_are_data_loss(make_pair: MakePai
 
 
 @one_sided
-async def test_blocks_that_are_not_in_the_pool_are_not_read(make_pair: MakePair) -> None:
+async def test_blocks_that_are_not_in_a_pool_are_neither_read_nor_written(make_pair: MakePair) -> None:
     pair, other = await make_pair(), await make_pair(layer_bytes=8192)
     chunk = await pair.publish("a", 0, [1, 2])
     for wrong in ((1,), (1, NUM_BLOCKS), (-1, 2)):
         with pytest.raises(DataLoss):
             await pair.fetch("a", replace(chunk, source_blocks=wrong), [1, 2])
     with pytest.raises(InvalidRequest):
-        await pair.decode.transport.fetch(other.prefill.transport.endpoint, "a", chunk, [1, 2], deadline=in_s(SOON_S))
+        await pair.fetch("a", chunk, [1, 2], endpoint=other.prefill.transport.endpoint)
+    for ids in ([-1, 2], [1, NUM_BLOCKS]):
+        with pytest.raises(InvalidRequest):
+            await pair.fetch("a", chunk, ids)
+        with pytest.raises(InvalidRequest):
+            await pair.publish("a", 1, ids)
     assert not pair.decode.read().any()
     await pair.drop("a")
 
@@ -302,24 +288,14 @@ async def test_an_empty_chunk_is_fetched_too(make_pair: MakePair) -> None:
 
 
 @copying
-async def test_source_blocks_are_free_once_published(make_pair: MakePair) -> None:
+async def test_source_blocks_are_free_once_published_and_a_fetch_says_how_long_writing_took(make_pair: MakePair) -> None:
     pair = await make_pair()
     before = pair.prefill.read([0, 1])
     chunk = await pair.publish("a", 0, [0, 1])
     pair.prefill.write([0, 1], np.zeros_like(before))
-    await pair.fetch("a", chunk, [5, 6])
-    np.testing.assert_array_equal(pair.decode.read([5, 6]), before)
-    await pair.drop("a")
-
-
-@copying
-async def test_a_fetch_says_how_long_its_blocks_took_to_be_written(make_pair: MakePair) -> None:
-    pair = await make_pair()
-    chunk = await pair.publish("a", 0, [1, 2, 3])
     start = time.monotonic()
-    with ScatterClock() as clock:
-        await pair.fetch("a", chunk, [4, 5, 6])
-    assert 0 < clock.seconds <= time.monotonic() - start
+    assert 0 < await pair.fetch("a", chunk, [5, 6]) <= time.monotonic() - start
+    np.testing.assert_array_equal(pair.decode.read([5, 6]), before)
     await pair.drop("a")
 
 
@@ -346,8 +322,9 @@ async def test_what_is_cancelled_ends_when_nobody_uses_the_blocks_any_more(make_
     pair = await make_pair()
     chunk = await pair.publish("a", 0, [0, 1])
     store = (pair.prefill if step == "publish" else pair.decode).gated
-    store.close_gate()
-    task = asyncio.create_task(pair.publish("a", 1, [0, 1]) if step == "publish" else as_object(pair.fetch("a", chunk, [0, 1])))
+    store.inside.clear()
+    store.gate.clear()
+    task = asyncio.ensure_future(pair.publish("a", 1, [0, 1]) if step == "publish" else pair.fetch("a", chunk, [0, 1]))
     assert await asyncio.to_thread(store.inside.wait, SOON_S)
     for _ in range(2):
         task.cancel()
@@ -358,46 +335,33 @@ async def test_what_is_cancelled_ends_when_nobody_uses_the_blocks_any_more(make_
     await pair.drop("a")
 
 
-async def as_object(call: Awaitable[object]) -> object:
-    return await call
-
-
 @copying
-async def test_bytes_are_fetched_for_the_callers_own_use(make_pair: MakePair) -> None:
-    """Blocks of a size that the reader's pool does not have."""
+async def test_bytes_are_published_that_no_pool_holds_and_fetched_for_the_callers_own_use(make_pair: MakePair) -> None:
     pair = await make_pair(layer_bytes=4097)
-    endpoint, lease, reader = pair.prefill.transport.endpoint, pair.salt + "a", pair.decode.transport
-    assert isinstance(reader, HostFetch)
-    chunk = await pair.publish("a", 0, [5, 1, 9])
-    for _ in range(2):
-        data = await reader.fetch_bytes(endpoint, lease, chunk, deadline=in_s(SOON_S))
-        np.testing.assert_array_equal(data.reshape(3, 4097), pair.prefill.read([5, 1, 9]))
-        data[:] = 0
-    with pytest.raises(DataLoss):
-        await reader.fetch_bytes(endpoint, lease, replace(chunk, checksum=chunk.checksum ^ 1), deadline=in_s(SOON_S))
-    await pair.drop("a")
-    with pytest.raises(NotFound):
-        await reader.fetch_bytes(endpoint, lease, chunk, deadline=in_s(SOON_S))
-    assert not pair.decode.read().any()
+    source, reader, endpoint, lease = pair.prefill.transport, pair.decode.transport, pair.prefill.transport.endpoint, pair.salt + "a"
 
+    async def fetched(chunk: ChunkInfo) -> np.ndarray:
+        return await reader.fetch_bytes(endpoint, lease, chunk, deadline=in_s(SOON_S))
 
-@copying
-async def test_bytes_are_published_that_no_pool_holds(make_pair: MakePair) -> None:
-    pair = await make_pair(layer_bytes=1000)
-    endpoint, source, lease = pair.prefill.transport.endpoint, pair.prefill.transport, pair.salt + "a"
-    assert isinstance(source, HostPublish)
-    assert isinstance(pair.decode.transport, HostFetch)
     rng = np.random.default_rng(3)
     for index, size in enumerate((1, 4097, 60_000)):
         data = rng.integers(0, 256, size, np.uint8)
         digest = await source.publish_bytes(lease, index, data, ttl_s=TTL_S, deadline=in_s(SOON_S))
         assert digest == checksum(data)
         chunk = ChunkInfo(index=index, first_block=0, num_blocks=1, num_bytes=size, checksum=digest)
-        got = await pair.decode.transport.fetch_bytes(endpoint, lease, chunk, deadline=in_s(SOON_S))
-        np.testing.assert_array_equal(got, data)
+        for _ in range(2):
+            got = await fetched(chunk)
+            np.testing.assert_array_equal(got, data)
+            got[:] = 0
     with pytest.raises(InvalidRequest):
         await source.publish_bytes(lease, 0, data, ttl_s=TTL_S, deadline=in_s(SOON_S))
-    stats = await pair.prefill.transport.stats()
+    stats = await source.stats()
     assert (stats.num_leases, stats.num_objects, stats.stored_bytes) == (1, 3, 64_098)
+    blocks = await pair.publish("a", 3, [5, 1, 9])
+    np.testing.assert_array_equal((await fetched(blocks)).reshape(3, 4097), pair.prefill.read([5, 1, 9]))
+    with pytest.raises(DataLoss):
+        await fetched(replace(blocks, checksum=blocks.checksum ^ 1))
     await pair.drop("a")
-    await wait_for_stats(pair.prefill.transport, num_objects=0)
+    with pytest.raises(NotFound):
+        await fetched(blocks)
+    assert not pair.decode.read().any()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer import copy_clock
-from kv_transfer.copy_clock import CopyClock
+from kv_transfer import telemetry
+from kv_transfer.telemetry import CopyClock
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 15)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)
 
@@ -20,7 +20,7 @@ def test_it_adds_up_chunks_and_the_time_they_cover(intervals: list[tuple[int, in
     clock = CopyClock()
     open_chunks: dict[int, ExitStack] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy_clock.time, "monotonic", lambda: now)
+        patch.setattr(telemetry.time, "monotonic", lambda: now)
         # One that ends at an instant ends before one that begins there: the sum is the same either way.
         moments = sorted([(end, 0, i) for i, (_, end) in enumerate(intervals)] + [(start, 1, i) for i, (start, _) in enumerate(intervals)])
         for moment, begins, i in moments:

@@ -7,24 +7,20 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-from kv_pairs import SOON_S, TTL_S, Side, check_store_empty, in_s, make_store, ray_side, rings_left, running, wait_for_stats, wait_until
+from kv_pairs import SOON_S, Pair, Shape, Side, check_store_empty, ray_side, rings_left, running, wait_until
 from local_ray import LocalRay
 
-from kv_transfer.ray import agent_session
 from kv_transfer.ray import transport as ray_transport
-from kv_transfer.ray.agent_session import AgentSession, reach
-from kv_transfer.ray.answer_timeouts import AnswerTimeouts
-from kv_transfer.ray.transport import RayTransport
-from kv_transfer.transport import ChunkInfo
+from kv_transfer.ray.agent_session import reach
 from twostep.errors import SetupError, Unavailable
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
@@ -41,127 +37,49 @@ async def counted(address: str, within_s: float) -> None:
     await reach(address, within_s)
 
 
-def make_side(ray: LocalRay, worker_id: str, *, fill: bool = True) -> Side:
-    return ray_side(ray, make_store(BLOCK, fill=fill), worker_id=worker_id, connect=counted)
+def make_side(ray: LocalRay, worker_id: str) -> Side:
+    return ray_side(ray.directory, worker_id, Shape(layer_bytes=BLOCK), ray_address=ray.address, connect=counted)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def kept_sides(local_ray: LocalRay) -> AsyncIterator[tuple[Side, Side]]:
-    prefill, decode = make_side(local_ray, "p"), make_side(local_ray, "d", fill=False)
-    async with running(prefill, decode):
-        yield prefill, decode
+async def kept_pair(local_ray: LocalRay) -> AsyncIterator[Pair]:
+    pair = Pair(make_side(local_ray, "p"), make_side(local_ray, "d"))
+    pair.prefill.fill(7)
+    async with running(pair.prefill, pair.decode):
+        yield pair
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def sides(kept_sides: tuple[Side, Side]) -> tuple[Side, Side]:
-    """A prefill's and a decode's, which every test finds well again after the one before. Each has lease names of its own."""
-    for side in kept_sides:
+async def pair(kept_pair: Pair, request: pytest.FixtureRequest) -> Pair:
+    """Which every test finds well again after the one before. Each has lease names of its own."""
+    for side in (kept_pair.prefill, kept_pair.decode):
         await wait_until(lambda side=side: side.transport.ready)
-    kept_sides[1].store.blocks[:] = 0
-    return kept_sides
-
-
-def session_of(side: Side) -> AgentSession:
-    assert isinstance(side.transport, RayTransport)
-    assert side.transport.session is not None
-    return side.transport.session
-
-
-def stopped_agents_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """However long a test stops an agent, its worker does not take it for one that hangs."""
-    patch.setattr(agent_session, "_POLL_TIMEOUT_S", 1000.0)
-    patch.setattr(agent_session, "_GRACE_S", 1000.0)
-    patch.setattr(AnswerTimeouts, "timeout_s", lambda *_: 1000.0)
-
-
-async def publish(side: Side, lease: str, blocks: list[int]) -> ChunkInfo:
-    return await side.transport.publish(lease, 0, 0, blocks, ttl_s=TTL_S, deadline=in_s(SOON_S))
+    return replace(kept_pair, salt=request.node.name)
 
 
 @pytest.mark.parametrize("victim", ["helper", "actor"])
-async def test_killed_source_is_unavailable_and_comes_back_under_a_new_name(sides: tuple[Side, Side], victim: str) -> None:
-    prefill, decode = sides
-    session = session_of(prefill)
-    chunk = await publish(prefill, f"{victim} killed a", [0, 1])
-    blocked = asyncio.create_task(prefill.transport.publish(f"{victim} killed b", 0, 0, [0] * 1024, ttl_s=TTL_S, deadline=in_s(1000)))
+async def test_killed_source_is_unavailable_and_comes_back_under_a_new_name(pair: Pair, victim: str) -> None:
+    source = pair.prefill.transport
+    session, endpoint = source.session, source.endpoint
+    chunk = await pair.publish("a", 0, [0, 1])
+    blocked = asyncio.create_task(pair.publish("b", 0, [0] * 1024, within_s=1000))
     await asyncio.sleep(0.05)
     os.kill(session.process.pid if victim == "helper" else session.actor_pid, signal.SIGKILL)
 
     async def fetched_again_and_again() -> None:
         while True:  # the object may be had for a moment yet
-            await decode.transport.fetch(session.endpoint, f"{victim} killed a", chunk, [0, 1], deadline=in_s(1000))
+            await pair.fetch("a", chunk, [0, 1], within_s=1000, endpoint=endpoint)
 
     # Long before their deadlines.
     for call in (fetched_again_and_again(), blocked):
         with pytest.raises(Unavailable):
             await asyncio.wait_for(call, SOON_S)
-    await wait_until(lambda: prefill.transport.ready and prefill.transport.endpoint != session.endpoint)
-    chunk = await publish(prefill, f"{victim} killed c", [7])
-    await decode.transport.fetch(prefill.transport.endpoint, f"{victim} killed c", chunk, [7], deadline=in_s(SOON_S))
-    np.testing.assert_array_equal(decode.store.blocks[7], prefill.store.blocks[7])
+    await wait_until(lambda: source.ready and source.endpoint != endpoint)
+    await pair.fetch("c", await pair.publish("c", 0, [7]), [7])
+    np.testing.assert_array_equal(pair.decode.read([7]), pair.prefill.read([7]))
     assert not psutil.pid_exists(session.actor_pid)
-    await prefill.transport.drop(f"{victim} killed c")
-    assert (await prefill.transport.stats()).num_objects == 0
-
-
-async def test_own_agent_lost_while_fetching(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped_agents_are_kept(monkeypatch)
-    prefill, decode = sides
-    chunk = await publish(prefill, "own agent a", [0, 1])
-    source, own = session_of(prefill), session_of(decode)
-    os.kill(source.actor_pid, signal.SIGSTOP)  # so that the fetch hangs
-    fetching = asyncio.create_task(decode.transport.fetch(source.endpoint, "own agent a", chunk, [0, 1], deadline=in_s(1000)))
-    await asyncio.sleep(0.2)
-    os.kill(own.actor_pid, signal.SIGKILL)
-    async with asyncio.timeout(SOON_S):  # long before its deadline
-        with pytest.raises(Unavailable):
-            await fetching
-    os.kill(source.actor_pid, signal.SIGCONT)
-    await wait_until(lambda: decode.transport.ready and decode.transport.endpoint != own.endpoint)
-    await decode.transport.fetch(source.endpoint, "own agent a", chunk, [0, 1], deadline=in_s(SOON_S))
-    await prefill.transport.drop("own agent a")
-
-
-async def test_hanging_source_ends_at_the_deadline_and_a_cancelled_slot_is_not_reused_early(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped_agents_are_kept(monkeypatch)
-    prefill, decode = sides
-    chunk = await publish(prefill, "hanging source a", [0, 1])
-    source, own = session_of(prefill), session_of(decode)
-    os.kill(source.actor_pid, signal.SIGSTOP)
-    try:
-        start = time.monotonic()
-        # Nothing else would end it.
-        with pytest.raises(Unavailable):
-            await decode.transport.fetch(source.endpoint, "hanging source a", chunk, [0, 1], deadline=in_s(0.5))
-        assert time.monotonic() - start > 0.4
-        assert own.ring_used_bytes == 0
-        cancelled = asyncio.create_task(decode.transport.fetch(source.endpoint, "hanging source a", chunk, [0, 1], deadline=in_s(1000)))
-        await asyncio.sleep(0.2)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        assert own.ring_used_bytes == chunk.num_bytes
-    finally:
-        os.kill(source.actor_pid, signal.SIGCONT)
-    await wait_until(lambda: own.ring_used_bytes == 0)
-    assert not decode.store.blocks.any()
-    await wait_for_stats(prefill.transport, num_objects=1)
-    await prefill.transport.drop("hanging source a")
-
-
-async def test_hanging_agent_is_replaced(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    side, _ = sides
-    session = session_of(side)
-    os.kill(session.actor_pid, signal.SIGSTOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(agent_session, "_PUT_S", 0.5)
-        with pytest.raises(Unavailable):
-            await publish(side, "hanging agent a", [0])
-    await wait_until(lambda: side.transport.ready and side.transport.endpoint != session.endpoint)
-    await publish(side, "hanging agent b", [0])
-    await side.transport.drop("hanging agent b")
+    await pair.drop("c")
+    assert (await source.stats()).num_objects == 0
 
 
 _TESTS = str(Path(__file__).parents[1])
@@ -169,7 +87,6 @@ _WORKER = """
 import asyncio, sys, time
 import numpy as np
 from pathlib import Path
-from kv_transfer.ray.answer_timeouts import AnswerTimeouts
 from kv_transfer.ray.transport import RayTransport
 sys.path.append(sys.argv[3])
 from one_sided import ArrayStore
@@ -213,22 +130,21 @@ async def test_killed_worker_leaves_no_process_no_object_and_no_ring(local_ray: 
 
 
 async def test_ray_lost_and_back(
-    local_ray: LocalRay, sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    local_ray: LocalRay, pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "kv_transfer")
     monkeypatch.setattr(ray_transport, "_FIRST_BACKOFF_S", 0.1)
     monkeypatch.setattr(ray_transport, "_MAX_BACKOFF_S", 0.2)
-    side, other = sides
-    endpoint = side.transport.endpoint
-    await publish(side, "ray lost a", [0])
+    source, endpoint = pair.prefill.transport, pair.prefill.transport.endpoint
+    await pair.publish("a", 0, [0])
     local_ray.kill()
     try:
-        await wait_until(lambda: not side.transport.ready)
-        assert side.transport.endpoint == ""
+        await wait_until(lambda: not source.ready)
+        assert source.endpoint == ""
         with pytest.raises(Unavailable):
-            await publish(side, "ray lost b", [0])
-        await side.transport.drop("ray lost a")
-        assert (await side.transport.stats()).num_objects == 0
+            await pair.publish("b", 0, [0])
+        await pair.drop("a")
+        assert (await source.stats()).num_objects == 0
         before = tries[0]
         await wait_until(lambda: tries[0] >= before + 12)
         said = [r for r in caplog.records if "not ready" in r.message]
@@ -236,10 +152,10 @@ async def test_ray_lost_and_back(
         assert 2 <= len(said) <= 6, [r.message for r in said]
     finally:
         await asyncio.to_thread(local_ray.start)
-    await wait_until(lambda: side.transport.ready and other.transport.ready)
-    assert side.transport.endpoint != endpoint
-    await publish(side, "ray lost c", [0])
-    await side.transport.drop("ray lost c")
+    await wait_until(lambda: source.ready and pair.decode.transport.ready)
+    assert source.endpoint != endpoint
+    await pair.publish("c", 0, [0])
+    await pair.drop("c")
 
 
 async def test_without_ray_start_returns_at_once(short_dir: Path) -> None:
@@ -249,14 +165,14 @@ async def test_without_ray_start_returns_at_once(short_dir: Path) -> None:
         asked.set()
         await asyncio.sleep(1000)
 
-    store, run_dir = make_store(64, fill=True), short_dir / "run"
-    transport = RayTransport(store, 64, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=run_dir, connect=for_ever)
+    pair = Pair(*[ray_side(short_dir, "w", Shape(), connect=for_ever)] * 2)
+    transport = pair.prefill.transport
     await transport.start()
     await asyncio.wait_for(asked.wait(), SOON_S)
-    assert oct((short_dir / "run").stat().st_mode)[-3:] == "700"
+    assert modes_in(short_dir) == ["700"]
     with pytest.raises(Unavailable):
-        await transport.publish("a", 0, 0, [0], ttl_s=1, deadline=in_s(1))
-    await transport.drop("a")
+        await pair.publish("a", 0, [0], within_s=1)
+    await pair.drop("a")
     await transport.close()
     assert not transport.ready
 
@@ -270,8 +186,8 @@ async def test_closed_in_the_midst_of_a_search_for_ray_it_leaves_nothing(
     connected: list[asyncio.StreamWriter] = []
     host = local_ray.address.rpartition(":")[0]
     silent = await asyncio.start_server(lambda _, writer: connected.append(writer), host, 0)
-    address, run_dir = f"{host}:{silent.sockets[0].getsockname()[1]}", short_dir / "run"
-    transport = RayTransport(make_store(64, fill=True), 64, worker_id="searching", epoch=1, ray_address=address, run_dir=run_dir)
+    address = f"{host}:{silent.sockets[0].getsockname()[1]}"
+    transport = ray_side(short_dir, "searching", Shape(), ray_address=address).transport
     try:
         await transport.start()
         await wait_until(lambda: len(connected) >= 2)
@@ -281,7 +197,7 @@ async def test_closed_in_the_midst_of_a_search_for_ray_it_leaves_nothing(
         assert not transport.ready
         assert agents_of("searching") == []
         assert not agent.is_running()
-        assert list(run_dir.iterdir()) == []
+        assert modes_in(short_dir) == ["700"], "there is more than its run directory"
     finally:
         for writer in connected:
             writer.transport.abort()
@@ -289,6 +205,11 @@ async def test_closed_in_the_midst_of_a_search_for_ray_it_leaves_nothing(
         await silent.wait_closed()
     # Others on this machine may be making one, or losing one, at this moment; one that nobody has stays.
     await wait_until(lambda: not rings_left())
+
+
+def modes_in(directory: Path) -> list[str]:
+    """Of all that is in it, however deep."""
+    return [oct(path.stat().st_mode)[-3:] for path in directory.rglob("*")]
 
 
 def agents_of(worker_id: str) -> list[psutil.Process]:
@@ -302,23 +223,8 @@ def agents_of(worker_id: str) -> list[psutil.Process]:
     return found
 
 
-async def test_agent_that_cannot_join_says_why(
-    local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/dev/null")
-    side = make_side(local_ray, "without-token")
-    await side.transport.start()
-    await wait_until(lambda: "AuthenticationError" in caplog.text)
-    assert not side.transport.ready
-    await side.transport.close()
-    assert agents_of("without-token") == []
-    # Others on this machine may be making one, or losing one, at this moment; one that nobody has stays.
-    await wait_until(lambda: not rings_left())
-
-
 async def test_configuration_errors(tmp_path: Path, short_dir: Path) -> None:
-    store = make_store(8192, fill=True)
     with pytest.raises(SetupError, match="ring"):
-        RayTransport(store, 8192, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=short_dir, ring_bytes=4096)
+        ray_side(short_dir, "w", Shape(), ring_bytes=2048)
     with pytest.raises(SetupError, match="too long"):
-        RayTransport(store, 8192, worker_id="w", epoch=1, ray_address="127.0.0.1:1", run_dir=tmp_path / ("x" * 100))
+        ray_side(tmp_path / ("x" * 100), "w", Shape())

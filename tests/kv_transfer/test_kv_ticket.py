@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import fingerprint, layout_from_proto, layout_to_proto
-from kv_transfer.probing import ProbePass
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import ProbePass, Ticket, fingerprint, layout_from_proto, layout_to_proto
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
 from twostep.rpc.v1 import kv_pb2

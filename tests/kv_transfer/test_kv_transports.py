@@ -78,15 +78,11 @@ class Sized(OneSidedTransport):
 
     def __init__(self, name: str, *, ready: bool, most: int, copies_out: bool) -> None:
         super().__init__(ArrayStore(np.zeros((1, 1), np.uint8)), 1, OneSidedHub(), worker_id="w", name=name)
-        self._started, self._most, self._copies = ready, most, copies_out
+        self._ready, self.max_lease_bytes, self.copies_out = ready, most, copies_out
 
     @property
-    def max_lease_bytes(self) -> int:
-        return self._most
-
-    @property
-    def copies_out(self) -> bool:
-        return self._copies
+    def ready(self) -> bool:
+        return self._ready
 
 
 def publisher_by(*transports: Sized) -> Publisher:

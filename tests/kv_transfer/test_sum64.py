@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer import sum64
-from kv_transfer.sum64 import block_sums, chunk_sum, chunk_sums
+from kv_transfer import checksums
+from kv_transfer.checksums import block_sums, chunk_sum, chunk_sums
 
 BLOCKS = st.integers(1, 4).flatmap(
     lambda count: st.integers(1, 24).flatmap(
@@ -45,7 +45,7 @@ def test_it_is_what_it_says(blocks: np.ndarray) -> None:
 
 
 def test_long_blocks_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sum64, "_AT_ONCE", 7)
+    monkeypatch.setattr(checksums, "_AT_ONCE", 7)
     blocks = np.random.default_rng(3).integers(0, 256, (3, 400), np.uint8)
     assert sum_of(blocks) == by_definition(blocks)
 

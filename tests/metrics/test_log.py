@@ -18,54 +18,41 @@ def record(message: str, *args: object, **extra: Any) -> logging.LogRecord:
     return made
 
 
-def in_a_task(work: Any) -> Any:
-    """What it returns, run by itself: nothing of it stays."""
+def lines(made: logging.LogRecord, *about: str) -> tuple[str, dict[str, Any]]:
+    """The record, plain and as JSON, in a task of its own: about a request of this id and trace, if any."""
 
-    async def run() -> Any:
-        return work()
+    async def run() -> tuple[str, dict[str, Any]]:
+        if about:
+            concerning(*about)
+        return Plain("router").format(made), json.loads(JsonLines("router").format(made))
 
     return asyncio.run(run())
 
 
 def test_a_line_about_nobody() -> None:
-    assert Plain("router").format(record("%d workers", 2)).endswith(" W router router.dispatch: 2 workers")
-    line = json.loads(JsonLines("router").format(record("%d workers", 2, data={"n": 2})))
+    plain, line = lines(record("%d workers", 2, data={"n": 2}))
+    assert plain.endswith(" W router router.dispatch: 2 workers")
     assert (line["message"], line["level"], line["process"], line["logger"]) == ("2 workers", "warning", "router", "router.dispatch")
     assert line["data"] == {"n": 2}
-    assert "request_id" not in line
-    assert "trace_id" not in line
+    assert not {"request_id", "trace_id"} & line.keys()
 
 
 @pytest.mark.parametrize(("trace_id", "behind"), [("", " [request_id=r1]"), ("ab" * 16, f" [request_id=r1 trace_id={'ab' * 16}]")])
 def test_a_line_about_a_request(trace_id: str, behind: str) -> None:
-    def work() -> tuple[str, dict[str, Any]]:
-        concerning("r1", trace_id)
-        return Plain("").format(record("no room")), json.loads(JsonLines("").format(record("no room")))
-
-    plain, line = in_a_task(work)
+    plain, line = lines(record("no room"), "r1", trace_id)
     assert plain.endswith(f"router.dispatch: no room{behind}")
     assert (line["request_id"], line.get("trace_id", "")) == ("r1", trace_id)
-
-
-def test_an_id_that_the_message_names_is_not_said_twice() -> None:
-    def work() -> str:
-        concerning("r1", "ab" * 16)
-        return Plain("").format(record("request %s: no room", "r1"))
-
-    assert in_a_task(work).endswith(f": request r1: no room [trace_id={'ab' * 16}]")
+    named, _ = lines(record("request %s: no room", "r1"), "r1", trace_id)
+    assert named.endswith(f": request r1: no room [trace_id={trace_id}]" if trace_id else ": request r1: no room"), "not said twice"
 
 
 def test_a_traceback_comes_behind_the_id() -> None:
-    def work() -> str:
-        concerning("r1")
-        made = record("failed")
-        try:
-            raise RuntimeError("why")
-        except RuntimeError as error:
-            made.exc_info = (RuntimeError, error, error.__traceback__)
-        return Plain("").format(made)
-
-    first, *rest = in_a_task(work).splitlines()
+    made = record("failed")
+    try:
+        raise RuntimeError("why")
+    except RuntimeError as error:
+        made.exc_info = (RuntimeError, error, error.__traceback__)
+    first, *rest = lines(made, "r1")[0].splitlines()
     assert first.endswith("failed [request_id=r1]")
     assert rest[-1] == "RuntimeError: why"
 
@@ -86,13 +73,13 @@ def test_tasks_inherit_it_and_their_neighbours_do_not() -> None:
 
 
 def test_forget_brings_back_what_was_before() -> None:
-    def work() -> list[str]:
+    async def run() -> list[str]:
         concerning("outer")
         token = concerning("inner")
         inner = Plain("").format(record("m"))
         forget(token)
         return [inner, Plain("").format(record("m"))]
 
-    inner, outer = in_a_task(work)
+    inner, outer = asyncio.run(run())
     assert inner.endswith("[request_id=inner]")
     assert outer.endswith("[request_id=outer]")

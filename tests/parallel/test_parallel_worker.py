@@ -16,8 +16,9 @@ from pathlib import Path
 import grpc.aio
 import psutil
 import pytest
+from bare_deployment import RedisServer
 from tiny_models import save_tiny_model
-from worker_harness import SECRET, RedisServer
+from worker_harness import SECRET
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
@@ -34,7 +35,7 @@ from twostep.sampling_params import SamplingParams
 _WORKER = """
 import sys
 from kv_transfer.local.transport import LocalHub
-from role_harness import edges_of_both_roles
+from worker_harness import edges_of_both_roles
 from twostep.worker.process import run_worker
 sys.exit(run_worker("decode", sys.argv[1:], edges_of_both_roles(LocalHub())))
 """
@@ -51,9 +52,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path)
-    server.start()
     yield server
-    server.stop()
+    server.kill()
 
 
 async def answer_of_decode(channel: grpc.aio.Channel, name: str, prompt: Sequence[int]) -> list[int]:

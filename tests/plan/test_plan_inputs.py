@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.errors import InvalidRequest, SetupError
 from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
-from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
-from twostep.lab.plan.goodput import parse_slo, simulate
-from twostep.lab.plan.machine import machine_of, machine_of_workers
-from twostep.lab.plan.memory import GIB, in_flight, parse_bytes, worker_memory
-from twostep.lab.plan.model_shape import model_of, read_model
-from twostep.lab.plan.presets import load_preset, preset_names, read_curves
+from twostep.lab.plan import machine
+from twostep.lab.plan.goodput import simulate
+from twostep.lab.plan.machine import load_preset, machine_of_preset, machine_of_workers, preset_names, read_curves
+from twostep.lab.plan.model import GIB, model_of, parse_bytes, read_model, worker_memory
 from twostep.lab.plan.workload import parse_workload
 from twostep.lab.simulator.cluster import SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
@@ -28,6 +26,7 @@ from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload
 
 CURVE = StepCurve(fixed_s=0.005, per_row_s=1e-4)
+PRESETS = Path(machine.__file__).parent / "presets"
 
 
 def test_workloads() -> None:
@@ -68,13 +67,6 @@ def test_another_rate_has_the_same_requests_nearer_to_each_other(rate: float, se
     for a, b in zip(slow, fast, strict=False):
         assert b == replace(a, arrival_s=b.arrival_s)
         assert b.arrival_s == pytest.approx(a.arrival_s / 2)
-
-
-def test_targets() -> None:
-    assert parse_slo("ttft=500,tpot=10,gap=25") == LatencyTargets(ttft_ms=500, tpot_ms=10, gap_ms=25)
-    for text in ("ttft=-5", "speed=3", "ttft", "ttft=fast"):
-        with pytest.raises(InvalidRequest):
-            parse_slo(text)
 
 
 def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
@@ -132,13 +124,6 @@ def test_memory_of_an_h200_is_what_was_measured_on_one() -> None:
     assert halves.kv_token_bytes == 65536
 
 
-def test_littles_law() -> None:
-    """2 a second, each 0.5 s as a prompt of 100 tokens and 1 s while it grows to 111: 3 at once, 2 of them decoding."""
-    there = in_flight([Request(arrival_s=0, num_prompt=100, num_output=11)], 2.0, seconds_per_token=0.1, seconds_before=0.5)
-    assert there.sequences == pytest.approx(3.0)
-    assert there.tokens == pytest.approx(2 * (0.5 * 100 + 1.0 * 105.5))
-
-
 @pytest.mark.parametrize(("text", "amount"), [("141GiB", 141 * GIB), ("80GB", 80 * 10**9), ("24e9", 24 * 10**9), ("1.5 TiB", 1536 * GIB)])
 def test_sizes(text: str, amount: int) -> None:
     assert parse_bytes(text) == amount
@@ -152,10 +137,12 @@ def test_wrong_sizes(text: str) -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_say_what_was_measured(name: str) -> None:
-    preset = load_preset(name)
-    assert len(preset.measured) >= 8
-    curves = {"prefill": preset.prefill, "decode": preset.decode, "mixed": preset.mixed}
-    for step in preset.measured:
+    base = load_preset(name).base
+    assert base.prefill is not None
+    measured = json.loads((PRESETS / f"{name}.json").read_text())["measured"]
+    assert len(measured) >= 8
+    curves = {"prefill": base.prefill.curve, "decode": base.decode.curve, "mixed": base.decode.mixed}
+    for step in measured:
         curve = curves[step["role"]]
         assert curve is not None
         work = StepWorkload(**{k: step[k] for k in ("prompt_tokens", "pairs", "decodes", "context")})
@@ -212,21 +199,19 @@ def test_running_workers_are_planned_with_what_they_publish() -> None:
         worker_record("prefill"),
         worker_record("prefill", worker_id="a", curve=None),
     ]
-    machine = machine_of_workers(records, preset)
-    assert machine.base.prefill is not None
-    assert (machine.base.prefill.curve, machine.base.decode.curve.knee) == (CURVE, 5.0)
-    assert (machine.base.decode.step_tokens, machine.base.decode.num_blocks, machine.base.decode.max_num_seqs) == (777, 1000, 32)
-    assert machine.base.hand_over.kv_token_bytes == 131072
+    base = machine_of_workers(records, preset).base
+    assert base.prefill is not None
+    assert (base.prefill.curve, base.decode.curve.knee, base.decode.mixed) == (CURVE, 5.0, None)
+    assert (base.decode.step_tokens, base.decode.num_blocks, base.decode.max_num_seqs) == (777, 1000, 32)
+    assert base.hand_over.kv_token_bytes == 131072
     with pytest.raises(SetupError, match="decode"):
         machine_of_workers([worker_record("prefill"), worker_record("decode", ready=False)], preset)
 
 
 def test_a_machine_of_a_preset() -> None:
-    preset = load_preset("h200-llama-3.1-8b")
-    assert preset.model is not None
-    machine = machine_of(preset, preset.model, worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes))
-    latency = simulate(machine.base, [Request(arrival_s=0, num_prompt=2600, num_output=2)]).served[0].token_times[0]
-    assert latency == pytest.approx(preset.edge_s + 0.0583, abs=0.002)
+    base = machine_of_preset("h200-llama-3.1-8b").base
+    latency = simulate(base, [Request(arrival_s=0, num_prompt=2600, num_output=2)]).served[0].token_times[0]
+    assert latency == pytest.approx(base.edge_s + 0.0583, abs=0.002)
 
 
 def test_one_curve_gone_wrong_does_not_stand_for_its_role() -> None:
@@ -236,8 +221,8 @@ def test_one_curve_gone_wrong_does_not_stand_for_its_role() -> None:
     for name in ("decode-0", "decode-9"):
         records = [worker_record("decode", worker_id=f"decode-{i}", step_tokens=2048) for i in (1, 2, 3)]
         records.append(worker_record("decode", worker_id=name, curve=wrong, step_tokens=512))
-        machine = machine_of_workers(records, preset)
-        assert (machine.base.decode.curve, machine.base.decode.step_tokens) == (CURVE, 2048)
+        decode = machine_of_workers(records, preset).base.decode
+        assert (decode.curve, decode.step_tokens) == (CURVE, 2048)
 
 
 def test_workers_that_compute_prompts_launch_as_early_as_prefill_workers() -> None:

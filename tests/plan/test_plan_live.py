@@ -14,7 +14,7 @@ from test_plan_inputs import worker_record
 
 from twostep.cluster.records import WORKERS_KEY, worker_key
 from twostep.errors import SetupError
-from twostep.lab.plan.live import registered_workers
+from twostep.lab.plan.machine import registered_workers
 from twostep.local.redis_server import server_argv, server_binary, server_url
 
 pytestmark = pytest.mark.system

@@ -222,3 +222,4 @@ def test_the_knee_is_found_from_wherever_the_search_begins(knee: float, guess: f
 
 def test_there_may_be_no_knee() -> None:
     assert find_knee(lambda rate: False, guess=10.0) == 0.0
+    assert find_knee(lambda rate: rate < 0.1, guess=10.0, precision=0.01) == pytest.approx(0.1, rel=0.01)

@@ -89,10 +89,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "router.workers.decode_stream._OPEN_TIMEOUT_S",
         "router.workers.decode_stream._CANCEL_SETTLES_S",
         "router.serving.attempt._ACCEPT_TIMEOUT_S",
-        "router.workers.registry._TIMEOUT_S",
-        "router.waiting.demand_meter._TIMEOUT_S",
-        "router.waiting.quota_share._TIMEOUT_S",
-        "router.status.scaling_watch._TIMEOUT_S",
+        "twostep.cluster.exchange._TIMEOUT_S",
+        "router.access.control._READ_TIMEOUT_S",
         "router.server.TRACES_FLUSH_S",
         "twostep.cluster.connection._TIMEOUT_S",
     ):

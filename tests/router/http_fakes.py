@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI, BaseModel, OpenAI
+from openai import AsyncOpenAI, BaseModel
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import Cluster, Hook
@@ -51,14 +51,56 @@ async def open_client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def blocking_client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{url(cluster)}/v1", api_key="unused", max_retries=0, timeout=120)
-
-
 @asynccontextmanager
 async def open_http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(url(cluster), timeout=aiohttp.ClientTimeout(120)) as session:
         yield session
+
+
+@asynccontextmanager
+async def served(cluster: Cluster, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of a router with these options, before a worker of each role."""
+    if not cluster.workers:
+        await cluster.prefill()
+        await cluster.decode()
+    async with cluster.serving(**options), open_http(cluster) as http:
+        yield http
+
+
+async def told(http: aiohttp.ClientSession, path: str, body: Any = None, status: int = 200, **options: Any) -> Any:
+    """The JSON of an answer, which has that status; an answer and an error have the shape of OpenAI's. A GET where there is no body."""
+    method = options.pop("method", "GET" if body is None else "POST")
+    async with http.request(method, path, json=body, **options) as answer:
+        found = await answer.json()
+        assert answer.status == status, (body, found)
+    if status >= 400:
+        assert found["error"]["message"], found
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+    elif path in (CHAT, TEXT):
+        check_shape(found)
+    return found
+
+
+async def refused(http: aiohttp.ClientSession, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+    error: dict[str, Any] = (await told(http, path, body, status, **options))["error"]
+    return error
+
+
+async def streamed(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """The events of an answer, all in OpenAI's shape, without the `[DONE]` behind them."""
+    async with http.post(path, json=body | {"stream": True}, **options) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        *events, done = await raw_events(answer)
+    assert done == "[DONE]"
+    for event in events:
+        check_shape(event)
+    return events
+
+
+def text_in(events: list[dict[str, Any]], index: int = 0) -> str:
+    """What the choice's events add up to."""
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
 def when(gate: asyncio.Event) -> Hook:

@@ -27,6 +27,7 @@ from router.server import Router
 from twostep import __version__
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.local.ports import free_ports
 from twostep.prefix import secret_check
@@ -51,6 +52,18 @@ def make_model_dir(path: Path) -> Path:
     make_bare_model_dir(path, text="the capital of France is Paris, the end of the answer and so on", chat_template=_CHATML)
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.9}))
     return path
+
+
+class SetClock(SharedClock):
+    """Shows the time that a test sets, whatever Redis says."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        super().__init__(monotonic=lambda: self.now)
+        self._known = True
+
+    def unix(self) -> float:
+        return self.now
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------------
@@ -590,6 +603,13 @@ class Cluster:
                 await self.router.drain(0.0)
         finally:
             beat.cancel()
+
+    @asynccontextmanager
+    async def paired(self, **options: Any) -> AsyncIterator[tuple[FakePrefill, FakeDecode]]:
+        """A router in front of a worker of each role, p0 and d0."""
+        pair = await self.prefill(), await self.decode()
+        async with self.serving(**options):
+            yield pair
 
     async def close(self) -> None:
         for worker in self.workers:

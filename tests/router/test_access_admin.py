@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import grpc.aio
 import pytest
-from http_fakes import CHAT, chat, url
+from http_fakes import CHAT, chat, open_http, refused, told, url
 from router_fakes import SECRET, Cluster, RedisServer
 
 from router.http.admin import load_admin_key
@@ -28,13 +28,6 @@ from twostep.keys.api_keys import admin_key, system_key
 from twostep.local.ports import free_ports
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator is told so when Redis takes a second; here it is this process that may stand still for longer."""
-    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
-    monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 60.0)
 
 
 @asynccontextmanager
@@ -47,101 +40,73 @@ async def administered(cluster: Cluster, **options: Any) -> AsyncIterator[aiohtt
             yield http
 
 
-async def asked(http: aiohttp.ClientSession, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-    async with http.request(method, path, json=body, **options) as answer:
-        assert answer.content_type == "application/json"
-        return answer.status, await answer.json()
-
-
 async def test_without_the_admin_key_there_is_nothing(cluster: Cluster) -> None:
     async with administered(cluster) as http, aiohttp.ClientSession() as bare:
-        for path in ("/admin/keys", "/admin/status", "/admin/nowhere", "/"):
-            for told in ("", "Bearer", "Bearer x", f"Bearer {system_key(SECRET)}", f"Basic {admin_key(SECRET)}", "Bearer ü"):
-                async with bare.get(f"http://127.0.0.1:{cluster.router.admin_port}{path}", headers={"Authorization": told}) as answer:
-                    assert answer.status == 401
-        assert (await asked(http, "GET", "/admin/nowhere"))[0] == 404
+        admin = f"http://127.0.0.1:{cluster.router.admin_port}"
+        for path in ("/admin/keys", "/admin/nowhere", "/"):
+            for given in ("", "Bearer x", f"Bearer {system_key(SECRET)}", f"Basic {admin_key(SECRET)}", "Bearer ü"):
+                await refused(bare, admin + path, None, 401, headers={"Authorization": given})
+        await refused(http, "/admin/nowhere", None, 404)
         # Nor is anything of it on the other port, and its key opens nothing there.
-        for path in ("/admin/keys", "/v1/models"):
-            async with bare.get(url(cluster) + path, headers={"Authorization": f"Bearer {admin_key(SECRET)}"}) as answer:
-                assert answer.status == 401
-        async with bare.get(f"{url(cluster)}/admin/keys", headers={"Authorization": f"Bearer {system_key(SECRET)}"}) as answer:
-            assert answer.status == 404
+        await refused(bare, f"{url(cluster)}/v1/models", None, 401, headers={"Authorization": f"Bearer {admin_key(SECRET)}"})
+        await refused(bare, f"{url(cluster)}/admin/keys", None, 404, headers={"Authorization": f"Bearer {system_key(SECRET)}"})
 
 
 async def test_the_life_of_a_key(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     await cluster.prefill()
     await cluster.decode()
-    async with administered(cluster) as http, aiohttp.ClientSession(url(cluster)) as client:
+    async with administered(cluster) as http, open_http(cluster) as client:
 
-        async def ask(told: str) -> tuple[int, str]:
+        async def ask(status: int) -> Any:
             # Debts of a few minutes: they are still there when the limit has changed.
             body = chat(max_tokens=200, ignore_eos=True)
-            async with client.post(CHAT, json=body, headers={"Authorization": f"Bearer {told}"}) as answer:
-                return answer.status, await answer.text()
+            return await told(client, CHAT, body, status, headers={"Authorization": f"Bearer {shown}"})
 
         wanted = {"name": "Ann's", "tenant": "acme", "tokens_per_minute": 60, "expires": "2999-01-01T00:00:00Z"}
-        status, made = await asked(http, "POST", "/admin/keys", wanted)
-        assert status == 201
-        told, key_id = made.pop("key"), made["id"]
-        assert told.startswith("ts-")
+        made = await told(http, "/admin/keys", wanted, 201)
+        shown, key_id = made.pop("key"), made["id"]
+        path = f"/admin/keys/{key_id}"
         assert {name: made[name] for name in wanted} == wanted
-        assert (await ask(told))[0] == 200, "at once"
-        status, listed = await asked(http, "GET", "/admin/keys")
-        assert [each["id"] for each in listed["data"]] == [key_id]
-        assert listed["data"][0]["usage"]["tokens_this_day"] > 200
-        assert told not in json.dumps(listed)
-        assert "hash" not in listed["data"][0]
-        status, changed = await asked(http, "PATCH", f"/admin/keys/{key_id}", {"tokens_per_minute": 1, "name": "Bob's"})
-        assert (status, changed["tokens_per_minute"], changed["name"], changed["tenant"]) == (200, 1, "Bob's", "acme")
-        status, said = await ask(told)
-        assert status == 429, "what was used under the old limit is owed under the new one"
-        assert "tokens_per_minute of 1 " in said, "and it is the new one that refuses"
-        assert (await asked(http, "PATCH", f"/admin/keys/{key_id}", {"disabled": True}))[0] == 200
-        assert (await ask(told))[0] == 401
-        assert (await asked(http, "DELETE", f"/admin/keys/{key_id}"))[1] == {"id": key_id, "deleted": True}
-        assert (await asked(http, "GET", "/admin/keys"))[1]["data"] == []
+        await ask(200)  # at once
+        (listed,) = (await told(http, "/admin/keys"))["data"]
+        assert (listed["id"], "hash" in listed, shown in json.dumps(listed)) == (key_id, False, False)
+        assert listed["usage"]["tokens_this_day"] > 200
+        changed = await told(http, path, {"tokens_per_minute": 1, "name": "Bob's"}, method="PATCH")
+        assert (changed["tokens_per_minute"], changed["name"], changed["tenant"]) == (1, "Bob's", "acme")
+        # What was used under the old limit is owed under the new one.
+        assert "tokens_per_minute of 1 " in (await ask(429))["error"]["message"]
+        await told(http, path, {"disabled": True}, method="PATCH")
+        await ask(401)
+        assert await told(http, path, method="DELETE") == {"id": key_id, "deleted": True}
+        assert (await told(http, "/admin/keys"))["data"] == []
         for method in ("GET", "PATCH", "DELETE"):
-            assert (await asked(http, method, f"/admin/keys/{key_id}", {} if method == "PATCH" else None))[0] == 404
+            await refused(http, path, {} if method == "PATCH" else None, 404, method=method)
     assert key_id in caplog.text
-    for secret in (told, admin_key(SECRET)):
+    for secret in (shown, admin_key(SECRET)):
         assert secret not in caplog.text
 
 
-async def test_what_makes_no_key_is_refused(cluster: Cluster) -> None:
+async def test_what_makes_no_key_is_refused(cluster: Cluster, redis_server: RedisServer) -> None:
     async with administered(cluster) as http:
         for body, complaint in (
             ({"tokens_per_minut": 1}, "no such field"),
             ({"tokens_per_minute": -1}, "tokens_per_minute"),
             ({"hash": "0" * 64}, "not yours to say"),
-            ({"id": "mine"}, "not yours to say"),
             ({"tenant": 7}, "tenant"),
             ([], "object"),
         ):
-            status, said = await asked(http, "POST", "/admin/keys", body)
-            assert status == 400, body
-            assert complaint in said["error"]["message"]
-        async with http.post("/admin/keys", data="{", headers={"Content-Type": "application/json"}) as answer:
-            assert answer.status == 400
-        async with http.post("/admin/keys", data="{}", headers={"Content-Type": "text/plain"}) as answer:
-            assert answer.status == 415
-        async with http.post("/admin/keys", json={"name": "x" * 100_000}) as answer:
-            assert answer.status == 413
+            assert complaint in (await refused(http, "/admin/keys", body))["message"]
+        for raw, kind, status in (("{", "application/json", 400), ("{}", "text/plain", 415), (" " * 100_000, "application/json", 413)):
+            async with http.post("/admin/keys", data=raw, headers={"Content-Type": kind}) as answer:
+                assert answer.status == status
+        redis_server.kill()
+        assert "cannot be reached" in (await refused(http, "/admin/keys", {}, 503))["message"]
 
 
 async def test_a_router_without_keys_says_so(cluster: Cluster) -> None:
     async with administered(cluster, api_keys="") as http:
-        status, said = await asked(http, "POST", "/admin/keys", {})
-        assert status == 404
-        assert "--api-keys-file" in said["error"]["message"]
-
-
-async def test_keys_that_cannot_be_written_change_nothing(cluster: Cluster, redis_server: RedisServer) -> None:
-    async with administered(cluster) as http:
-        redis_server.kill()
-        status, said = await asked(http, "POST", "/admin/keys", {})
-        assert status == 503
-        assert "cannot be reached" in said["error"]["message"]
+        assert "--api-keys-file" in (await refused(http, "/admin/keys", {}, 404))["message"]
 
 
 class RoleWorker(worker_pb2_grpc.WorkerServicer):
@@ -159,25 +124,19 @@ async def test_workers_change_their_roles(cluster: Cluster) -> None:
     worker_pb2_grpc.add_WorkerServicer_to_server(RoleWorker(), server)
     # Where the record says.
     await decode.die()
-    port = server.add_insecure_port(decode.record.address)
-    assert port
+    assert server.add_insecure_port(decode.record.address)
     await server.start()
     decode.beating = True
     await cluster.beat()
     try:
         async with administered(cluster) as http:
-            status, told = await asked(http, "POST", "/admin/workers/d0/role", {"role": "prefill"})
-            assert status == 409
-            assert "d0 is the last decode worker" in json.dumps(told)
-            wish = {"role": "prefill", "drain_timeout_s": 2, "force": True}
-            status, told = await asked(http, "POST", "/admin/workers/d0/role", wish)
-            assert (status, told) == (200, {"worker_id": "d0", "role": "prefill", "epoch": 8, "drain_s": 2.0, "switch_s": 0.1})
-            for path, body, wanted in (
-                ("/admin/workers/d9/role", {"role": "prefill"}, 404),
-                ("/admin/workers/d0/role", {"role": "king"}, 400),
-                ("/admin/workers/d0/role", {"role": "decode", "drain_timeout_s": -1}, 400),
-            ):
-                assert (await asked(http, "POST", path, body))[0] == wanted
+            path = "/admin/workers/d0/role"
+            assert "d0 is the last decode worker" in (await refused(http, path, {"role": "prefill"}, 409))["message"]
+            found = await told(http, path, {"role": "prefill", "drain_timeout_s": 2, "force": True})
+            assert found == {"worker_id": "d0", "role": "prefill", "epoch": 8, "drain_s": 2.0, "switch_s": 0.1}
+            await refused(http, "/admin/workers/d9/role", {"role": "prefill"}, 404)
+            for wrong in ({"role": "king"}, {"role": "decode", "drain_timeout_s": -1}):
+                await refused(http, path, wrong)
     finally:
         await server.stop(0)
 
@@ -191,13 +150,13 @@ def root_level() -> Iterator[None]:
 
 async def test_status_and_the_logs_level(cluster: Cluster, root_level: None) -> None:
     async with administered(cluster) as http:
-        assert (await asked(http, "GET", "/admin/status"))[1]["router_id"] == cluster.router.router_id
-        assert await asked(http, "POST", "/admin/log-level", {"level": "error"}) == (200, {"level": "error"})
+        assert (await told(http, "/admin/status"))["router_id"] == cluster.router.router_id
+        assert await told(http, "/admin/log-level", {"level": "error"}) == {"level": "error"}
         assert logging.getLogger().level == logging.ERROR
-        assert (await asked(http, "GET", "/admin/log-level"))[1] == {"level": "error"}
-        assert (await asked(http, "POST", "/admin/log-level", {"level": "loud"}))[0] == 400
+        assert await told(http, "/admin/log-level") == {"level": "error"}
+        await refused(http, "/admin/log-level", {"level": "loud"})
         assert not cluster.router.drain_asked.is_set()
-        assert (await asked(http, "POST", "/admin/drain"))[0] == 202
+        await told(http, "/admin/drain", {}, 202)
         assert cluster.router.drain_asked.is_set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any, cast
 
 from hypothesis import example, given
@@ -45,7 +46,7 @@ class World:
             self._hashes.setdefault(name, {}).update({field.encode(): total.encode() for field, total in value.items()})
         elif command == "expire":
             self._expires[name] = self.redis_now + value
-        return dict(self._hashes.get(name, {}))
+        return [list(chain.from_iterable(self._hashes.get(each, {}).items())) for each in value] if command == "eval" else None
 
 
 class Pipeline:
@@ -62,8 +63,8 @@ class Pipeline:
     def expire(self, name: str, seconds: int) -> None:
         self._commands.append(("expire", name, seconds))
 
-    def hgetall(self, name: str) -> None:
-        self._commands.append(("hgetall", name, None))
+    def eval(self, _script: str, num_keys: int, *arguments: str) -> None:
+        self._commands.append(("eval", "", arguments[:num_keys]))
 
     async def execute(self) -> list[Any]:
         return [self._world.execute(*command) for command in self._commands]

@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
-from http_fakes import CHAT, TEXT, chat, open_http, raw_events
+from http_fakes import CHAT, TEXT, chat, refused, served, streamed, text_in, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import ANSWER_TEXT, Cluster, Reply, until
+from scraping import scrape
 
-from router.serving.hold_back import HoldBack, hold_back_of, load_hook
+from router.serving.hold_back import HoldBack, load_hook
 from twostep.errors import SetupError, Unavailable
 from twostep.hold_back import Allow, Held, HeldRequest, Replace, Stop, Verdict
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -214,22 +215,11 @@ def test_a_hook_that_is_none_is_refused_at_the_start(name: str) -> None:
         load_hook(name)
 
 
-def test_without_a_hook_there_is_nothing() -> None:
-    assert hold_back_of("", window=1, timeout_s=1, fail_open=False) is None
-
-
 # ---- served ----------------------------------------------------------------------------------------------------------------------
 
 
-async def served(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script.step_s = 0.001
-
-
 async def test_a_hook_that_allows_changes_nothing(cluster: Cluster) -> None:
-    await served(cluster)
-    async with cluster.serving(hold_back=f"{HERE}:watch", hold_back_chars=16):
+    async with served(cluster, hold_back=f"{HERE}:watch", hold_back_chars=16):
         request = cluster.request(max_tokens=40, ignore_eos=True, logprobs=1)
         request.tenant = "acme"
         reply = await cluster.ask(request)
@@ -246,9 +236,8 @@ async def test_a_hook_that_allows_changes_nothing(cluster: Cluster) -> None:
 
 
 async def test_a_veto_ends_the_answer_on_both_fronts_and_frees_the_workers(cluster: Cluster) -> None:
-    await served(cluster)
     before = ANSWER_TEXT[: ANSWER_TEXT.index("city")]
-    async with cluster.serving(hold_back=f"{HERE}:no_cities", hold_back_chars=8), open_http(cluster) as http:
+    async with served(cluster, hold_back=f"{HERE}:no_cities", hold_back_chars=8) as http:
         reply: Reply = await cluster.ask(max_tokens=500, ignore_eos=True)
         assert reply.end is not None
         assert reply.end.finish_reason == pb.FINISH_REASON_CONTENT_FILTER
@@ -257,50 +246,40 @@ async def test_a_veto_ends_the_answer_on_both_fronts_and_frees_the_workers(clust
         assert "city" not in cluster.text_of(reply.token_ids)
         await cluster.all_free()
         for path, body in ((CHAT, chat(max_tokens=500, ignore_eos=True)), (TEXT, {"prompt": "a", "max_tokens": 500, "ignore_eos": True})):
-            async with http.post(path, json=body) as answer:
-                (choice,) = (await answer.json())["choices"]
-                assert choice["finish_reason"] == "content_filter"
-                text = choice["message"]["content"] if path == CHAT else choice["text"]
-                assert text.endswith("[no cities]")
-                assert "city" not in text
-            async with http.post(path, json={**body, "stream": True}) as answer:
-                events = await raw_events(answer)
-                assert events[-1] == "[DONE]"
-                assert events[-2]["choices"][0]["finish_reason"] == "content_filter"
+            (choice,) = (await told(http, path, body))["choices"]
+            events = await streamed(http, path, body)
+            text = choice["message"]["content"] if path == CHAT else choice["text"]
+            for said, reason in ((text, choice["finish_reason"]), (text_in(events), events[-1]["choices"][0]["finish_reason"])):
+                assert (reason, said.endswith("[no cities]"), "city" in said) == ("content_filter", True, False)
             await cluster.all_free()
-        told = cluster.router.inference._metrics.requests.labels("OK", "content_filter", "standard")._value
-        await until(lambda: told.get() >= 5, "all are counted")
-        assert told.get() == 5
+
+        def counted() -> float | None:
+            return scrape(cluster.router.metrics_port)("twostep_requests_total", status="OK", finish_reason="content_filter")
+
+        await until(lambda: counted() == 5, "all are counted")
 
 
 async def test_text_is_replaced_before_it_is_sent(cluster: Cluster) -> None:
-    await served(cluster)
-    async with cluster.serving(hold_back=f"{HERE}:no_paris", hold_back_chars=8, hold_back_timeout=60.0), open_http(cluster) as http:
+    async with served(cluster, hold_back=f"{HERE}:no_paris", hold_back_chars=8, hold_back_timeout=60.0):
         reply = await cluster.ask(max_tokens=60, ignore_eos=True)
         assert reply.text == cluster.text_of(cluster.expected(60)).replace("Paris", "P****")
         assert "Paris" not in cluster.text_of(reply.token_ids)
         assert reply.end is not None
         assert reply.end.usage.completion_tokens == 60
-        async with http.post(CHAT, json=chat(max_tokens=60, ignore_eos=True, return_token_ids=True)) as answer:
-            (choice,) = (await answer.json())["choices"]
-            assert "Paris" not in choice["message"]["content"] + cluster.text_of(choice["token_ids"])
 
 
 async def test_what_cannot_be_judged_is_not_sent(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    await served(cluster)
-    async with cluster.serving(hold_back=f"{HERE}:broken", hold_back_chars=0), open_http(cluster) as http:
+    async with served(cluster, hold_back=f"{HERE}:broken", hold_back_chars=0) as http:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await cluster.ask(max_tokens=20)
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
-        async with http.post(CHAT, json=chat(max_tokens=20)) as answer:
-            assert answer.status == 503
+        await refused(http, CHAT, chat(max_tokens=20), 503)
         await cluster.all_free()
     assert "Paris" not in caplog.text
 
 
 async def test_an_answer_that_goes_on_is_shown_from_its_beginning(cluster: Cluster) -> None:
-    await served(cluster)
-    async with cluster.serving(hold_back=f"{HERE}:watch"):
+    async with served(cluster, hold_back=f"{HERE}:watch"):
         request = cluster.request(max_tokens=20, ignore_eos=True, seed=1)
         request.resume_token_ids.extend(cluster.expected(10))
         async for _ in cluster.stub.Generate(request, timeout=60):

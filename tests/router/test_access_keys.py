@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from datetime import date, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 
@@ -21,23 +21,16 @@ from router_fakes import SECRET, RedisServer, until
 
 from router.access.account import Account
 from router.access.control import Access
-from router.access.share import UsageShare, Use
+from router.access.share import UsageShare
 from router.access.sources import KEYS, SIGNATURES, VERSION, FileKeys, RedisKeys
 from router.request.targets import Refused
+from twostep.cluster.exchange import Use
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import InvalidRequest, NotFound, SetupError, Unauthenticated, Unavailable
 from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.keys.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
 from twostep.request_class import RequestClass
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source or a Redis that hangs is given up after a second or some; here it is this process that may stand still for longer."""
-    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 60.0)
-    monkeypatch.setattr("router.access.control._READ_TIMEOUT_S", 60.0)
-    monkeypatch.setattr("router.access.share._TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
@@ -47,55 +40,34 @@ def stopped_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.access.share.WINDOW_S", 600)
 
 
-names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), max_size=20)
-limits = st.builds(
-    Limits,
-    requests_per_minute=st.integers(0, 10**6),
-    tokens_per_minute=st.integers(0, 10**9),
-    tokens_per_day=st.integers(0, 10**12),
-    max_concurrent=st.integers(0, 1000),
-)
-
-
-@given(names, names, limits, st.sampled_from(list(RequestClass)), st.booleans(), st.integers(0, 4 * 10**9), st.booleans())
-def test_a_record_survives_its_line(
-    name: str, tenant: str, limits: Limits, most_urgent: RequestClass, gateway: bool, expires: int, disabled: bool
-) -> None:
-    told, key = make_key(
-        name=name,
-        tenant=tenant,
-        limits=limits,
-        most_urgent=most_urgent,
-        speaks_for_tenants=gateway,
-        expires=float(expires),
-        disabled=disabled,
-    )
-    line = key.to_json()
-    assert "\n" not in line
-    assert Key.from_json(line) == key
-    assert told not in line
-    assert told.removeprefix("ts-") not in line
-    assert key.hash not in json.dumps(key.to_dict())
-    assert key.hash not in repr(key)
-    assert key.whose == (tenant or key.id)
+def test_a_record_survives_its_line() -> None:
+    limits = Limits(requests_per_minute=1, tokens_per_minute=2, tokens_per_day=3, max_concurrent=4)
+    for options in (
+        {},
+        {"name": "Ann's ü", "tenant": "acme", "limits": limits, "expires": 4e9},
+        {"most_urgent": RequestClass.BATCH, "speaks_for_tenants": True, "disabled": True},
+    ):
+        told, key = make_key(**options)
+        line = key.to_json()
+        assert "\n" not in line
+        assert Key.from_json(line) == key
+        assert told.removeprefix("ts-") not in line
+        assert key.hash not in json.dumps(key.to_dict()) + repr(key)
+        assert key.whose == (options.get("tenant") or key.id)
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         ({"id": ""}, "id"),
-        ({"hash": "abc"}, "hash"),
+        ({"id": "a b"}, "id"),
         ({"hash": "A" * 64}, "hash"),
         ({"tokens_per_minut": 5}, "no such field"),
         ({"tokens_per_minute": -1}, "tokens_per_minute"),
         ({"tokens_per_minute": True}, "tokens_per_minute"),
-        ({"tokens_per_minute": "many"}, "tokens_per_minute"),
         ({"most_urgent": "now"}, "most_urgent"),
         ({"expires": "tomorrow"}, "expires"),
-        ({"expires": "0001-01-01T00:00:00Z"}, "expires"),
-        ({"expires": "9999-12-31T23:59:59-14:00"}, "expires"),
         ({"expires": -1}, "expires"),
-        ({"expires": 1e300}, "expires"),
         ({"disabled": "no"}, "disabled"),
         ({"tenant": "a\nb"}, "tenant"),
         ({"name": "x" * 129}, "name"),
@@ -109,17 +81,15 @@ def test_a_record_that_says_something_else_is_refused(change: dict[str, object],
 
 @given(
     st.datetimes(timezones=st.none() | st.timezones())
-    | st.dates()
     | st.floats()
-    | st.integers()
     | st.sampled_from([0, 253_402_300_799, 253_402_300_799.5, 253_402_300_800])
 )
 @example(datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))))
 @example(datetime(9999, 12, 31, 23, 59, 59, tzinfo=timezone(timedelta(hours=-14))))
-def test_an_expiry_that_is_taken_can_be_read_again(expires: date | float) -> None:
+def test_an_expiry_that_is_taken_can_be_read_again(expires: datetime | float) -> None:
     record = json.loads(make_key()[1].to_json())
     try:
-        key = Key.from_dict(record | {"expires": expires.isoformat() if isinstance(expires, date) else expires})
+        key = Key.from_dict(record | {"expires": expires.isoformat() if isinstance(expires, datetime) else expires})
     except BadKey:
         return
     assert int(Key.from_json(key.to_json()).expires) == int(key.expires)
@@ -133,15 +103,11 @@ def test_whatever_is_no_record_is_refused_as_such(data: bytes) -> None:
 
 def test_a_table_finds_keys_by_what_their_holders_say() -> None:
     made = [make_key() for _ in range(5)]
-    assert len({told for told, _ in made}) == 5
     assert all(told.startswith("ts-") and len(told) == 46 for told, _ in made)
     table = KeyTable(key for _, key in made)
     for told, key in made:
         assert table.find(told) == key
-        assert table.find(told + "x") is None
-        assert table.find(key.hash) is None
-        assert table.find(key.id) is None
-    assert table.find("x" * 100_000) is None
+        assert [table.find(wrong) for wrong in (told + "x", key.hash, key.id, "x" * 100_000)] == [None] * 4
     assert hash_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", "plain SHA-256"
 
 
@@ -177,30 +143,19 @@ async def test_who_may_and_who_may_not(access: Access) -> None:
         await access.remove(key.id)
 
 
-async def test_disabled_and_expired_keys_are_told_so(access: Access) -> None:
+async def test_what_a_key_says_of_itself_counts(access: Access) -> None:
     await access.start()
     for options, why in (({"disabled": True}, "disabled"), ({"expires": time.time() - 1}, "expired")):
         told, key = make_key(**options)
         await access.put(key)
         with pytest.raises(Unauthenticated, match=why):
             access.identify(f"Bearer {told}")
-    told, key = make_key(expires=time.time() + 1000)
-    await access.put(key)
-    access.identify(f"Bearer {told}")
-
-
-async def test_a_gateways_key_speaks_for_tenants(access: Access) -> None:
-    await access.start()
-    told, key = make_key(tenant="gateway", speaks_for_tenants=True)
+    told, key = make_key(tenant="gateway", speaks_for_tenants=True, expires=time.time() + 1000)
     await access.put(key)
     assert access.identify(f"Bearer {told}", "acme").tenant == "acme"
     nobody = access.identify(f"Bearer {told}")
     assert (nobody.tenant, nobody.fallback) == (None, "gateway")
-
-
-async def test_the_deployments_own_key_has_no_limits(access: Access) -> None:
-    await access.start()
-    assert access.identify(f"Bearer {system_key(SECRET)}").account is None
+    assert access.identify(f"Bearer {system_key(SECRET)}").account is None, "the deployment's own has no limits"
     with pytest.raises(Unauthenticated):
         access.identify(f"Bearer {system_key(b'another secret, as long')}")
 
@@ -315,40 +270,29 @@ async def test_without_redis_the_last_keys_go_on(redis_server: RedisServer, redi
     access.identify(f"Bearer {told}")
 
 
-async def test_changes_are_followed(access: Access, tmp_path: Path) -> None:
-    await access.start()
-    running = asyncio.create_task(access.run())
-    try:
-        told, key = make_key()
-        put_in_file(tmp_path / "keys", key)
-        await until(lambda: bool(access.accounts()), "the key is known")
-        access.identify(f"Bearer {told}")
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
-
-
 # ---- shared by replicas ------------------------------------------------------------------------------------------------------
 
 
 async def test_replicas_share_what_keys_use(stopped_minutes: None, redis_client: redis.asyncio.Redis) -> None:
-    source, (_, key) = (
-        RedisKeys(redis_client, SECRET),
-        make_key(limits=Limits(tokens_per_minute=1000, tokens_per_day=5000, requests_per_minute=10)),
-    )
-    await source.put(key)
-    routers = [Access(RedisKeys(redis_client, SECRET), secret=SECRET, redis=redis_client, router_id=f"router{i}") for i in range(2)]
-    for router in routers:
-        await router.start()
+    key = make_key(limits=Limits(tokens_per_minute=1000, tokens_per_day=5000, requests_per_minute=10))[1]
+    await RedisKeys(redis_client, SECRET).put(key)
+
+    async def started(name: str) -> Access:
+        made = Access(RedisKeys(redis_client, SECRET), secret=SECRET, redis=redis_client, router_id=name)
+        await made.start()
+        return made
+
+    routers = [await started(f"router{i}") for i in range(2)]
     one, two = (router.account(key.id) for router in routers)
     with one.calling(), one.spending(300) as spending:
         spending.placed, spending.num_output = True, 100
-    for router in routers:
-        await router._share.exchange(whole=True)
-    told = two.usage()
-    assert (told["tokens_this_day"], told["tokens_this_minute"], told["requests_this_minute"]) == (400, 400, 1)
-    late = Access(RedisKeys(redis_client, SECRET), secret=SECRET, redis=redis_client, router_id="router0")
-    await late.start()
+    running = [asyncio.create_task(router.run()) for router in routers]
+    await until(lambda: two.usage()["tokens_this_day"] == two.usage()["tokens_this_minute"] == 400, "the other one knows")
+    assert two.usage()["requests_this_minute"] == 1
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+    late = await started("router0")
     assert late.account(key.id).usage()["tokens_this_day"] == 400, "a restart is no new day"
 
 
@@ -359,13 +303,12 @@ async def test_a_key_that_was_away_for_a_moment_has_used_what_it_used(
     limits = Limits(tokens_per_minute=1000, tokens_per_day=5000, requests_per_minute=10)
     both = [make_key(limits=limits)[1] for _ in range(2)]
     put_in_file(tmp_path / "keys", both[0])
-    await access.start()
     other = UsageShare(redis_client, "other", SharedClock(), on_minute=lambda _: None, on_day=lambda _: None)
     for key in both:
         other.used(key.id, "tokens", 30)
         other.used(key.id, "requests", 3)
     await other.exchange(whole=True)
-    await access._share.exchange(whole=True)
+    await access.start()
     with access.account(both[0].id).calling(), access.account(both[0].id).spending(300) as spending:
         spending.placed = True
     lines = (tmp_path / "keys").read_text()
@@ -413,11 +356,8 @@ async def test_a_file_is_read_when_it_has_changed(tmp_path: Path) -> None:
     assert not await source.remove(first.id)
     assert path.read_text().startswith("# ours\n\n{"), "remarks stay"
     assert sorted(os.listdir(tmp_path)) == [".keys.lock", "keys"], "nothing is left lying about"
-
-
-def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
-    put_in_file(tmp_path / "keys", make_key()[1])
-    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+    put_in_file(tmp_path / "new", first)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_broken_file_names_its_line_and_no_secret(tmp_path: Path) -> None:
@@ -500,15 +440,12 @@ async def test_a_record_that_redis_damaged_costs_itself_alone(redis_client: redi
     assert await source.read() == [key]
 
 
-async def test_more_keys_than_are_known_are_complained_of(
-    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_more_keys_are_known_than_may_be(redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.access.sources.MAX_KEYS", 2)
     source = RedisKeys(redis_client, SECRET)
     for _ in range(3):
         await source.put(make_key()[1])
     assert len(await source.read() or ()) == 2
-    assert "and 2 of them are known here" in caplog.text
 
 
 async def test_keys_that_redis_lost_are_written_back(redis_client: redis.asyncio.Redis) -> None:

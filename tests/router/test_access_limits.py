@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.access.account import DAY_S, MINUTE_S, STEP_S, Account, Bucket, Day, Identity, duration
-from router.access.share import UsageLedger, Use
+from router.access.share import key_ledger
 from router.request.targets import Refused
+from twostep.cluster.exchange import Use
 from twostep.errors import InvalidRequest, PermissionDenied
 from twostep.keys.api_keys import Key, Limits, make_key
 from twostep.request_class import RequestClass
@@ -47,21 +48,6 @@ def test_a_bucket_is_the_textbooks(amount: int, asked: Asked, start: float) -> N
             simple.level -= wanted
 
 
-@given(st.integers(1, 100), asked)
-@example(10, [(0.0, 10), (0.0, 1), (6.0, 1)])
-def test_in_no_stretch_of_time_is_more_given_than_the_limit_says(amount: int, asked: Asked) -> None:
-    bucket, now, given = Bucket(amount), 0.0, []
-    for pause, wanted in asked:
-        now += pause
-        if bucket.wait_s(wanted, now) == 0:
-            bucket.take(wanted, now)
-            given.append((now, wanted))
-    for i, (begin, _) in enumerate(given):
-        for j in range(i, len(given)):
-            total = sum(wanted for _, wanted in given[i : j + 1])
-            assert total <= amount * (1 + (given[j][0] - begin) / MINUTE_S) + 1e-6
-
-
 @given(st.integers(1, 1000), st.integers(0, 5000), st.integers(1, 1000), st.floats(0, 1e6))
 def test_the_wait_is_as_long_as_it_must_be(amount: int, taken: int, wanted: int, now: float) -> None:
     bucket = Bucket(amount)
@@ -83,12 +69,19 @@ def test_a_resized_bucket_remembers_what_was_taken(amount: int, other: int, take
     assert other - resized.left(later) == pytest.approx(amount - bucket.left(later), abs=1e-6)
 
 
-def test_what_is_given_back_is_there_again_and_no_more() -> None:
+def test_what_goes_back_is_there_again_and_nobodys_credit() -> None:
     bucket = Bucket(60)
     bucket.take(50, 0.0)
     bucket.take(-50, 1.0)
-    assert bucket.left(1.0) == 60
-    assert bucket.left(100.0) == 60
+    assert (bucket.left(1.0), bucket.left(100.0)) == (60, 60)
+    day = Day(100)
+    day.take(60, 0.0)
+    day.take(30, 5000.0)
+    day.take(-50, 6000.0)
+    assert day.used(6000.0) == 40
+    assert day.used(DAY_S + STEP_S) == 0, "what is left is of the first"
+    day.take(-50, DAY_S + 6000.0)
+    assert day.left(DAY_S + 6000.0) == 100
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30 * 3600), st.integers(1, 30), st.integers(0, 10)), max_size=50))
@@ -110,17 +103,6 @@ def test_no_twenty_four_hours_get_more_than_a_day(amount: int, asked: list[tuple
         assert sum(n for when, n in given if begin <= when < begin + DAY_S) <= amount
 
 
-def test_what_goes_back_is_nobodys_credit() -> None:
-    day = Day(100)
-    day.take(60, 0.0)
-    day.take(30, 5000.0)
-    day.take(-50, 6000.0)
-    assert day.used(6000.0) == 40
-    assert day.used(DAY_S + STEP_S) == 0, "what is left is of the first"
-    day.take(-50, DAY_S + 6000.0)
-    assert day.left(DAY_S + 6000.0) == 100
-
-
 @pytest.mark.parametrize(
     ("seconds", "told"),
     [(0, "0s"), (0.0121, "13ms"), (0.9995, "1s"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"), (360, "6m0s"), (7200, "2h0m0s")],
@@ -133,8 +115,7 @@ def test_durations_look_like_openais(seconds: float, told: str) -> None:
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
+    now = 1_000_000.0
 
     def __call__(self) -> float:
         return self.now
@@ -142,8 +123,7 @@ class Clock:
 
 def account(**limits: int) -> tuple[Account, Clock]:
     clock = Clock()
-    key = make_key(limits=Limits(**limits))[1]
-    return Account(key, monotonic=clock), clock
+    return Account(make_key(limits=Limits(**limits))[1], monotonic=clock), clock
 
 
 def test_prompts_are_taken_first_and_answers_at_the_end() -> None:
@@ -165,13 +145,10 @@ def test_a_prompt_that_no_worker_saw_costs_nothing() -> None:
     spender, _ = account(tokens_per_minute=100, tokens_per_day=1000)
     with pytest.raises(ZeroDivisionError), spender.spending(90):
         raise ZeroDivisionError
-    assert spender.usage() == {"requests_under_way": 0, "requests_this_minute": 0, "tokens_this_minute": 0, "tokens_this_day": 0}
-
-
-def test_what_a_limit_never_has_room_for_is_not_worth_repeating() -> None:
+    assert not any(spender.usage().values())
     for limits in ({"tokens_per_minute": 100}, {"tokens_per_day": 100}):
-        spender, _ = account(**limits)
-        with pytest.raises(InvalidRequest), spender.spending(101):
+        # What a limit never has room for is not worth repeating.
+        with pytest.raises(InvalidRequest), account(**limits)[0].spending(101):
             pass
 
 
@@ -235,7 +212,7 @@ def test_keys_have_a_most_urgent_class() -> None:
 )
 def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, str, str, int, bool]]) -> None:
     """Over a store that loses the answer to every exchange whose flag says so."""
-    ledgers = [UsageLedger(f"router{i}") for i in range(3)]
+    ledgers = [key_ledger(f"router{i}") for i in range(3)]
     store: dict[bytes, bytes] = {}
     heard: list[list[Use]] = [[], [], []]
     counted: list[tuple[int, str, str, int]] = []
@@ -265,13 +242,9 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
 
 def test_a_damaged_store_is_passed_over() -> None:
     fields = {b"": b"1", b"[]": b"1", b'["x","k","tokens"]': b"many", b'["x","k","spoons"]': b"1", b'["y","k","tokens"]': b"9" * 40}
-    ledger = UsageLedger("me")
+    ledger = key_ledger("me")
     assert ledger.hear(1, {**fields, b'["z","k","tokens"]': b"3"}) == [Use(1, ("k", "tokens"), 3)]
     assert ledger.hear(1, {**fields, b'["x","k","tokens"]': b"2"}) == [Use(1, ("k", "tokens"), 2)], "what is mended counts"
-
-
-def test_what_is_forgotten_is_not_told() -> None:
-    ledger = UsageLedger("me")
     ledger.count(("k", "tokens"), 1, 5)
     ledger.forget(5)
     assert not ledger.untold()

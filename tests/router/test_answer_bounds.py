@@ -244,10 +244,8 @@ def test_who_takes_nothing_for_too_long_is_cut_and_nobody_else() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("asked", ["whole", "tokens", "error"])
 async def test_whatever_is_not_read_is_cut_and_its_memory_free(cluster: Cluster, asked: str) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script = Script(tokens_per_step=50, once=False)
-    async with cluster.serving(client_write_timeout=0.4), open_http(cluster) as http:
+    async with cluster.paired(client_write_timeout=0.4) as (_, decode), open_http(cluster) as http:
+        decode.script = Script(tokens_per_step=50, once=False)
         loop = asyncio.get_running_loop()
         path, body, num = {
             "whole": (CHAT, chat(max_tokens=500, logprobs=True, top_logprobs=20, n=8), 1),

@@ -162,9 +162,7 @@ def front_of(request: pytest.FixtureRequest) -> Callable[[Cluster], Front]:
 @pytest.fixture
 async def front(cluster: Cluster, front_of: Callable[[Cluster], Front]) -> AsyncIterator[Front]:
     """The front of a router before a pair of workers, p0 and d0."""
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired():
         yield front_of(cluster)
 
 

@@ -7,12 +7,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
+from http_fakes import open_http, refused
 from router_fakes import Cluster
 
 from router.http.ui import PAGE_HEADERS, load_page
@@ -28,12 +27,9 @@ _STYLES = [name for name in _FILES if name.endswith(".css")]
 
 
 async def test_files_are_served_and_not_sent_twice(cluster: Cluster) -> None:
-    async with cluster.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http:
+    async with cluster.serving(), open_http(cluster) as http:
         async with http.get("/ui", allow_redirects=False) as answer:
             assert (answer.status, answer.headers["Location"]) == (307, "ui/")
-        async with http.get("/ui") as answer:
-            assert (answer.status, answer.url.path, answer.content_type) == (200, "/ui/", "text/html")
-            assert await answer.text() == (FOLDER / "index.html").read_text()
         for name in _FILES:
             path = "/ui/" if name == "index.html" else f"/ui/{name}"
             async with http.get(path, headers={"Accept-Encoding": "identity"}) as answer:
@@ -49,9 +45,7 @@ async def test_files_are_served_and_not_sent_twice(cluster: Cluster) -> None:
         async with http.get("/openapi.json") as answer:
             assert not [path for path in (await answer.json())["paths"] if path.startswith("/ui")], "it is the page's own"
         for path in ("/ui/index.html", "/ui/nothing.js", "/ui/..%2fhttp%2fui.py", "/ui/../server.py", "/ui/%2e%2e/http/ui.py", "/ui/api"):
-            async with http.get(path) as answer:
-                assert answer.status == 404, path
-                assert (await answer.json())["error"]["type"] == "not_found_error"
+            await refused(http, path, None, 404)
 
 
 def test_what_is_no_file_of_the_page_is_not_loaded(tmp_path: Path) -> None:
@@ -69,50 +63,20 @@ def test_the_policy_lets_in_nothing_foreign_and_nothing_inline() -> None:
     assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
 
 
-class Reader(HTMLParser):
-    """Tags as they open and close, with what must be closed."""
-
-    VOID = frozenset({"meta", "link", "img", "input", "br", "hr"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.wrong: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if len(dict(attrs)) != len(attrs):
-            self.wrong.append(f"<{tag}> has an attribute twice")
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.wrong.append(f"</{tag}> closes something else")
-
-
-def test_the_html_is_whole_and_speaks_to_screen_readers() -> None:
-    reader = Reader()
-    reader.feed((FOLDER / "index.html").read_text())
-    assert (reader.wrong, reader.open) == ([], [])
-    by_tag: dict[str, list[dict[str, str | None]]] = {}
-    for tag, attributes in reader.tags:
-        by_tag.setdefault(tag, []).append(attributes)
-        assert not [name for name in attributes if name.startswith("on") or name == "style"], f"inline in <{tag}>"
-    ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
+def test_the_html_speaks_to_screen_readers_and_has_nothing_inline() -> None:
+    page = (FOLDER / "index.html").read_text()
+    tags = [(tag, dict(re.findall(r'([\w-]+)="([^"]*)"', rest))) for tag, rest in re.findall(r"<([a-z1-6]+)([^>]*)>", page)]
+    assert not [name for _, attributes in tags for name in attributes if name.startswith("on") or name == "style"]
+    ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert by_tag["html"][0]["lang"] == "en"
-    assert len(by_tag["main"]) == len(by_tag["h1"]) == len(by_tag["title"]) == 1
-    assert all("alt" in image for image in by_tag["img"])
-    labelled = {label.get("for") for label in by_tag["label"]}
-    assert all(field["id"] in labelled for name in ("input", "select") for field in by_tag[name])
-    assert all("src" in script for script in by_tag["script"]), "nothing inline"
-    for _, attributes in reader.tags:
-        for name in ("src", "href"):
-            target = attributes.get(name)
-            if target is not None and not target.startswith("#"):
-                assert target in _FILES, "a file of the page, by a path that works wherever it is mounted"
+    count = [tag for tag, _ in tags].count
+    assert count("main") == count("h1") == count("title") == 1
+    labelled = {attributes.get("for") for tag, attributes in tags if tag == "label"}
+    assert all(attributes["id"] in labelled for tag, attributes in tags if tag in ("input", "select"))
+    assert all("alt" in attributes for tag, attributes in tags if tag == "img")
+    assert all("src" in attributes for tag, attributes in tags if tag == "script")
+    targets = {target for _, attributes in tags for name in ("src", "href") if (target := attributes.get(name, "#"))[0] != "#"}
+    assert targets <= set(_FILES), "files of the page, by a path that works wherever it is mounted"
 
 
 def _colours(scheme: str) -> dict[str, tuple[float, float, float]]:

@@ -17,9 +17,8 @@ from router.request.cleanup import Cleanup
 from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
 from router.request.targets import Reason, Refused
-from router.waiting.fair_queue import AGEING_S, QueueEntry
+from router.waiting.fair_queue import AGEING_S, QueueEntry, Quota
 from router.waiting.queues import Admission, QueueRate, WorkerQueue
-from router.waiting.quota import Quota
 from twostep.errors import InternalError, InvalidRequest, Unavailable
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import prefill_pb2

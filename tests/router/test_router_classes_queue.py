@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.waiting.fair_queue import FairQueue, QueueEntry
-from router.waiting.quota import OutputLengths, Quota
+from router.waiting.fair_queue import FairQueue, OutputLengths, QueueEntry, Quota
 from twostep.request_class import RequestClass
 from twostep.settings.readers import tenant_weights
 

@@ -9,34 +9,21 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from hypothesis import given
-from hypothesis import strategies as st
-from router_fakes import Cluster, RedisServer, until
+from router_fakes import Cluster, RedisServer, SetClock, until
 
 from router.server import Router
-from router.waiting.quota_share import WINDOW_S, QuotaShare, Share, UsageBook, usage_key
+from router.waiting.quota_share import MAX_FIELDS, PREFIX, WINDOW_S, QuotaShare, Share
 from twostep.cluster.connection import connect
-from twostep.cluster.shared_clock import SharedClock
 from twostep.request_class import RequestClass
 
+KEY = f"{PREFIX}1000"
 STANDARD, BATCH = RequestClass.STANDARD, RequestClass.BATCH
 
 Make = Callable[[str], tuple[QuotaShare, "Counter[Share]"]]
 
 
-class Windows(SharedClock):
-    """Shows the time of a window that tests choose, whatever Redis says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.window: int | None = None
-
-    def unix(self) -> float:
-        return super().unix() if self.window is None else float(self.window * WINDOW_S)
-
-
 @pytest.fixture
-async def make(redis_server: RedisServer, clock: Windows) -> AsyncIterator[Make]:
+async def make(redis_server: RedisServer, clock: SetClock) -> AsyncIterator[Make]:
     """A router's share by name, and what it has heard."""
     clients: list[redis.asyncio.Redis] = []
 
@@ -56,17 +43,11 @@ async def make(redis_server: RedisServer, clock: Windows) -> AsyncIterator[Make]
 
 
 @pytest.fixture
-def clock() -> Windows:
-    return Windows()
+def clock() -> SetClock:
+    return SetClock(1000.0 * WINDOW_S)
 
 
-@pytest.fixture
-def window(clock: Windows) -> Windows:
-    clock.window = 1000
-    return clock
-
-
-async def test_each_hears_what_the_others_gave_once(make: Make, window: Windows, redis_server: RedisServer) -> None:
+async def test_each_hears_what_the_others_gave_once(make: Make, clock: SetClock, redis_server: RedisServer) -> None:
     (one, heard_one), (two, heard_two), (three, heard_three) = make("one"), make("two"), make("three")
     one.charge(STANDARD, "alice", 100)
     one.charge(BATCH, "alice", 7)
@@ -78,18 +59,18 @@ async def test_each_hears_what_the_others_gave_once(make: Make, window: Windows,
     assert heard_two == {(STANDARD, "alice"): 100, (BATCH, "alice"): 7}
     assert heard_three == {(STANDARD, "alice"): 130, (BATCH, "alice"): 7}
     one.charge(STANDARD, "alice", -40)
-    window.window += 1
+    clock.now += WINDOW_S
     one.charge(STANDARD, "bob", 5)
     for share in (one, two):
         await share.exchange()
     assert heard_two == {(STANDARD, "alice"): 60, (BATCH, "alice"): 7, (STANDARD, "bob"): 5}, "corrections, and two windows at once"
     client = connect(redis_server.url)
-    assert 0 < await client.ttl(usage_key(1000)) <= 30, "nothing stays"
+    assert 0 < await client.ttl(KEY) <= 30, "nothing stays"
     await client.aclose()
 
 
 async def test_without_redis_nothing_is_heard_and_nothing_breaks(
-    make: Make, window: Windows, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    make: Make, clock: SetClock, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     (one, _), (two, heard) = make("one"), make("two")
     one.charge(STANDARD, "alice", 100)
@@ -107,64 +88,32 @@ async def test_without_redis_nothing_is_heard_and_nothing_breaks(
     assert heard == {(STANDARD, "alice"): 111}, "what was given meanwhile is not lost"
 
 
-async def test_what_makes_no_sense_is_passed_over(make: Make, window: Windows, redis_server: RedisServer) -> None:
+async def test_what_makes_no_sense_is_passed_over(make: Make, clock: SetClock, redis_server: RedisServer) -> None:
     share, heard = make("one")
     client = connect(redis_server.url)
     fields: dict[Any, Any] = {"nonsense": "1", json.dumps(["x", 9, "a"]): "1", json.dumps(["x", 1, "a"]): "many", b"\xff": "1"}
     # What would be no number any more once it is divided, and what no parser gets to the end of.
     fields |= {json.dumps(["x", 1, "b"]): "9" * 4000, "[" * 200_000: "1"}
-    await client.hset(usage_key(1000), mapping={**fields, json.dumps(["x", 1, "a"]) + " ": "5"})
+    await client.hset(KEY, mapping={**fields, json.dumps(["x", 1, "a"]) + " ": "5"})
     await share.exchange()
     assert heard == {(STANDARD, "a"): 5}
-    await client.delete(usage_key(1000))
-    await client.set(usage_key(1000), "a string")
+    await client.delete(KEY)
+    await client.set(KEY, "a string")
     await share.exchange()
     await client.aclose()
 
 
-@given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from("ab"), st.integers(-50, 100), st.booleans()), max_size=60))
-def test_however_exchanges_interleave_everybody_hears_everything_of_others(plan: list[tuple[str, str, int, bool]]) -> None:
-    """Writes are totals: repeating one, or losing its answer, changes nothing."""
-    books = {router: UsageBook(router) for router in "xyz"}
-    redis: dict[bytes, bytes] = {}
-    given_by: dict[str, Counter[Share]] = {router: Counter() for router in "xyz"}
-    heard: dict[str, Counter[Share]] = {router: Counter() for router in "xyz"}
-
-    def exchange(router: str, *, answered: bool) -> None:
-        redis.update({field.encode(): str(total).encode() for field, total in books[router].own(5).items()})
-        if answered:
-            for share, count in books[router].hear(5, dict(redis)).items():
-                heard[router][share] += count
-
-    for router, tenant, tokens, answered in plan:
-        books[router].charge((STANDARD, tenant), tokens, 5)
-        given_by[router][STANDARD, tenant] += tokens
-        exchange(router, answered=answered)
-    for _ in range(2):
-        for router in books:
-            exchange(router, answered=True)
-    for router in books:
-        for share in ((STANDARD, "a"), (STANDARD, "b")):
-            assert heard[router][share] == sum(given_by[other][share] for other in books if other != router)
-
-
-def test_a_window_is_bounded_and_old_ones_are_forgotten() -> None:
-    book = UsageBook("one")
-    for i in range(2000):
-        book.charge((STANDARD, f"t{i}"), 1, 5)
-    book.charge((STANDARD, "t0"), 9, 5)
-    assert len(book.own(5)) == 512
-    assert max(book.own(5).values()) == 10
-    assert book.windows(6) == [5, 6]
-    assert book.own(5)
-    book.windows(7)
-    assert not book.own(5)
+async def test_strangers_names_are_bounded(make: Make, redis_client: redis.asyncio.Redis) -> None:
+    share, _ = make("one")
+    for i in (*range(2000), 0):
+        share.charge(STANDARD, f"t{i}", 1)
+    await share.exchange()
+    fields = await redis_client.hgetall(KEY)
+    assert (len(fields), max(map(int, fields.values()))) == (MAX_FIELDS, 2)
 
 
 async def test_a_tenants_use_of_one_router_counts_on_another(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired():
         other = Router(cluster.config())
         await other.start()
         heard: Counter[Share] = Counter()

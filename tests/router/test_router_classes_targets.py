@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.config import parse_config
 from router.request.targets import Reason, Targets, refusal, retry_after
 from router.waiting.queues import QueueRate
 from twostep.errors import status_of
@@ -108,16 +107,3 @@ def test_a_pace_follows_what_changes() -> None:
             now += 0.1
             pace.served(rate // 10, now, waiting=True)
         assert pace.seconds(rate) == pytest.approx(1.0, rel=0.05)
-
-
-def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = parse_config(["--model", "m"])
-    assert (plain.tenant_weights, plain.tenant_max_inflight, plain.tenant_max_waiting) == ({}, 0, 0)
-    flags = ["--tenant-weights", "a=2,b=0.5", "--tenant-max-inflight", "3", "--tenant-max-waiting", "4"]
-    config = parse_config(["--model", "m", *flags])
-    assert config.tenant_weights == {"a": 2.0, "b": 0.5}
-    assert (config.tenant_max_inflight, config.tenant_max_waiting) == (3, 4)
-    monkeypatch.setenv("TWOSTEP_TENANT_WEIGHTS", "c=7")
-    assert parse_config(["--model", "m"]).tenant_weights == {"c": 7.0}
-    with pytest.raises(SystemExit):
-        parse_config(["--model", "m", "--tenant-weights", "a=none"])

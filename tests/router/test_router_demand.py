@@ -13,14 +13,14 @@ import pytest
 import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import SECRET, Cluster, until
+from router_fakes import SECRET, Cluster, SetClock, until
 
-from router.config import parse_config
 from router.request.answer import AnswerReader
 from router.request.job import RequestJob
 from router.request.report import RequestReport
 from router.request.targets import Reason, Targets
-from router.waiting.demand_meter import DemandBook
+from router.waiting.demand_meter import DemandMeter
+from twostep.cluster.connection import connect
 from twostep.cluster.demand import KEPT_WINDOWS, WINDOW_S, DemandTotals, demand_key, demand_of, said_in, window_of, windows_to_read
 from twostep.cluster.signed import DEMAND, Signer
 from twostep.metrics.registry import MetricsRegistry
@@ -48,23 +48,27 @@ def report(one: RequestJob, ttft_s: float | None = 0.5, tpot_s: float | None = 0
     return made
 
 
-def totals(book: DemandBook, window: int = 10) -> DemandTotals:
-    return book.totals(window, queued=0)[window]
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock(10 * WINDOW_S)
 
 
-def end(book: DemandBook, ended: RequestReport, *, refused: Reason | None = None, cancelled: bool = False) -> None:
-    book.ended(ended, refused=refused, cancelled=cancelled, window=10)
+@pytest.fixture
+def meter(clock: SetClock) -> DemandMeter:
+    """Of a router in which three requests wait; nothing is written."""
+    return DemandMeter(connect("redis://127.0.0.1:1"), "r", Signer(SECRET, DEMAND), DEFAULT, lambda: 3, clock)
 
 
-# ---- a router's own book ---------------------------------------------------------------------------------------------------
+# ---- a router's own ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_and_what_ends_is_counted_where_it_happens() -> None:
-    book = DemandBook(DEFAULT)
-    book.arrived(job(100), 9)
-    book.arrived(job(50, resumed=[1, 2]), 10)
-    end(book, report(job(100), cached=64))
-    assert book.totals(10, queued=3) == {
+def test_what_comes_and_what_ends_is_counted_where_it_happens(meter: DemandMeter, clock: SetClock) -> None:
+    clock.now -= 1.0
+    meter.arrived(job(100))
+    clock.now += 1.0
+    meter.arrived(job(50, resumed=[1, 2]))
+    meter.ended(report(job(100), cached=64), None, False)
+    assert meter.totals() == {
         9: DemandTotals(requests=1, prompt_tokens=100, queued=3),
         10: DemandTotals(
             requests=1,
@@ -82,7 +86,9 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens() -> None:
             queued=3,
         ),
     }
-    assert book.totals(20, queued=0) == {19: DemandTotals(), 20: DemandTotals()}, "nothing is something to say, and the old is forgotten"
+    clock.now *= 2
+    nothing = DemandTotals(queued=3)
+    assert meter.totals() == {19: nothing, 20: nothing}, "nothing is something to say, and the old is forgotten"
 
 
 @pytest.mark.parametrize(
@@ -100,19 +106,18 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens() -> None:
     ],
 )
 def test_answers_are_held_to_their_own_targets_or_to_the_deployments(
-    options: dict[str, Any], ttft_s: float | None, tpot_s: float | None, counted: tuple[int, int, int, int]
+    meter: DemandMeter, options: dict[str, Any], ttft_s: float | None, tpot_s: float | None, counted: tuple[int, int, int, int]
 ) -> None:
-    book = DemandBook(DEFAULT)
-    end(book, report(job(**options), ttft_s, tpot_s))
-    found = totals(book)
+    meter.ended(report(job(**options), ttft_s, tpot_s), None, False)
+    found = meter.totals()[10]
     assert (found.ttft_total, found.ttft_met, found.tpot_total, found.tpot_met) == counted
 
 
-def test_a_refusal_is_a_miss_and_a_cancelled_request_is_none() -> None:
-    book = DemandBook(DEFAULT)
-    end(book, RequestReport(started=50.0, metrics=METRICS, job=job(), offered=True), refused=Reason.TARGET_TTFT)
-    end(book, report(job(), 5.0), cancelled=True)
-    found = totals(book)
+def test_a_refusal_is_a_miss_and_a_cancelled_request_is_none(meter: DemandMeter) -> None:
+    refused = RequestReport(started=50.0, metrics=METRICS, job=job(), offered=True)
+    meter.ended(refused, Reason.TARGET_TTFT, False)
+    meter.ended(report(job(), 5.0), None, True)
+    found = meter.totals()[10]
     assert (found.refused, found.ttft_total, found.ttft_met) == (1, 1, 0)
     assert (found.started, found.ended, found.output_tokens) == (1, 1, 8), "but it was work"
 
@@ -235,10 +240,8 @@ async def test_a_router_tells_what_is_asked_of_it_and_serves_on_without_redis(cl
 
 
 async def test_what_has_no_room_was_asked_for_all_the_same(cluster: Cluster, redis_client: redis.asyncio.Redis) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script.hold_at = 5
-    async with cluster.serving(max_inflight=1, max_waiting=0):
+    async with cluster.paired(max_inflight=1, max_waiting=0) as (_, decode):
+        decode.script.hold_at = 5
         first = asyncio.create_task(cluster.ask(max_tokens=200))
         await until(lambda: cluster.router.admission.num_inflight == 1, "the first one is served")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -252,19 +255,8 @@ async def test_what_has_no_room_was_asked_for_all_the_same(cluster: Cluster, red
         assert found.ttft_met == found.ttft_total - 1
 
 
-def test_the_targets_are_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_config(["--model", "m", "--target-ttft-ms", "250"]).target_ttft_ms == 250.0
-    monkeypatch.setenv("TWOSTEP_TARGET_TPOT_MS", "20.5")
-    assert parse_config(["--model", "m"]).target_tpot_ms == 20.5
-    for wrong in ("0", "-1", "nan", "1e12", "soon"):
-        with pytest.raises(SystemExit):
-            parse_config(["--model", "m", "--target-ttft-ms", wrong])
-
-
 async def test_a_router_that_drains_says_that_it_leaves(cluster: Cluster, redis_client: redis.asyncio.Redis) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired():
         await cluster.ask(max_tokens=5)
         assert (await kept(redis_client)).left == 0
     found = await kept(redis_client)

@@ -16,7 +16,7 @@ from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
 from router.request.report import RequestReport
 from router.request.targets import Targets
-from router.serving.dispatch import DispatchConfig, Dispatcher
+from router.serving.dispatch import Dispatcher
 from router.waiting.fair_queue import QueueEntry
 from router.waiting.queues import WorkerQueue
 from router.workers.pool import WorkerPool
@@ -49,7 +49,7 @@ async def asked_for(one: RequestJob, shortage: Shortage, **config: Any) -> tuple
 
     pool = WorkerPool(router_id="r", signer=CallSigner(SECRET, "r"), cleanup=Cleanup())
     queue, index = WorkerQueue(retry_s=0.001), cast(PrefixIndex, NoHints())
-    dispatcher = Dispatcher(pool, index, Cleanup(), queue, DispatchConfig(**config), decide)
+    dispatcher = Dispatcher(pool, index, Cleanup(), queue, decide, **config)
     output = Output(max_buffered=8, on_cut=lambda: None, holding=MemoryBudget().hold("a"), resumed=one.resumed)
     await dispatcher.serve(one, QueueEntry.of(one), output, RequestReport(started=one.arrived, metrics=cast(RouterMetrics, None), job=one))
     with pytest.raises(TwostepError) as ended:

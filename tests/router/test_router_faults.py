@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from router_fakes import Cluster, FakePrefill, FakeWorker, Hook, Reply, Script, after, refuse, until
+from router_fakes import Cluster, FakeWorker, Hook, Reply, Script, after, refuse, until
 
 from router.serving.dispatch import Dispatcher
 from router.waiting.queues import WorkerQueue
@@ -138,19 +138,6 @@ async def test_without_a_worker_a_request_fails_within_the_grace_and_says_what_i
     assert all(code == "UNAVAILABLE" and f"no {role} worker is available" in message for code, message in results)
 
 
-async def test_a_worker_that_comes_back_within_the_grace_serves_the_request(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving(no_worker_grace=60.0):
-        await decode.die()
-        task = asyncio.create_task(cluster.ask(max_tokens=5))
-        await until(lambda: cluster.router.worker_queue.num_queued == 1, "it waits for the worker")
-        assert not task.done()
-        await cluster.revive(decode)
-        assert (await task).token_ids == cluster.expected(5)
-        await cluster.all_free()
-    assert len(prefill.requests) == 1
-
-
 class Clock:
     """What the time module says, and as much more as it is put forward."""
 
@@ -172,10 +159,8 @@ async def test_the_grace_begins_when_the_workers_go_not_when_the_request_was_que
 
     monkeypatch.setattr("router.serving.dispatch.time", clock)
     monkeypatch.setattr(Dispatcher, "_absent_for_s", told)
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.max_held = 0
-    async with cluster.serving(no_worker_grace=1000.0):
+    async with cluster.paired(no_worker_grace=1000.0) as (_, decode):
+        decode.max_held = 0
         task = asyncio.create_task(cluster.ask(max_tokens=5))
         await until(lambda: cluster.router.worker_queue.num_queued == 1, "it waits for room")
         clock.ahead_s += 2000.0  # longer in the queue than the grace
@@ -336,9 +321,8 @@ async def test_a_failure_that_overtakes_the_first_token_is_tried_again_from_the_
 
 
 async def test_a_request_is_given_up_after_three_attempts_with_the_last_reason(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(fail_before_commit=True, once=False)
-    async with cluster.serving():
+    async with cluster.paired() as (prefill, decode):
+        decode.script = Script(fail_before_commit=True, once=False)
         code, message = await failure(cluster, max_tokens=8)
         await cluster.all_free()
     assert code == "UNAVAILABLE"
@@ -390,10 +374,8 @@ async def test_a_token_that_never_comes_begins_the_attempt_again(cluster: Cluste
 
 async def test_the_end_does_not_wait_for_prefill_figures_for_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.serving.attempt._DONE_TIMEOUT_S", 0.3)
-    prefill = await cluster.prefill()
-    await cluster.decode()
-    prefill.never_done = True
-    async with cluster.serving():
+    async with cluster.paired() as (prefill, _):
+        prefill.never_done = True
         started = time.monotonic()
         reply = await cluster.ask(max_tokens=5)
         assert time.monotonic() - started > 0.29
@@ -496,10 +478,8 @@ async def narrow(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.Inference
 
 
 async def test_a_client_that_does_not_read_is_cut_and_its_neighbours_are_not_held_up(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script = Script(tokens_per_step=50, step_s=0.001, once=False)
-    async with cluster.serving(max_buffered_tokens=200), narrow(cluster) as stub:
+    async with cluster.paired(max_buffered_tokens=200) as (_, decode), narrow(cluster) as stub:
+        decode.script = Script(tokens_per_step=50, step_s=0.001, once=False)
         slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=60)
         await slow.read()
         replies = await asyncio.gather(*(cluster.ask(max_tokens=200) for _ in range(3)))
@@ -514,10 +494,8 @@ async def test_a_client_that_does_not_read_is_cut_and_its_neighbours_are_not_hel
 
 
 async def test_a_client_that_takes_nothing_at_the_end_is_cut_too(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script = Script(tokens_per_step=50, once=False)
-    async with cluster.serving(max_buffered_tokens=100_000, client_write_timeout=0.3), narrow(cluster) as stub:
+    async with cluster.paired(max_buffered_tokens=100_000, client_write_timeout=0.3) as (_, decode), narrow(cluster) as stub:
+        decode.script = Script(tokens_per_step=50, once=False)
         slow = stub.Generate(cluster.request(max_tokens=2000, logprobs=20), timeout=60)
         await slow.read()
         await until(lambda: cluster.router.admission.num_inflight == 0, "its place is free")
@@ -529,46 +507,11 @@ async def test_a_client_that_takes_nothing_at_the_end_is_cut_too(cluster: Cluste
 
 
 @pytest.mark.system
-async def test_losing_redis_does_not_stop_serving_and_it_is_found_again(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    prefill = await cluster.prefill()
-    await cluster.decode()
-    long_prompt = "the capital " * 100
-    # None of these requests waits for it.
-    async with cluster.serving(prefix_lookup_timeout=1000.0):
-        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
-        await until(lambda: cluster.router.registry.connected, "it was not lost before, to a busy machine")
-        caplog.clear()
-        cluster.redis_server.kill()
-        await until(lambda: not cluster.router.registry.connected, "the loss is noticed")
-        for _ in range(10):
-            assert (await cluster.ask(cluster.request(long_prompt, max_tokens=3))).token_ids == cluster.expected(3)
-        # Longer than the registry bears with a missing record.
-        await asyncio.sleep(2.2)
-        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
-        said = [r.message for r in caplog.records if "Redis does not answer" in r.message]
-        assert len(said) == 1, "once, not at every poll"
-        # Back and empty: workers announce themselves anew, also one that came meanwhile.
-        newcomer = FakePrefill("p1", cluster.exchange, cluster.template)
-        await newcomer.start()
-        cluster.workers.append(newcomer)
-        cluster.redis_server.start()
-        await cluster.seen()
-        await until(lambda: cluster.router.registry.connected, "Redis is back")
-        await asyncio.gather(*(cluster.ask(max_tokens=3) for _ in range(8)))
-        await cluster.all_free()
-    assert len(newcomer.requests) >= 1
-    assert len(prefill.requests) >= 12
-
-
-@pytest.mark.system
 async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("workers.registry", "waiting.demand_meter", "waiting.quota_share"):
-        monkeypatch.setattr(f"router.{module}._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("twostep.cluster.exchange._TIMEOUT_S", 0.3)
     # It is those bounds that end the waiting, not the connections' own.
     monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", 1000.0)
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving(prefix_lookup_timeout=0.01):
+    async with cluster.paired(prefix_lookup_timeout=0.01):
         router = cluster.router
         looking = (router.registry, router.demand, router.quota_share)
         await until(lambda: all(each.connected for each in looking), "Redis has answered them")
@@ -583,14 +526,3 @@ async def test_a_redis_that_answers_nothing_holds_up_nobody(cluster: Cluster, mo
         await until(lambda: all(each.connected for each in looking), "they have found it again")
         assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)
         await cluster.all_free()
-
-
-async def test_a_redis_emptied_under_way_loses_no_worker(cluster: Cluster) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
-        registry = cluster.router.registry
-        await cluster.redis.flushall()
-        await registry.poll()
-        assert len(registry.workers) == 2
-        assert (await cluster.ask(max_tokens=3)).token_ids == cluster.expected(3)

@@ -31,9 +31,7 @@ def cycles_of_ours() -> dict[str, int]:
 
 @pytest.mark.system
 async def test_requests_leave_no_cycles(cluster: Cluster, only_references: None) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving(), aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http:
+    async with cluster.paired(), aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http:
 
         async def over_http(path: str, stream: bool) -> None:
             prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in path else {"prompt": "hello"}

@@ -15,9 +15,8 @@ from twostep.rpc.v1 import inference_pb2 as pb
 
 
 async def test_an_answer_arrives_whole_and_in_order(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    prefill.cached_tokens = 3
-    async with cluster.serving():
+    async with cluster.paired() as (prefill, decode):
+        prefill.cached_tokens = 3
         reply = await cluster.ask(max_tokens=90)
         await cluster.all_free()
     assert reply.token_ids == cluster.expected(90)
@@ -37,26 +36,6 @@ async def test_an_answer_arrives_whole_and_in_order(cluster: Cluster) -> None:
     assert 0 < phases.route_s < phases.ttft_s < phases.total_s
     assert 0 <= phases.first_decode_s <= phases.total_s
     assert 0 < phases.decode_s < phases.total_s
-
-
-async def test_the_request_id_is_the_clients_or_a_new_one(cluster: Cluster) -> None:
-    prefill = await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
-        for given in ("my-request.1", ""):
-            request = cluster.request(max_tokens=2)
-            request.request_id = given
-            call = cluster.stub.Generate(request, timeout=30)
-            metadata = dict(await call.initial_metadata())
-            async for _ in call:
-                pass
-            name = prefill.requests[-1].request_id
-            if given:
-                assert metadata["x-request-id"] == given
-                assert name.startswith(f"{given}~")
-            else:
-                assert metadata["x-request-id"] == name
-                assert len(name) >= 16
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 9, "stop_token_ids": "first"}])
@@ -80,9 +59,8 @@ async def test_a_first_token_that_ends_the_answer_frees_both_sides(cluster: Clus
 
 
 async def test_tokens_that_wait_share_a_piece(cluster: Cluster) -> None:
-    _, decode = await cluster.prefill(), await cluster.decode()
-    decode.script.tokens_per_step = 50
-    async with cluster.serving():
+    async with cluster.paired() as (_, decode):
+        decode.script.tokens_per_step = 50
         reply = await cluster.ask(max_tokens=400)
     assert reply.token_ids == cluster.expected(400)
     assert len(reply.pieces) < 50
@@ -101,15 +79,6 @@ async def test_many_at_once_keep_apart(cluster: Cluster) -> None:
         assert reply.text == cluster.text_of(cluster.expected(5 + i))
     served = [len(worker.requests) for worker in cluster.workers]
     assert all(n >= 10 for n in served), f"load is spread: {served}"
-
-
-async def test_models_are_listed_with_the_workers_that_can_serve(cluster: Cluster) -> None:
-    await cluster.prefill()
-    await cluster.decode("d0")
-    await cluster.decode("d1")
-    async with cluster.serving():
-        models = (await cluster.stub.ListModels(pb.ListModelsRequest(), timeout=30)).models
-    assert [(m.name, m.max_model_len, m.prefill_workers, m.decode_workers) for m in models] == [("m", MAX_MODEL_LEN, 1, 2)]
 
 
 def _token_ids(ids: list[int]) -> pb.GenerateRequest:
@@ -156,8 +125,7 @@ BAD: list[tuple[pb.GenerateRequest, str]] = [
 
 async def test_what_only_messages_can_say_wrong_is_refused_by_the_name_of_the_field(cluster: Cluster) -> None:
     """What either front can be sent: test_fronts.py."""
-    prefill, _ = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired() as (prefill, _):
         for request, word in BAD:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await cluster.ask(request)

@@ -90,8 +90,7 @@ async def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None
 
 
 async def test_a_request_s_grammar_reaches_both_workers_or_none(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired() as (prefill, decode):
         good = pb.Grammar(json_schema='{"type": "object"}')
         await cluster.ask(max_tokens=5, grammar=good)
         assert prefill.requests[0].sampling.grammar == decode.requests[0].sampling.grammar == good

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from placement_simulation import worker_record
 
 from router.status.status import what_ends
-from twostep.cluster.records import LayoutRecord, WorkerRecord
-
-_RECORD = WorkerRecord(
-    worker_id="",
-    role="",
-    address="127.0.0.1:1",
-    epoch=1,
-    model="m",
-    layout=LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8),
-    hash_unit=64,
-    secret_check="x",
-    num_blocks=10,
-    max_num_seqs=4,
-    max_model_len=64,
-)
+from twostep.cluster.records import WorkerRecord
 
 
 def fleet(words: str) -> list[WorkerRecord]:
     """`p0 d0+ d1- d2!`: + computes prompts too, - drains, ! no KV reaches."""
     return [
-        dataclasses.replace(
-            _RECORD,
-            worker_id=word.rstrip("+-!"),
-            role="prefill" if word[0] == "p" else "decode",
+        worker_record(
+            word.rstrip("+-!"),
             local_prefill="+" in word,
             draining="-" in word,
             not_ready_reason="no KV transport works" if "!" in word else "",

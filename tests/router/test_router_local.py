@@ -57,7 +57,8 @@ async def test_the_context_is_that_of_whoever_can_do_it_alone(cluster: Cluster, 
     await cluster.decode(local=local)
     async with cluster.serving():
         models = (await cluster.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=30)).models
-        assert [m.max_model_len for m in models] == [template.max_model_len if local else 40]
+        context = template.max_model_len if local else 40
+        assert [(m.name, m.max_model_len, m.prefill_workers, m.decode_workers) for m in models] == [("m", context, 1, 1)]
         if local:
             reply = await cluster.ask(max_tokens=60, ignore_eos=True)
             assert len(reply.token_ids) == 60

@@ -17,9 +17,7 @@ def told_by(cluster: Cluster) -> Scrape:
 
 
 async def test_latencies_tokens_and_outcome_of_a_request(cluster: Cluster) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
+    async with cluster.paired():
         before = told_by(cluster)
         assert before("twostep_requests_total") is None
         assert before("twostep_time_to_first_token_seconds_count") == 0
@@ -50,10 +48,8 @@ async def test_latencies_tokens_and_outcome_of_a_request(cluster: Cluster) -> No
 
 
 async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    decode.script = Script(hold_at=5, once=False)
-    async with cluster.serving():
+    async with cluster.paired() as (_, decode):
+        decode.script = Script(hold_at=5, once=False)
         with pytest.raises(grpc.aio.AioRpcError):
             await cluster.ask(inference_pb2.GenerateRequest(text="hello", model="another"))
         call = cluster.stub.Generate(cluster.request(max_tokens=1000), timeout=60)

@@ -8,34 +8,22 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from placement_simulation import worker_record
 
 from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Shortage, Snapshot, place
-from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
+from twostep.cluster.records import LayoutRecord, WorkerLoad
 
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
 
 
-def record(name: str, **options: Any) -> WorkerRecord:
-    values: dict[str, Any] = {
-        "worker_id": name,
-        "role": "prefill" if name.startswith("p") else "decode",
-        "address": "127.0.0.1:1",
-        "epoch": 1,
-        "model": "m",
-        "layout": LAYOUT,
-        "hash_unit": 64,
-        "secret_check": "s",
-        "num_blocks": 1000,
-        "max_num_seqs": 64,
-        "max_model_len": 8192,
-        "transports": ("ray",),
-        "load": WorkerLoad(num_free_blocks=1000),
-    }
-    return WorkerRecord(**(values | options))
-
-
 def candidate(name: str, *, cached: int = 0, queued: int = 0, attempts: int = 0, excluded: bool = False, **options: Any) -> Candidate:
-    return Candidate(record=record(name, **options), cached_tokens=cached, queued_tokens=queued, num_attempts=attempts, excluded=excluded)
+    return Candidate(
+        record=worker_record(name, **({"layout": LAYOUT} | options)),
+        cached_tokens=cached,
+        queued_tokens=queued,
+        num_attempts=attempts,
+        excluded=excluded,
+    )
 
 
 def demand(name: str = "r", num_tokens: int = 1000, max_new_tokens: int = 100) -> PlacementRequest:

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from placement_simulation import GPU, World, affinity, by_lot, simulate
 
-from router.placing.placement import Candidate, MeanLoad, NoPlacement, Placement, PlacementRequest, Snapshot, place
-from router.workers.load_meter import LoadMeter
+from router.placing.placement import MeanLoad, place
+from router.workers.pool import LoadMeter
 from twostep.cluster.records import WorkerLoad
 
 # Deterministic: a seed, a simulated clock. About 0.85 of what the prefill workers could do without a cache is 60 requests/s.
@@ -37,16 +37,6 @@ def test_load_is_spread_no_worker_starves_and_hits_are_kept(name: str) -> None:
     assert max(ours.peak_seqs) < 0.6 * max(herd.peak_seqs)
 
 
-@pytest.mark.system
-def test_one_prefix_for_all_is_soon_everywhere() -> None:
-    world = World(num_prefixes=1, rate=150.0)
-    ours, herd = simulate(world, place), simulate(world, affinity)
-    assert min(ours.prefill_requests) > 0.6 * len(ours.ttfts) / world.num_prefill
-    assert ours.hit_rate > 0.99 * herd.hit_rate
-    assert ours.ttft(0.99) < 0.1
-    assert herd.ttft(0.99) > 1.0
-
-
 @pytest.mark.parametrize("num_routers", [4, *(pytest.param(num, marks=pytest.mark.system) for num in (1, 16))])
 def test_late_views_are_better_than_none(num_routers: int) -> None:
     """A router that draws by lot is never misled. Sixteen that look, each with a sixteenth of what happens, must do better than that."""
@@ -56,23 +46,6 @@ def test_late_views_are_better_than_none(num_routers: int) -> None:
     assert ours.ttft(0.5) < 0.8 * drawn.ttft(0.5)
     assert ours.hit_rate > 1.4 * drawn.hit_rate
     assert max(ours.peak_seqs) <= max(drawn.peak_seqs)
-
-
-@pytest.mark.system
-def test_routers_that_look_at_records_alone_run_over_each_other() -> None:
-    """What the meters are for: without them a router takes a late record for now, and knows nothing of what it did since."""
-    world = World(num_routers=8, rate=100.0, num_prefixes=100)
-
-    def forgetful(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
-        return place(Snapshot(prefill=[_bare(c) for c in snapshot.prefill], decode=[_bare(c) for c in snapshot.decode]), demand)
-
-    ours, theirs = simulate(world, place), simulate(world, forgetful)
-    assert ours.ttft(0.95) < 0.7 * theirs.ttft(0.95)
-    assert max(ours.peak_seqs) < 0.6 * max(theirs.peak_seqs)
-
-
-def _bare(candidate: Candidate) -> Candidate:
-    return dataclasses.replace(candidate, mean=None, queued_tokens=0, num_attempts=0, recent_tokens=0.0)
 
 
 @pytest.mark.system

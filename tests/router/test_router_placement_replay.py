@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_simulation import GPU, LAYOUT, World, simulate
+from placement_simulation import GPU, LAYOUT, worker_record
 from router_fakes import Cluster, until
 
 from router.placing import log as placement_log
@@ -27,23 +25,7 @@ from twostep.request_class import RequestClass
 
 
 def record(name: str, **options: Any) -> WorkerRecord:
-    fields: dict[str, Any] = {
-        "worker_id": name,
-        "role": "prefill" if name.startswith("p") else "decode",
-        "address": "127.0.0.1:1",
-        "epoch": 1,
-        "model": "m",
-        "layout": LAYOUT,
-        "hash_unit": 64,
-        "secret_check": "s",
-        "num_blocks": 1000,
-        "max_num_seqs": 64,
-        "max_model_len": 8192,
-        "transports": ("ray", "cuda_ipc"),
-        "curve": GPU,
-        "load": WorkerLoad(num_free_blocks=1000),
-    }
-    return WorkerRecord(**(fields | options))
+    return worker_record(name, **({"transports": ("ray", "cuda_ipc"), "curve": GPU} | options))
 
 
 candidates = st.builds(
@@ -120,13 +102,6 @@ def test_records_are_written_once_and_the_tool_finds_nothing_changed(tmp_path: P
     assert capsys.readouterr().out == "40 decisions, 0 differ\n"
 
 
-def test_the_tool_is_a_command_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "placement.jsonl"
-    _log_of(path, 3)
-    done = subprocess.run([sys.executable, "-P", "-m", "router.placing.replay", str(path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3 decisions, 0 differ\n", "")
-
-
 def test_what_would_be_decided_otherwise_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,22 +173,9 @@ def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> N
         PlacementLog(tmp_path / "nowhere" / "placement.jsonl")
 
 
-def test_a_whole_simulation_can_be_replayed(tmp_path: Path) -> None:
-    path = tmp_path / "placement.jsonl"
-    log = PlacementLog(path)
-    outcome = simulate(World(seconds=1.0), log.place)
-    log.close(60.0)
-    with path.open() as lines:
-        decisions = list(read_decisions(lines))
-    assert len(decisions) == sum(outcome.prefill_requests) - log.num_left_out > 0
-    assert [differs(decision) for decision in decisions] == [None] * len(decisions)
-
-
 async def test_a_router_writes_down_what_it_decides(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "placement.jsonl"
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving(placement_log=path):
+    async with cluster.paired(placement_log=path):
         for _ in range(3):
             reply = await cluster.ask(max_tokens=4, ignore_eos=True)
             assert reply.token_ids == cluster.expected(4)

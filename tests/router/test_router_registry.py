@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placement_simulation import worker_record
 from router_fakes import HASH_UNIT, SECRET, Cluster, RedisServer, signed
 
 from router.request.cleanup import Cleanup
@@ -23,7 +24,7 @@ from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import WorkerListing
-from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
@@ -31,21 +32,7 @@ from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepCurve
 
 Connect = Callable[[], redis.asyncio.Redis]
-_LAYOUT = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8)
-_WORKER = WorkerRecord(
-    worker_id="w",
-    role="decode",
-    address="127.0.0.1:1",
-    epoch=1,
-    model="m",
-    layout=_LAYOUT,
-    hash_unit=16,
-    secret_check="x",
-    num_blocks=1,
-    max_num_seqs=1,
-    max_model_len=8,
-    version=__version__,
-)
+_WORKER = worker_record("w", hash_unit=16, version=__version__)
 _BARE = Deployment(model_fingerprint="m", secret_check="x", signer=Signer(SECRET, RECORDS), hash_unit=16)
 
 
@@ -87,22 +74,22 @@ async def test_workers_come_change_and_go(cluster: Cluster) -> None:
     seen: list[int] = []
     now = 100.0
     registry = Registry(cluster.redis, deployment(cluster), on_poll=lambda workers: seen.append(len(workers)), clock=lambda: now)
-    await registry.poll()
+    await registry.exchange()
     await write(cluster.redis, described(cluster, "d0"))
     await write(cluster.redis, described(cluster, "p0", role="prefill"))
-    await registry.poll()
+    await registry.exchange()
     assert sorted(w.worker_id for w in registry.workers) == ["d0", "p0"]
     await write(cluster.redis, described(cluster, "d0", draining=True))
-    await registry.poll()
+    await registry.exchange()
     assert next(w for w in registry.workers if w.worker_id == "d0").draining
     await cluster.redis.delete(worker_key("d0"))
-    await registry.poll()
+    await registry.exchange()
     assert len(registry.workers) == 2, "kept for a moment: Redis may just have been emptied"
     now = 110.0
-    await registry.poll()
+    await registry.exchange()
     assert [w.worker_id for w in registry.workers] == ["p0"]
     assert seen == [0, 2, 2, 2, 1]
-    await registry.poll()
+    await registry.exchange()
     assert await cluster.redis.smembers(WORKERS_KEY) == {b"p0"}, "names of the dead do not pile up"
 
 
@@ -118,7 +105,7 @@ async def test_a_version_too_far_from_the_routers_is_refused_listed_and_back_whe
     await cluster.redis.set(worker_key("garbage"), b"{", px=600_000)
     await cluster.redis.sadd(WORKERS_KEY, "unsaid", "garbage")
     for _ in range(3):
-        await registry.poll()
+        await registry.exchange()
     assert sorted(record.worker_id for record in registry.workers) == ["near", "next", "same"]
     refused = {refusal.worker_id: refusal for refusal in registry.refusals}
     assert list(refused) == ["far", "garbage", "odd", "old", "unsaid"]
@@ -129,7 +116,7 @@ async def test_a_version_too_far_from_the_routers_is_refused_listed_and_back_whe
     assert sum("is refused" in record.message for record in caplog.records) == 5, "each once"
     await write(cluster.redis, described(cluster, "old", version="0.2.0", epoch=6))
     await cluster.redis.delete(worker_key("garbage"))
-    await registry.poll()
+    await registry.exchange()
     assert {refusal.worker_id for refusal in registry.refusals} == {"far", "odd", "unsaid"}
     assert "old" in {record.worker_id for record in registry.workers}
 
@@ -160,7 +147,7 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
     await write(cluster.redis, described(cluster, "good"))
     registry = Registry(cluster.redis, deployment(cluster))
     for _ in range(3):
-        await registry.poll()
+        await registry.exchange()
     assert [w.worker_id for w in registry.workers] == ["good"]
     for name, words in {
         "model": "another model",
@@ -184,25 +171,25 @@ async def test_workers_that_do_not_belong_here_are_refused_with_a_reason_said_on
 async def test_an_older_epoch_never_comes_back(cluster: Cluster) -> None:
     registry = Registry(cluster.redis, deployment(cluster), missing_grace_s=0.0)
     await write(cluster.redis, described(cluster, "d0", epoch=9))
-    await registry.poll()
+    await registry.exchange()
     await write(cluster.redis, described(cluster, "d0", epoch=8))
-    await registry.poll()
+    await registry.exchange()
     assert registry.workers == ()
     await write(cluster.redis, described(cluster, "d0", epoch=10))
-    await registry.poll()
+    await registry.exchange()
     assert [w.epoch for w in registry.workers] == [10]
 
 
 async def test_a_lost_redis_keeps_the_last_known_workers(cluster: Cluster, redis_server: RedisServer, connection: Connect) -> None:
     registry = Registry(connection(), deployment(cluster), missing_grace_s=0.0)
     await write(cluster.redis, described(cluster, "d0"))
-    await registry.poll()
+    await registry.exchange()
     redis_server.kill()
     for _ in range(3):
-        await registry.poll()
+        await registry.exchange()
     assert (registry.connected, len(registry.workers)) == (False, 1)
     redis_server.start()
-    await registry.poll()
+    await registry.exchange()
     # Its record was lost with Redis; it has some seconds to announce itself again.
     assert (registry.connected, len(registry.workers)) == (True, 1)
 
@@ -284,7 +271,7 @@ async def test_a_shared_prefix_sends_a_request_to_the_workers_that_have_it(clust
 async def test_a_cancellation_that_the_redis_client_takes_for_a_lost_connection_ends_the_polling(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = Registry(cluster.redis, deployment(cluster), poll_s=0.01)
+    registry = Registry(cluster.redis, deployment(cluster))
     polling = asyncio.Event()
 
     async def lost(*_: object) -> WorkerListing:
@@ -323,7 +310,7 @@ class Town:
         """Who is listed then, if it is polled twice a second."""
         for _ in range(round(2 * seconds) or 1):
             self.now += 0.5 if seconds else 0.0
-            await self.registry.poll()
+            await self.registry.exchange()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         return {record.worker_id: record for record in self.registry.workers}
@@ -419,7 +406,7 @@ def test_whatever_clocks_do_the_life_that_lives_is_the_one_that_is_used(steps: l
             store["w"] = _BARE.signer.sign_object(record.to_json()).encode()
             for _ in range(24):
                 now[0] += 0.5
-                await registry.poll()
+                await registry.exchange()
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
             assert [each.epoch for each in registry.workers] == [epoch]
@@ -440,7 +427,7 @@ async def test_very_many_names_and_a_huge_record_cost_little_and_hide_nobody(clu
     assert set(await town.after(1.0)) == {"known"}
     assert (await cluster.redis.info("stats"))["total_net_output_bytes"] - before < 1 << 20
     for _ in range(300):
-        await town.registry.poll()
+        await town.registry.exchange()
         await write(cluster.redis, real)
         if await cluster.redis.scard(WORKERS_KEY) < 10:
             break

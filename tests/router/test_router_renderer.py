@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 from chat_templates import QWEN3
 from evil_templates import BYTES, STEPS, TIME
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from router.prompting.chat import conversation_of
-from router.prompting.render_process import Setup
 from router.prompting.renderer import Renderer
 from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -26,41 +23,11 @@ EVIL_TEMPLATE = (
     "".join(f"{{% {'elif' if i else 'if'} which == {name!r} %}}{source}" for i, (name, source) in enumerate(EVIL.items()))
     + "{% else %}{{ messages[0].content }}{% endif %}"
 )
-# What may be done with a text, one after the other.
-OPERATIONS = {
-    "ljust": "ns.s.ljust(n)",
-    "center": "ns.s | center(n)",
-    "indent": "ns.s | indent(n, true)",
-    "replace": "ns.s | replace('a', 'b' ~ ns.s)",
-    "join": "ns.s | join(ns.s)",
-    "twice": "ns.s ~ ns.s",
-    "times": "(ns.s | string) * n",
-    "JSON": "ns.s | tojson",
-    "list": "ns.s | list",
-    "pairs": "[ns.s, ns.s]",
-    "map": "ns.s | map('upper') | list",
-    "sort": "ns.s | sort",
-    "sum": "ns.s | batch(7, 'x') | sum(start=[])",
-    "wrap": "ns.s | string | wordwrap(3)",
-    "urls": "ns.s | string | urlize",
-    "format": "('%' ~ n ~ 's') | format(ns.s)",
-    "power": "n ** n",
-    "xml": "{'a': ns.s} | xmlattr",
-    "slice": "ns.s | slice(n) | list",
-    "pretty": "ns.s | pprint",
-}
-INTERPRETER = (
-    "{% set ns = namespace(s='a') %}{% for op, n in ops %}"
-    + "".join(
-        f"{{% {'elif' if i else 'if'} op == {name!r} %}}{{% set ns.s = {expression} %}}"
-        for i, (name, expression) in enumerate(OPERATIONS.items())
-    )
-    + "{% endif %}{% endfor %}{{ ns.s }}"
-)
 
 
-def setup(template: str, *, memory_bytes: int = 64 << 20) -> Setup:
-    return Setup(template=template, tool_use=None, special_tokens={}, tokens=[], model_markers=[], memory_bytes=memory_bytes)
+def setup(template: str) -> dict[str, Any]:
+    plain = {"tool_use": None, "special_tokens": {}, "tokens": [], "model_markers": [], "memory_bytes": 64 << 20}
+    return plain | {"template": template}
 
 
 def chat(content: str = "hi", **variables: Any) -> pb.Chat:
@@ -137,22 +104,5 @@ async def test_the_same_as_in_this_process(renderer_of: Callable[..., Renderer])
     turns = [pb.ChatMessage(role="user", content="größer 🙂 " * 20), pb.ChatMessage(role="assistant", content="hi", reasoning="hm\n")]
     sent = pb.Chat(messages=turns * 2048, template_kwargs='{"enable_thinking": false}')
     conversation = conversation_of(sent)
-    expected = ChatTemplate(QWEN3).render(conversation.messages, variables=conversation.variables)
+    expected = ChatTemplate(QWEN3).render(**conversation)
     assert (await renderer_of(QWEN3).render(sent)).text == expected
-
-
-@pytest.mark.system
-async def test_whatever_a_template_does_with_a_text(renderer_of: Callable[..., Renderer]) -> None:
-    renderer = renderer_of(INTERPRETER, short_s=0.05, long_s=0.1)
-    loop = asyncio.get_running_loop()
-
-    @settings(max_examples=25)
-    @given(st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), st.sampled_from([0, 3, 70, 5000, 10**6, 10**10])), max_size=12))
-    def check(operations: list[tuple[str, int]]) -> None:
-        try:
-            asyncio.run_coroutine_threadsafe(renderer.render(chat(ops=operations)), loop).result()
-        except InvalidRequest:
-            pass
-
-    await asyncio.to_thread(check)
-    assert (await renderer.render(chat(ops=[("twice", 0)]))).text == "aa"

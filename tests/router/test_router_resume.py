@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from router_fakes import ANSWER_TEXT, EOS_ID, Cluster, Reply, Script
+from router_fakes import EOS_ID, Cluster, Reply, Script
 
-from router.request.answer import AnswerReader, resumed_tokens
+from router.request.answer import resumed_tokens
 from twostep.rpc.v1 import inference_pb2 as pb
-from twostep.rpc.v1 import prefill_pb2
 from twostep.sampling_params import SamplingParams
-from twostep.text.tokenizer import Tokenizer
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_text_and_stop_strings_go_on_across_the_break(bare_model_dir: Path, data: st.DataObject) -> None:
-    """Broken after any token, the text of both streams is the text of one, whatever the second stream's pieces."""
-    tokenizer = Tokenizer.load(bare_model_dir)
-    text = ANSWER_TEXT * 2
-    ids = tokenizer.encode(text)
-    start = data.draw(st.integers(0, len(text) - 2))
-    stops = data.draw(st.sampled_from([(), (text[start : start + 6],), ("nothing like it", "😀")]))
-    sampling = SamplingParams(max_tokens=len(ids), stop=stops)
-    tokens = resumed_tokens(ids, sampling, eos_token_ids=frozenset(), vocab_size=1 << 20)
-    assert tokens[-1].finish_reason == pb.FINISH_REASON_LENGTH
-
-    def read(answer: AnswerReader, tokens: list[prefill_pb2.Token]) -> str:
-        said = ""
-        for token in tokens:
-            response = answer.response([token])
-            said += "" if response is None else response.piece.text
-        return said
-
-    whole = AnswerReader(tokenizer, sampling)
-    complete = read(whole, tokens)
-    cut = data.draw(st.integers(0, whole.num_tokens))
-    first, second = AnswerReader(tokenizer, sampling), AnswerReader(tokenizer, sampling)
-    before = read(first, tokens[:cut])
-    second.resume(resumed_tokens(ids[:cut], sampling, eos_token_ids=frozenset(), vocab_size=1 << 20))
-    assert (second.finish, second.num_tokens) == (first.finish, first.num_tokens)
-    assert before + read(second, tokens[cut:]) == complete
-    assert (second.finish, second.num_tokens, second.stopped_by_text) == (whole.finish, whole.num_tokens, whole.stopped_by_text)
 
 
 @pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False)])
@@ -125,26 +89,12 @@ async def test_what_cannot_be_the_beginning_of_an_answer_is_refused(cluster: Clu
 
 
 async def test_a_resumed_answer_survives_a_lost_worker_as_well(cluster: Cluster) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    decode.script = Script(fail_at=12)
-    async with cluster.serving():
+    async with cluster.paired() as (prefill, decode):
+        decode.script = Script(fail_at=12)
         reply = await go_on(cluster, cluster.expected(6), max_tokens=20)
         await cluster.all_free()
     assert reply.token_ids == cluster.expected(20)
     assert [len(r.token_ids) - r.num_prompt_tokens for r in prefill.requests] == [6, 12]
-
-
-async def test_the_seed_is_told_with_the_first_word(cluster: Cluster) -> None:
-    prefill = await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving():
-        for given_seed in (None, -7):
-            call = cluster.stub.Generate(cluster.request(max_tokens=2, **({} if given_seed is None else {"seed": given_seed})), timeout=30)
-            metadata = dict(await call.initial_metadata())
-            async for _ in call:
-                pass
-            assert metadata["x-twostep-seed"] == str(prefill.requests[-1].sampling.seed)
-    assert prefill.requests[-1].sampling.seed == -7
 
 
 # ---- no migration --------------------------------------------------------------------------------------------------------

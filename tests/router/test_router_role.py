@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_fakes import SECRET, Cluster, signed, until
+from router_fakes import SECRET, Cluster, until
 
 from router.request.cleanup import Cleanup
 from router.workers.pool import WorkerPool
 from router.workers.prefix_index import WorkerLife
-from router.workers.registry import Deployment, Registry
-from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
-from twostep.cluster.signed import RECORDS, Signer
+from twostep.cluster.records import WorkerRecord
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
 
@@ -80,26 +78,3 @@ async def test_a_role_without_a_new_epoch_is_nobody_s(cluster: Cluster, pool: Wo
     assert "without a new epoch" in caplog.text
     pool.sync([described(cluster, role="decode", epoch=6)])
     assert roles(pool) == {"prefill": set(), "decode": {6}}
-
-
-async def test_the_registry_takes_the_new_role_and_never_the_old_one_again(cluster: Cluster) -> None:
-    record = cluster.template
-    deployment = Deployment(
-        model_fingerprint=record.layout.model_fingerprint,
-        secret_check=record.secret_check,
-        signer=Signer(SECRET, RECORDS),
-        hash_unit=record.hash_unit,
-    )
-    registry = Registry(cluster.redis, deployment)
-
-    async def poll(told: WorkerRecord) -> list[tuple[str, int]]:
-        await cluster.redis.set(worker_key("w"), signed(told), px=600_000)
-        await cluster.redis.sadd(WORKERS_KEY, "w")
-        await registry.poll()
-        return [(w.role, w.epoch) for w in registry.workers]
-
-    assert await poll(described(cluster)) == [("prefill", 5)]
-    assert await poll(described(cluster, role="decode", epoch=6)) == [("decode", 6)]
-    # A late word of the life before, written by a connection that hung, costs the new one nothing.
-    assert await poll(described(cluster)) == [("decode", 6)]
-    assert await poll(described(cluster, role="decode", epoch=6)) == [("decode", 6)]

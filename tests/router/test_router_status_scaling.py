@@ -7,23 +7,19 @@ import json
 import logging
 from typing import Any
 
-import aiohttp
 import pytest
 import redis.asyncio
-from google.protobuf.json_format import ParseDict
 from hypothesis import given
 from hypothesis import strategies as st
+from placement_simulation import worker_record
 from router_fakes import SECRET, Cluster, RedisServer, until
 
-from router.status import scaling_watch
 from router.status.scaling_watch import MAX_BYTES, REMEMBERED_S, ScalingWatch, SeenDecision, heard
 from router.status.status import scaling_status
 from twostep.autoscaler.memory import Memory
-from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.cluster.signed import DECISIONS, Signer
-from twostep.rpc.channel import open_channel
-from twostep.rpc.v1 import status_pb2, status_pb2_grpc
+from twostep.rpc.v1 import status_pb2
 
 SIGNER = Signer(SECRET, DECISIONS)
 _NOW_S = 1_800_000_000.0
@@ -40,25 +36,6 @@ _DECISION = ScalingRecord(
     reason="2.43 requests/s need 1 + 2; 4 with reserve",
     limit="max_cost",
 )
-
-
-_WORKER = WorkerRecord(
-    worker_id="p0",
-    role="prefill",
-    address="127.0.0.1:1",
-    epoch=7,
-    model="m",
-    layout=LayoutRecord(model_fingerprint="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8),
-    hash_unit=64,
-    secret_check="x",
-    num_blocks=1000,
-    max_num_seqs=64,
-    max_model_len=2048,
-)
-
-
-def worker(name: str, role: str, **record: Any) -> WorkerRecord:
-    return dataclasses.replace(_WORKER, worker_id=name, role=role, **record)
 
 
 def read(text: str | bytes, before: SeenDecision | None = None, *, later_s: float = 0.0) -> SeenDecision | None:
@@ -78,8 +55,8 @@ def known(seen: SeenDecision | None) -> SeenDecision:
 
 def test_a_decision_is_told_beside_who_serves_now() -> None:
     seen = known(read(_DECISION.to_json()))
-    here = [worker("p0", "prefill"), worker("d0", "decode"), worker("d9", "decode")]
-    away = [worker("p1", "prefill", ready=False), worker("d1", "decode", draining=True), worker("d2", "decode", not_ready_reason="no KV")]
+    here = [worker_record("p0"), worker_record("d0"), worker_record("d9")]
+    away = [worker_record("p1", ready=False), worker_record("d1", draining=True), worker_record("d2", not_ready_reason="no KV")]
     told = scaling_status(seen, 2.0, [*here, *away])
     assert (told.leader, told.age_s, told.stale, told.limit) == ("autoscaler-0", 10.0, False, "max_cost")
     assert (told.reason, told.problem) == (_DECISION.reason, "")
@@ -87,7 +64,7 @@ def test_a_decision_is_told_beside_who_serves_now() -> None:
     assert (prefill.role, prefill.pods, prefill.wanted_pods, prefill.wanted_workers, prefill.serving_workers) == ("prefill", 1, 2, 3, 1)
     assert (decode.role, decode.pods, decode.wanted_pods, decode.wanted_workers, decode.serving_workers) == ("decode", 3, 3, 2, 2)
     assert [(switch.worker_id, switch.role) for switch in told.switches] == [("d9", "prefill")]
-    done = scaling_status(seen, 2.0, [*here[:2], worker("d9", "prefill")])
+    done = scaling_status(seen, 2.0, [*here[:2], worker_record("d9", role="prefill")])
     assert not done.switches, "its record has the role"
 
 
@@ -185,77 +162,46 @@ async def test_the_watch_outlives_whatever_redis_does(
     caplog.set_level(logging.INFO, "router.status.scaling_watch")
     at = 1000.0
     watch = ScalingWatch(redis_client, SIGNER, clock=lambda: at)
-    await watch.poll()
+    await watch.exchange()
     nothing = watch.seen
     assert nothing is None
     seconds, micros = await redis_client.time()
     made_s = seconds + micros / 1e6 - 5.0
     await redis_client.set(DECISION_KEY, SIGNER.sign_object(dataclasses.replace(_DECISION, at_s=made_s).to_json()))
-    await watch.poll()
+    await watch.exchange()
     first = known(watch.seen)
     assert 5.0 <= first.age_s(at) < 60.0
-    await watch.poll()
+    await watch.exchange()
     assert watch.seen is first, "what has not changed is not parsed again"
     await redis_client.set(DECISION_KEY, b"x" * (2 * MAX_BYTES))
-    await watch.poll()
+    await watch.exchange()
     assert f"more than {MAX_BYTES} bytes" in known(watch.seen).problem
     await redis_client.delete(DECISION_KEY)
     await redis_client.hset(DECISION_KEY, "a", "b")
     for _ in range(3):
-        await watch.poll()
+        await watch.exchange()
     assert "WRONGTYPE" in known(watch.seen).problem
     assert sum("cannot be read" in each.message for each in caplog.records) == 2, "each trouble once"
     await redis_client.delete(DECISION_KEY)
-    await watch.poll()
+    await watch.exchange()
     assert known(watch.seen) == first
     redis_server.kill()
     at += 60.0
-    await watch.poll()
+    await watch.exchange()
     assert known(watch.seen).stale(at)
 
 
-async def test_a_decision_is_told_over_grpc_and_http(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_watch, "POLL_S", 0.02)
-    await cluster.prefill()
+async def test_a_decision_is_told_beside_the_routers_own_status(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScalingWatch, "every_s", 0.02)
     await cluster.decode("d9")
-    async with (
-        cluster.serving(),
-        aiohttp.ClientSession(f"http://127.0.0.1:{cluster.router.http_port}") as http,
-        open_channel(f"127.0.0.1:{cluster.router.port}") as channel,
-    ):
-        board, stub = cluster.router.board, status_pb2_grpc.StatusStub(channel)
-
-        async def ask() -> status_pb2.ClusterStatus:
-            return await stub.GetStatus(status_pb2.StatusRequest(), timeout=30)
-
-        assert not (await ask()).HasField("scaling"), "no autoscaler has decided anything"
-        async with http.get("/ui/api/status") as answer:
-            assert "scaling" not in await answer.json()
+    async with cluster.serving():
+        board = cluster.router.board
+        assert not board.status().HasField("scaling"), "no autoscaler has decided anything"
+        assert "scaling" not in board.status_json()
         seconds, _ = await cluster.redis.time()
-        fresh = dataclasses.replace(_DECISION, at_s=float(seconds))
-        await cluster.redis.set(DECISION_KEY, SIGNER.sign_object(fresh.to_json()))
-        await until(lambda: board.status().scaling.leader == "autoscaler-0", "it is read")
-        told = (await ask()).scaling
-        assert [(role.role, role.pods, role.wanted_pods, role.wanted_workers, role.serving_workers) for role in told.roles] == [
-            ("prefill", 1, 2, 3, 1),
-            ("decode", 3, 3, 2, 1),
-        ]
-        assert [(switch.worker_id, switch.role) for switch in told.switches] == [("d9", "prefill")]
-        assert (told.stale, told.reason, told.limit) == (False, _DECISION.reason, "max_cost")
-        async with http.get("/ui/api/status") as answer:
-            same = ParseDict(await answer.json(), status_pb2.ClusterStatus()).scaling
-        assert list(same.roles) == list(told.roles)
-        assert same.age_s >= told.age_s
-        await cluster.redis.set(DECISION_KEY, SIGNER.sign_object('{"token": 1}'))
-        await until(lambda: bool(board.status().scaling.problem), "it is damaged")
-        told = (await ask()).scaling
-        assert told.problem.startswith("not a decision of an autoscaler")
-        assert len(told.roles) == 2
-        old = dataclasses.replace(_DECISION, number=8, at_s=float(seconds - 900))
-        await cluster.redis.set(DECISION_KEY, SIGNER.sign_object(old.to_json()))
-        await until(lambda: board.status().scaling.stale, "nobody has decided for a quarter of an hour")
-        told = (await ask()).scaling
-        assert (told.problem, told.leader, told.age_s >= 900) == ("", "autoscaler-0", True)
-        await cluster.redis.delete(DECISION_KEY)
-        await cluster.ask(max_tokens=4)
-        assert board.status().scaling.stale, "what has expired is still known, and nothing that is served depends on it"
+        for number, late_s in ((7, 0), (8, 900)):
+            decision = dataclasses.replace(_DECISION, number=number, at_s=float(seconds - late_s))
+            await cluster.redis.set(DECISION_KEY, SIGNER.sign_object(decision.to_json()))
+            await until(lambda: board.status().scaling.stale == bool(late_s) and bool(board.status().scaling.leader), "it is read")  # noqa: B023
+        assert [(switch.worker_id, switch.role) for switch in board.status().scaling.switches] == [("d9", "prefill")]
+        assert board.status_json()["scaling"]["reason"] == _DECISION.reason

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from otlp_receiver import Collector, collecting
 from router_fakes import Cluster, Script, refuse
 
-from router.request.report import RequestReport
-from router.serving.recorder import span_parts
+from router.request.report import RequestReport, span_parts
 from twostep.metrics.router import RouterMetrics
 from twostep.rpc.v1 import inference_pb2
 
@@ -84,20 +83,17 @@ async def test_workers_are_told_the_routers_span_not_the_clients(cluster: Cluste
 
         return hook
 
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    prefill.hooks.append(look("Run"))
-    decode.hooks.append(look("Reserve"))
-    decode.attach_hooks.append(look("Attach"))
-    async with cluster.serving(otlp_endpoint=collector.endpoint):
+    async with cluster.paired(otlp_endpoint=collector.endpoint) as (prefill, decode):
+        prefill.hooks.append(look("Run"))
+        decode.hooks.append(look("Reserve"))
+        decode.attach_hooks.append(look("Attach"))
         await ask(cluster)
     request = collector.one("text_completion m")
     assert seen == {name: [TRACE, request.span_id] for name in ("Reserve", "Run", "Attach")}
 
 
 async def test_how_requests_that_fail_end_in_the_trace(cluster: Cluster, collector: Collector) -> None:
-    await cluster.prefill()
-    decode = await cluster.decode()
-    async with cluster.serving(otlp_endpoint=collector.endpoint, max_attempts=1):
+    async with cluster.paired(otlp_endpoint=collector.endpoint, max_attempts=1) as (_, decode):
         for fields, code in (
             ({"model": "another"}, grpc.StatusCode.NOT_FOUND),
             ({"tenant": "\n"}, grpc.StatusCode.INVALID_ARGUMENT),
@@ -130,9 +126,7 @@ async def test_attempts_that_were_refused_are_events(cluster: Cluster, collector
 
 
 async def test_a_chat_is_a_chat(cluster: Cluster, collector: Collector) -> None:
-    await cluster.prefill()
-    await cluster.decode()
-    async with cluster.serving(otlp_endpoint=collector.endpoint):
+    async with cluster.paired(otlp_endpoint=collector.endpoint):
         request = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(max_tokens=3))
         request.chat.messages.add(role="user", content="a question of mine")
         async for _ in cluster.stub.Generate(request, timeout=30):

@@ -8,7 +8,7 @@ from http_fakes import open_http, url
 from router_fakes import Cluster, FakePrefill
 
 from router.prompting.prompt import PromptReader
-from router.prompting.render_process import Setup
+from router.prompting.render_process import setup_of
 from router.prompting.renderer import Renderer
 from twostep.errors import ContextExceeded
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -66,7 +66,7 @@ async def test_text_beyond_the_context_is_refused_before_all_of_it_is_read(clust
     whole = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, *more: encoded.append(len(text)) or whole(self, text, *more))
     monkeypatch.setattr(Tokenizer, "least_tokens", lambda self, num_chars: 0)
-    renderer = Renderer(Setup.of(card, ChatFormat(), tokenizer))
+    renderer = Renderer(setup_of(card, ChatFormat(), tokenizer))
     prompts = PromptReader(tokenizer, card, renderer, default_max_tokens=1)
     try:
         for text in ("a" * 4_000_000, "a word " * 500_000):

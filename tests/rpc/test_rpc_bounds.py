@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,7 +23,6 @@ from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.slots import ReadBounds, Slots
 from twostep.rpc.unread import Unread
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
-from twostep.settings.tls import TlsFiles
 
 STATS = "/twostep.v1.Worker/Stats"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -90,26 +87,6 @@ async def test_a_call_without_a_key_is_refused_before_its_message() -> None:
         await asyncio.wait_for(raw.until_ended(streams), SOON_S)
         assert not raw.closed
         assert (await ask(server.port)).worker_id == "w"
-        assert stats.num_calls == 1
-
-
-async def test_so_it_is_behind_tls(self_signed: tuple[Path, Path]) -> None:
-    cert, private = self_signed
-    client = ssl.create_default_context(cafile=str(cert))
-    client.set_alpn_protocols(["h2"])
-    async with (
-        serving(tls=TlsFiles(cert=cert, key=private)) as (server, stats),
-        await RawHttp2.open("127.0.0.1", server.port, tls=client) as raw,
-        open_channel(f"127.0.0.1:{server.port}", tls=TlsFiles(ca=cert)) as channel,
-    ):
-        streams = [raw.call(STATS) for _ in range(2 * NUM_CALLS)]
-        await asyncio.wait_for(raw.until_ended(streams), SOON_S)
-        assert not raw.closed
-        for _ in range(NUM_CALLS):
-            raw.call(STATS, key("greedy"))
-        await raw.drain()
-        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
-        assert (await stub.Stats(worker_pb2.WorkerStatsRequest(), metadata=key("honest"), timeout=SOON_S)).worker_id == "w"
         assert stats.num_calls == 1
 
 

@@ -54,7 +54,7 @@ async def test_answers_are_valid_beside_others(fake_model_dir: Path, tmp_path: P
         answers = await asyncio.gather(
             *(complete(client, f"river {i}", response_format=form(SCHEMA)) for i in range(5)),
             complete(client, "any", response_format={"type": "json_object"}, max_tokens=25),
-            complete(client, "match", guided_regex="[a-f]{3}-[0-9]{2,4}"),
+            complete(client, "match", structured_outputs={"regex": "[a-f]{3}-[0-9]{2,4}"}),
             complete(client, "rivers", max_tokens=30),
         )
         for text, reason in answers[:5]:

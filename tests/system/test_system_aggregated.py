@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cancels import cancel_at_all_moments
 from kills import kill_under_load
 from oracle import Oracle
 from oracle_cases import answered
@@ -29,11 +28,6 @@ def test_another_worker_goes_on_where_a_killed_one_was(aggregated: System, oracl
     is_whole = functools.partial(aggregated.is_whole, 0, 2)
     asyncio.run(kill_under_load(aggregated, oracle, "decode_worker", is_whole=is_whole, seed=1))
     wait_until(is_whole, timeout_s=180, what="the killed worker is back")
-    aggregated.check_empty()
-
-
-def test_cancels_at_all_moments_free_everything(aggregated: System) -> None:
-    asyncio.run(cancel_at_all_moments(aggregated))
     aggregated.check_empty()
 
 

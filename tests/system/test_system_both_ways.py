@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import itertools
 import os
 import random
@@ -11,7 +9,6 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kills import kill_under_load
 from oracle import Oracle
 from oracle_cases import answered
 from running import System, wait_until
@@ -51,15 +48,6 @@ def test_a_short_suffix_of_a_known_conversation_is_computed_where_it_is_decoded(
 
         # A heartbeat that is later than all others yet may cost one.
         assert conversation() or conversation(), "a decode worker has nearly all of the prompt, and another one was taken"
-    both_ways.check_empty()
-
-
-def test_a_killed_worker_of_either_role_costs_no_answer(both_ways: System, oracle: Oracle) -> None:
-    """From decode workers to another one, and, while it is still away, from pairs to the one that is left."""
-    is_whole = functools.partial(both_ways.is_whole, 1, 2)
-    for seed, module in enumerate(("decode_worker", "prefill_worker")):
-        asyncio.run(kill_under_load(both_ways, oracle, module, is_whole=is_whole, seed=seed))
-    wait_until(is_whole, timeout_s=180, what="the killed workers are back")
     both_ways.check_empty()
 
 

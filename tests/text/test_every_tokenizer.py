@@ -40,11 +40,7 @@ def load_theirs(model_dir: Path) -> Any:
 
 
 def random_text(draw: random.Random) -> str:
-    words = [
-        "",
-        "\n",
-        *["The", "quick", "brown", "fox", "größte", "日本語", "naïve", "x", "!=", ".", "it's", "🙂", "42", "и", "<tool>", "</s>"],
-    ]
+    words = ["", "\n", "The", "quick", "brown", "fox", "größte", "日本語", "naïve", "!=", ".", "it's", "🙂", "42", "и", "<tool>", "</s>"]
     return " ".join(draw.choice(words) for _ in range(draw.randrange(1, 30)))
 
 

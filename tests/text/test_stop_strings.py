@@ -54,23 +54,3 @@ def test_what_is_complete_too_early_is_text(early: list[str], late: list[str], s
     sent += "".join(watch.push(piece).text for piece in late)
     last = watch.finish()
     assert StopResult(sent + last.text, last.matched) == expected("".join(early + late), stops, len("".join(early)))
-
-
-def test_held_back_and_released() -> None:
-    watch = StopStrings(["<end>"])
-    assert watch.push("one <en") == StopResult("one ")
-    assert watch.push("tity <") == StopResult("<entity ")
-    assert watch.finish() == StopResult("<")
-
-
-def test_matched_and_swallowed() -> None:
-    watch = StopStrings(["\n\n", "User:"])
-    assert watch.push("Hi Us") == StopResult("Hi ")
-    assert watch.push("er: more") == StopResult("", "User:")
-    assert watch.push("and more") == StopResult("", "User:")
-    assert watch.finish() == StopResult("", "User:")
-
-
-def test_the_first_complete_one_wins_and_then_the_longest() -> None:
-    assert StopStrings(["abcd", "bc"]).push("xabcd") == StopResult("xa", "bc")
-    assert StopStrings(["bc", "abc"]).push("xabcd") == StopResult("x", "abc")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,38 +48,6 @@ def test_special_tokens_in_text_become_ids_and_are_skipped(tokenizer: Tokenizer)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
 
 
-def test_single_tokens(tokenizer: Tokenizer) -> None:
-    assert tokenizer.vocab_size == 512
-    assert tokenizer.token_text(2) == "<|im_end|>"
-    assert tokenizer.token_text(100_000) == ""
-    assert tokenizer.token_id("<|im_end|>") == 2
-    assert tokenizer.token_id("no such token") is None
-    assert tokenizer.decode([100_000]) == ""
-
-
-def test_beginning_token_is_added_unless_told_otherwise(tiny_llama_dir: Path, tmp_path: Path) -> None:
-    raw = json.loads((tiny_llama_dir / "tokenizer.json").read_text())
-    raw["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode("hi") == [1, *tokenizer.encode("hi", add_special_tokens=False)]
-
-
-def test_truncation_and_padding_of_the_file_are_ignored(tiny_llama_dir: Path, tmp_path: Path) -> None:
-    raw = json.loads((tiny_llama_dir / "tokenizer.json").read_text())
-    raw["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    raw["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
-    raw["padding"]["pad_to_multiple_of"] = None
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    text = "a text of more than four tokens"
-    assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(tiny_llama_dir).encode(text)
-
-
 def test_lone_surrogates_are_bad_input(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="character 2"):
         tokenizer.encode("ab\ud800")
@@ -93,14 +61,19 @@ def test_many_threads(tokenizer: Tokenizer) -> None:
         assert list(pool.map(tokenizer.decode, expected)) == texts
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "Magic"}}'])
-def test_broken_files(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(SetupError, match=r"tokenizer\.json"):
-        Tokenizer.load(tmp_path)
+def test_truncation_and_padding_of_the_file_are_ignored(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(tiny_llama_dir / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = "a text of more than four tokens"
+    assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(tiny_llama_dir).encode(text)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "", "[1]", '{"model": {"type": "Magic"}}'])
+def test_broken_files(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(SetupError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
 

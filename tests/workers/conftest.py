@@ -6,31 +6,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from role_harness import make_model_dir
-from worker_harness import WAIT_S, RedisServer
+from bare_deployment import RedisServer, make_bare_model_dir
+from worker_harness import WAIT_S
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
     yield server.url
-    server.stop()
+    server.kill()
 
 
 @pytest.fixture
 def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One that a test may lose."""
     server = RedisServer(tmp_path_factory.mktemp("own-redis"))
-    server.start()
     yield server
-    server.stop()
+    server.kill()
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory whose runner is fake."""
-    return make_model_dir(tmp_path_factory.mktemp("role") / "m")
+    return make_bare_model_dir(tmp_path_factory.mktemp("role") / "m")
 
 
 @pytest.fixture

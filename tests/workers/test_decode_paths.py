@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from one_sided import OneSidedHub, OneSidedTransport
-from worker_harness import WAIT_S
+from worker_harness import until
 
 from decode_worker.paths import Paths
 from decode_worker.peers import Peers, Source
@@ -75,13 +74,6 @@ def patient(monkeypatch: pytest.MonkeyPatch, patient_paths: None) -> None:
     monkeypatch.setattr("decode_worker.paths._PROBE_S", 600.0)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
-
-
 @asynccontextmanager
 async def made() -> AsyncIterator[World]:
     transports, peers = Transports([Transport()]), Peers(TlsFiles(), CallSigner(b"secret of a deployment", "d"))
@@ -91,7 +83,7 @@ async def made() -> AsyncIterator[World]:
     kv_pb2_grpc.add_KvServicer_to_server(kv, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    paths = Paths(transports, peers, b"secret of a deployment", TransferTelemetry(), floors={})
+    paths = Paths(transports, peers, b"secret of a deployment", TransferTelemetry())
     try:
         yield World(paths, kv, port)
     finally:
@@ -147,3 +139,31 @@ async def test_a_probe_without_room_says_nothing_of_the_path(monkeypatch: pytest
         await until(lambda: world.works("full-0"))
         assert [result.usable for result in stored] == [True]
         assert world.kv.asked["full-0"] == 2
+
+
+async def test_a_channel_asked_for_while_others_are_closed_is_an_open_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = Peers(TlsFiles(), CallSigner(b"secret of a deployment", "d"))
+    may_close = asyncio.Event()
+    closed: list[grpc.aio.Channel] = []
+
+    def slow_to_close(channel: grpc.aio.Channel) -> None:
+        close = channel.close
+
+        async def closing() -> None:
+            await may_close.wait()
+            closed.append(channel)
+            await close()
+
+        monkeypatch.setattr(channel, "close", closing)
+
+    for address in ("a:1", "b:1"):
+        async with peers.channel(Source(worker_id="p", epoch=1, address=address)) as channel:
+            slow_to_close(channel)
+    ending = asyncio.create_task(peers.close())
+    await asyncio.sleep(0)
+    async with peers.channel(Source(worker_id="p", epoch=1, address="b:1")) as again:
+        may_close.set()
+        await ending
+        assert len(closed) == 2
+        assert again not in closed
+    await peers.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 import redis.asyncio
-from test_worker_identity import registration
+from test_worker_registration import registration
 from worker_harness import SECRET, WAIT_S
 
 from router.access.sources import RedisKeys
@@ -29,13 +29,12 @@ from router.workers.registry import Deployment, Registry
 from twostep import __version__
 from twostep.autoscaler.collect import ObservationCollector
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.lease import LeaderLease
-from twostep.cluster.connection import connect
+from twostep.autoscaler.leadership import Leadership
+from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WORKERS_KEY
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
-from twostep.cluster.start import wait_for_redis
 from twostep.errors import SetupError
 from twostep.keys.api_keys import make_key
 from twostep.local.ports import free_ports
@@ -88,7 +87,7 @@ async def serves(url: str) -> None:
     await wait_for_redis(client, WAIT_S)
     await worker.start()
     registry = Registry(client, deployment())
-    await registry.poll()
+    await registry.exchange()
     assert [record.worker_id for record in registry.workers] == ["w"]
     await worker.close()
     await client.aclose()
@@ -105,7 +104,7 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     await worker.start()
     await client.sadd(WORKERS_KEY, "gone")
     registry = Registry(client, deployment())
-    await registry.poll()
+    await registry.exchange()
     assert await client.smismember(WORKERS_KEY, ["w", "gone"]) == [1, 0]
     index = PrefixIndex(client, b"secret", 8, timeout_s=WAIT_S)
     await index.open()
@@ -122,13 +121,13 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     await keys.put(key)
     assert [each.id for each in await keys.read() or ()] == [key.id]
     assert await keys.remove(key.id)
-    lease = LeaderLease(client, "a", Signer(SECRET, DECISIONS), ttl_s=60.0)
+    lease = Leadership(client, "a", Signer(SECRET, DECISIONS), ttl_s=60.0)
     assert await lease.renew()
     assert await lease.renew()
     collector = ObservationCollector(client, Fleet("", {"prefill": 1.0, "decode": 1.0}), SECRET, span_s=60.0, look_again_s=0.0)
     look = await collector.look()
     assert len(look.records) == 1
-    await ScalingWatch(client, Signer(SECRET, DECISIONS)).poll()
+    await ScalingWatch(client, Signer(SECRET, DECISIONS)).exchange()
     await lease.release()
     batch = await Leases(client, "r", 60.0).take("b")
     assert batch is not None
@@ -194,7 +193,7 @@ async def test_a_redis_of_seven_tenths_of_a_second_a_round_trip_is_one(start: St
         worker, client = registration(url, version=__version__), connect(url)
         registry = Registry(client, deployment())
         await worker.start()
-        await registry.poll()
+        await registry.exchange()
         assert [record.worker_id for record in registry.workers] == ["w"]
         await worker.close()
         await client.aclose()
@@ -276,7 +275,7 @@ async def test_a_redis_that_evicts_whatever_it_likes_is_filled_again(start: Star
     worker = registration(url, epoch=epoch, version=__version__)
     await worker.start()
     registry = Registry(client, deployment())
-    await registry.poll()
+    await registry.exchange()
     # Redis knows how old a key is by the second, and drops any of those that are as old.
     batches = iter(range(200))
     while await client.exists(WORKERS_KEY, "twostep:v1:worker:w", "twostep:v1:claim:w", "twostep:v1:epoch"):
@@ -286,11 +285,11 @@ async def test_a_redis_that_evicts_whatever_it_likes_is_filled_again(start: Star
             pipeline.set(f"other{batch}-{number}", "x" * 1000)
         await pipeline.execute()
     assert (await client.info("stats"))["evicted_keys"] > 0
-    await registry.poll()
+    await registry.exchange()
     assert len(registry.workers) == 1
     await worker.announce()
     registry = Registry(client, deployment())
-    await registry.poll()
+    await registry.exchange()
     assert [replace(record, beat=0).epoch for record in registry.workers] == [epoch]
     assert await first_epoch(url) > epoch
     await worker.close()

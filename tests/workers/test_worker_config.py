@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from prefill_worker.__main__ import main
-from twostep.errors import SetupError
-from twostep.keys.secret import load_secret
 from twostep.worker.config import parse_config
 from twostep.worker.model import load_model, settle
 
@@ -17,12 +15,6 @@ def test_defaults_by_role() -> None:
     prefill, decode = (parse_config(role, ["--runner", "fake"]) for role in ("prefill", "decode"))
     assert (prefill.port, decode.port) == (50061, 50071)
     assert prefill.served_model_name == "fake"
-
-
-def test_a_variable_stands_in_for_a_flag_and_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWOSTEP_MAX_NUM_SEQS", "7")
-    assert parse_config("decode", ["--runner", "fake"]).max_num_seqs == 7
-    assert parse_config("decode", ["--runner", "fake", "--max-num-seqs", "9"]).max_num_seqs == 9
 
 
 @pytest.mark.parametrize(
@@ -50,32 +42,10 @@ def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.C
     assert flags[0] in capsys.readouterr().err
 
 
-def test_known_models_lie_where_the_user_s_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert parse_config("prefill", ["--runner", "fake"]).cache_dir == tmp_path / "twostep"
-
-
 def test_a_model_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_config("prefill", [])
     assert "--model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", [None, b"", b"  short  \n"])
-def test_secrets_that_are_none(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "secret"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SetupError, match="--secret-file"):
-        load_secret(path)
-    with pytest.raises(SetupError):
-        load_secret(None)
-
-
-def test_white_space_around_a_secret_does_not_count(tmp_path: Path) -> None:
-    for name, content in (("a", b"0123456789abcdef\n"), ("b", b" 0123456789abcdef")):
-        (tmp_path / name).write_bytes(content)
-    assert load_secret(tmp_path / "a") == load_secret(tmp_path / "b") == b"0123456789abcdef"
 
 
 def test_a_real_model_and_a_fake_one_with_its_name(tiny_llama_dir: Path) -> None:
@@ -146,15 +116,6 @@ def test_a_cpu_without_bfloat16_takes_float32(native: bool, taken: str, tiny_lla
     flags = ["--model", str(tiny_llama_dir), "--device", "cpu"]
     assert settle(parse_config("decode", flags)).dtype == taken
     assert settle(parse_config("decode", [*flags, "--dtype", "bfloat16"])).dtype == "bfloat16", "as told"
-
-
-def test_a_variable_is_held_to_the_flag_s_choices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("TWOSTEP_LOAD_FORMAT", "foo")
-    with pytest.raises(SystemExit):
-        parse_config("decode", ["--runner", "fake"])
-    said = capsys.readouterr().err
-    assert "TWOSTEP_LOAD_FORMAT" in said
-    assert "dummy" in said
 
 
 def test_prompts_are_computed_on_decode_workers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

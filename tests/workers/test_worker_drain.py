@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import redis.asyncio
+from bare_deployment import RedisServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_harness import (
     PROMPT,
@@ -17,12 +18,10 @@ from worker_harness import (
     WAIT_S,
     Answer,
     Held,
-    RedisServer,
-    decode_edge,
+    edges_of_both_roles,
     held_pair,
     make_model,
     make_runner,
-    prefill_edge,
     prompt_of,
     read_to_end,
     refused,
@@ -223,14 +222,14 @@ async def test_no_room_is_resource_exhausted_and_too_much_is_invalid(redis_url: 
 async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, own_redis: RedisServer) -> None:
     before = _threads_of(["engine", "kv-local"])
     hub = LocalHub()
-    taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, prefill_edge(hub), 1)
+    taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, edges_of_both_roles(hub), 1)
     await taken.start()
     port = taken.server.port
-    again = Worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), SECRET, decode_edge(LocalHub()), 2)
+    again = Worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), SECRET, edges_of_both_roles(LocalHub()), 2)
     with pytest.raises(SetupError, match="--port"):
         await again.start()
-    own_redis.stop()
-    lost = Worker(worker_config("decode", own_redis.url), make_model(make_runner()), SECRET, decode_edge(hub), 3)
+    own_redis.kill()
+    lost = Worker(worker_config("decode", own_redis.url), make_model(make_runner()), SECRET, edges_of_both_roles(hub), 3)
     lost._registration._connect_timeout_s = 0.2  # or it would wait for as long as a Redis may take to come up
     with pytest.raises(SetupError, match="--redis-url"):
         await lost.start()

@@ -14,7 +14,7 @@ import pytest
 from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, regex_case, save_tokenizer, schema_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from worker_harness import WAIT_S, HeldRunner, RouterDouble, make_runner, routed, started
+from worker_harness import WAIT_S, RouterDouble, make_runner, routed, started
 
 from twostep.engine import constrained as constrained_sequences
 from twostep.engine import grammar as engine_grammar
@@ -168,21 +168,6 @@ async def test_a_grammar_that_fails_ends_its_answer_and_no_other(
         assert (await router.generate("free", prompt, 12)).tokens == free_answer(prompt, 12)
         case = object_case()
         assert (await router.generate("held", prompt, 12, grammar=case.grammar)).tokens == want(reference, case, prompt, 12)[0]
-        await pair.settled()
-
-
-async def test_a_cancelled_one_leaves_nothing(redis_url: str, tokenizer_file: Path) -> None:
-    runner = HeldRunner(vocab_size=VOCAB)
-    async with pair_of(redis_url, tokenizer_file, decode_runner=runner) as pair, routed(pair) as router:
-        names = {f"r{i}" for i in range(4)}
-        for i, name in enumerate(sorted(names)):
-            await router.reserve(name, prompt_of(5, i), 400, prefill_here=True, grammar=regex_case("[0-9]{300}").grammar)
-        runner.allow(20)
-        for name in names:
-            await router.event("token", name)
-        for name in names:
-            assert await router.cancel(name)
-        runner.let_go()
         await pair.settled()
 
 

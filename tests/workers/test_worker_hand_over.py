@@ -215,22 +215,3 @@ async def test_phases_say_where_the_time_went(redis_url: str) -> None:
         for first in (ahead, behind):
             assert 0 < first.queue_s + first.prefill_s <= took
         await pair.settled()
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("here", [False, True])
-async def test_steps_that_a_busy_loop_hears_of_late_are_no_queue(redis_url: str, here: bool) -> None:
-    role = "decode" if here else "prefill"
-    slow = {f"{role}_runner": make_runner(step_s=0.02), f"{role}_options": {"max_num_batched_tokens": 8}}
-    async with started(redis_url, **slow) as pair, routed(pair) as router:
-        asked = asyncio.create_task((router.generate_here if here else router.generate)("r", PROMPT, 3))
-        engine = (pair.decode_worker if here else pair.prefill_worker).engine
-        while not engine.stats().num_running:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
-        # All eight are over when the loop goes on.
-        time.sleep(0.4)  # noqa: ASYNC251 - it is to be held up
-        answer = await asked
-        answer.check(PROMPT, 3)
-        assert answer.first is not None
-        assert answer.first.prefill_s >= 8 * 0.02
-        await pair.settled()

@@ -12,7 +12,6 @@ from scraping import Scrape, scrape
 from worker_harness import BLOCK, WAIT_S, HeldRunner, Pair, expected, prompt_of, routed, started, until
 
 from twostep.engine.engine import Engine
-from twostep.errors import SetupError
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
 from twostep.worker.telemetry import Telemetry
@@ -95,32 +94,6 @@ async def test_what_is_under_way_shows(redis_url: str) -> None:
         await asyncio.wait([running])
         await router.cancel("runs")
         await router.cancel("hangs")
-
-
-@pytest.mark.system
-async def test_metrics_answer_while_the_engine_is_stuck(redis_url: str) -> None:
-    runner = HeldRunner()
-    async with started(redis_url, decode_runner=runner) as pair, routed(pair) as router:
-        running = asyncio.create_task(router.generate("r", prompt_of(8), 3))
-        decode = await decode_until(pair, lambda told: (told("twostep_engine_stalled_seconds") or 0) > 0.2)
-        assert decode("twostep_engine_step_duration_seconds_count") == 0
-        runner.let_go()
-        assert (await running).tokens == expected(prompt_of(8), 3)
-
-
-async def test_a_taken_metrics_port_ends_the_start(redis_url: str) -> None:
-    async with started(redis_url) as pair:
-        taken = pair.decode_worker.telemetry.port
-        with pytest.raises(SetupError, match="--metrics-port"):
-            async with started(redis_url, prefill_options={"metrics_port": taken, "worker_id": "other"}):
-                pytest.fail("it started")
-
-
-async def test_no_metrics_on_request(redis_url: str) -> None:
-    off = {"metrics_port": -1}
-    async with started(redis_url, prefill_options=off, decode_options=off) as pair, routed(pair) as router:
-        assert pair.decode_worker.telemetry.port == 0
-        assert (await router.generate("r", prompt_of(8), 3)).tokens == expected(prompt_of(8), 3)
 
 
 @pytest.mark.system

@@ -14,9 +14,8 @@ from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.worker import requests
-from twostep.worker.grammars import Grammars
 from twostep.worker.model import ServedModel, layout_of
-from twostep.worker.requests import RequestReader
+from twostep.worker.requests import Grammars, RequestReader
 
 INLINE = requests._MAX_INLINE_TOKENS
 BLOCK_SIZE = 16

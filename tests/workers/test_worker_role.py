@@ -1,11 +1,13 @@
-"""A worker drains and takes the other role, and back: what it is told by others, what it keeps, and what happens to requests."""
+"""A worker drains and takes the other role, and back: what others are told, what it keeps, what happens to requests, and what may fail."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from dataclasses import replace
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,27 +15,188 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from bare_deployment import SECRET, RedisServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from one_sided import OneSidedHub
 from redis.asyncio import Redis
-from role_harness import SECRET, WAIT_S, Load, RoleSystem, ask, edges_of_both_roles, expected, role_system, until, vocab_of
-from worker_harness import make_runner
+from worker_harness import WAIT_S, edges_of_both_roles, held_by, refused, until
 
 from kv_transfer.local.transport import LocalHub
+from kv_transfer.transports import Transports
 from router.config import RouterConfig
-from twostep import AsyncClient, Completion
-from twostep.cluster.records import WorkerRecord, host_prefix_key, prefix_key, worker_key
-from twostep.cluster.registration import Registration
+from router.server import Router
+from twostep import AsyncClient
+from twostep.checkpoint.fingerprint import model_fingerprint
+from twostep.cluster.epochs import first_epoch
+from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.engine.fake import FakeRunner
-from twostep.engine.types import PrefixDelta
-from twostep.errors import Unauthenticated, Unavailable
+from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
 from twostep.rpc.call_signing import CallSigner, channel_to_worker, introduced
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.role_pass import RolePass
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from twostep.rpc.worker_role import switch_role
 from twostep.sampling_params import SamplingParams
-from twostep.worker.model import layout_of
+from twostep.text.model_card import ModelCard
+from twostep.worker.config import WorkerConfig
+from twostep.worker.edge import Edge, EdgeParts
+from twostep.worker.model import ServedModel, layout_of, settle
+from twostep.worker.worker import Worker
+
+sys.path.append(str(Path(__file__).parent.parent / "streams"))
+from whole_system import expected, fake_runner
+
+Code = grpc.StatusCode
+
+
+@dataclass(eq=False)
+class RoleSystem:
+    vocab: int
+    workers: dict[str, Worker] = field(default_factory=dict)
+    router: Router | None = None
+
+    @property
+    def target(self) -> str:
+        assert self.router is not None
+        return f"127.0.0.1:{self.router.port}"
+
+    async def switch(
+        self, name: str, role: str, drain_timeout_s: float = WAIT_S, *, secret: bytes = SECRET
+    ) -> worker_pb2.SwitchRoleResponse:
+        # Asked here, where it may take as long as it likes.
+        worker = await self.stats(name)
+        async with channel_to_worker(self.workers[name].address, SECRET, caller="test") as channel:
+            return await switch_role(channel, secret, role=role, drain_timeout_s=drain_timeout_s, worker=worker)
+
+    async def stats(self, name: str) -> worker_pb2.WorkerStats:
+        async with channel_to_worker(self.workers[name].address, SECRET, caller="test") as channel:
+            request = worker_pb2.WorkerStatsRequest(check_integrity=True)
+            stats: worker_pb2.WorkerStats = await worker_pb2_grpc.WorkerStub(channel).Stats(request, timeout=WAIT_S)
+            return stats
+
+    async def knows(self, prefill: int, decode: int) -> None:
+        """Returns when the router sees so many ready workers of each role."""
+        async with AsyncClient(self.target, max_retries=0) as client:
+
+            async def seen() -> bool:
+                models = await client.models(timeout=WAIT_S)
+                return bool(models) and (models[0].prefill_workers, models[0].decode_workers) == (prefill, decode)
+
+            await until(seen, f"the router sees {prefill} + {decode}")
+
+    async def settled(self) -> None:
+        """Returns when no worker holds anything, and every pool adds up."""
+        held: list[dict[str, Any]] = []
+
+        async def nothing() -> bool:
+            held[:] = [held_by(await self.stats(name)) for name in self.workers]
+            return not any(held)
+
+        await until(nothing, held)
+
+    async def ask(self, client: AsyncClient, prompt: list[int], max_tokens: int) -> None:
+        """Fails unless the answer is the fake model's."""
+        answer = await client.generate(
+            token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=2 * WAIT_S
+        ).result()
+        assert list(answer.token_ids) == expected(prompt, max_tokens, self.vocab)
+
+
+@asynccontextmanager
+async def role_system(
+    model_dir: Path,
+    redis_url: str,
+    tmp_path: Path,
+    *roles: str,
+    make_edge: Callable[[EdgeParts], Edge] | None = None,
+    **options: Any,
+) -> AsyncIterator[RoleSystem]:
+    """Workers `w0`, `w1`, ... that begin in these roles; several of them behind a router."""
+    card, make_edge = ModelCard.load(model_dir), make_edge or edges_of_both_roles(LocalHub())
+    system = RoleSystem(card.vocab_size)
+    async with AsyncExitStack() as stack:
+        # What a worker says at once, it would say a heartbeat later if it stood still for a second while Redis answers.
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
+        for number, role in enumerate(roles):
+            runner = fake_runner(model_dir)
+            layout = layout_of(runner.kv_shape, model_fingerprint(model_dir))
+            model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids)
+            defaults: dict[str, Any] = {"transport_timeout": WAIT_S, "chunk_bytes": 4096, "router_lease": WAIT_S, "lease_ttl": WAIT_S}
+            config = settle(WorkerConfig(role=role, worker_id=f"w{number}", redis_url=redis_url, **(defaults | options)))
+            worker = Worker(config, model, SECRET, make_edge, await first_epoch(redis_url))
+            await worker.start()
+            stack.push_async_callback(_stop, worker)
+            system.workers[worker.worker_id] = worker
+        if len(roles) > 1:
+            (tmp_path / "secret").write_bytes(SECRET)
+            system.router = Router(
+                RouterConfig(
+                    model=model_dir,
+                    redis_url=redis_url,
+                    host="127.0.0.1",
+                    port=0,
+                    served_model_name="m",
+                    secret_file=tmp_path / "secret",
+                    no_worker_grace=WAIT_S,
+                    prefix_lookup_timeout=5.0,
+                )
+            )
+            await system.router.start()
+            stack.push_async_callback(system.router.drain, 0.0)
+        yield system
+
+
+async def _stop(worker: Worker) -> None:
+    # A test may have stopped it.
+    if not worker.record().draining or worker.engine_failed.is_set():
+        await worker.stop(0.5)
+
+
+Make = Callable[..., AbstractAsyncContextManager[RoleSystem]]
+
+
+@pytest.fixture
+def make(model_dir: Path, redis_url: str, tmp_path: Path) -> Make:
+    return partial(role_system, model_dir, redis_url, tmp_path)
+
+
+class Load:
+    """Clients that ask one thing after another until the block ends; what goes wrong ends it, too."""
+
+    def __init__(self, system: RoleSystem, num_clients: int = 4) -> None:
+        self._system = system
+        self._stop = asyncio.Event()
+        self._num_answers = [0] * num_clients
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._run(number, random.Random(1000 + number))) for number in range(len(self._num_answers))]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._tasks)
+
+    async def _run(self, number: int, rng: random.Random) -> None:
+        # No retries: whatever is lost, the router is to mend it.
+        async with AsyncClient(self._system.target, max_retries=0) as client:
+            while not self._stop.is_set():
+                prompt = [rng.randrange(3, self._system.vocab) for _ in range(rng.randrange(1, 300))]
+                await self._system.ask(client, prompt, rng.randrange(1, 40))
+                self._num_answers[number] += 1
+
+    async def round(self) -> None:
+        """Returns when each client has one more answer: what runs now is over then."""
+        before = list(self._num_answers)
+
+        def there() -> bool:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            return all(now > then for now, then in zip(self._num_answers, before, strict=True))
+
+        await until(there, self._num_answers)
 
 
 def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
@@ -42,32 +205,23 @@ def prompt_to_hand_over() -> prefill_pb2.PrefillRequest:
     return prefill_pb2.PrefillRequest(request_id="r", attempt=1, token_ids=[5] * 40, num_prompt_tokens=40, sampling=sampling)
 
 
-async def ask_anything(system: RoleSystem, client: AsyncClient, rng: random.Random) -> None:
-    vocab = vocab_of(system)
-    await ask(client, [rng.randrange(3, vocab) for _ in range(rng.randrange(1, 300))], rng.randrange(1, 40), vocab)
-
-
-# ---- under load ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("drain_timeout_s", "hub"),
     [
         pytest.param(WAIT_S, LocalHub, id="drained-copied-out"),
         pytest.param(0.0, OneSidedHub, id="at-once-one-sided", marks=pytest.mark.smoke),
-        pytest.param(WAIT_S, OneSidedHub, id="drained-one-sided"),
-        pytest.param(0.0, LocalHub, id="at-once-copied-out"),
     ],
 )
 async def test_under_load_every_answer_is_right_and_nothing_is_left(
-    model_dir: Path, redis_url: str, tmp_path: Path, drain_timeout_s: float, hub: Callable[[], LocalHub | OneSidedHub]
+    make: Make, drain_timeout_s: float, hub: Callable[[], LocalHub | OneSidedHub]
 ) -> None:
-    options: dict[str, Any] = {"roles": ("prefill", "prefill", "decode", "decode"), "make_edge": edges_of_both_roles(hub())}
-    async with role_system(model_dir, redis_url, tmp_path, local_prefill=drain_timeout_s > 0, **options) as system:
+    roles = "prefill", "prefill", "decode", "decode"
+    options: dict[str, Any] = {"make_edge": edges_of_both_roles(hub()), "local_prefill": drain_timeout_s > 0}
+    async with make(*roles, **options) as system:
         await system.knows(2, 2)
-        async with Load(system, partial(ask_anything, system)) as load:
-            await load.rounds(1)
+        async with Load(system) as load:
+            await load.round()
             # Until nobody is left in a role but those that have come to it, and one of them back.
             for name, role, prefill, decode in (
                 ("w1", "decode", 1, 3),
@@ -76,72 +230,26 @@ async def test_under_load_every_answer_is_right_and_nothing_is_left(
                 ("w3", "prefill", 2, 2),
                 ("w1", "prefill", 3, 1),
             ):
-                change = await system.switch(name, role, drain_timeout_s)
-                assert change.role == role
+                assert (await system.switch(name, role, drain_timeout_s)).role == role
                 await system.knows(prefill, decode)
                 # Nothing runs over two switches: where they take what runs from a worker, a router gives it up the third time.
-                await load.rounds(1)
-        await system.settled()
-
-
-@pytest.mark.system
-async def test_an_answer_taken_from_its_worker_by_two_switches_goes_on(
-    model_dir: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A router may try a worker that begins to switch in this moment: such tries are not what is looked at.
-    monkeypatch.setattr("role_harness.RouterConfig", partial(RouterConfig, max_attempts=10))
-    roles = "prefill", "decode", "decode", "decode"
-    async with role_system(model_dir, redis_url, tmp_path, roles=roles, local_prefill=False) as system:
-        await system.knows(1, 3)
-        vocab, prompt, max_tokens = vocab_of(system), [7] * 50, 300
-        runners = [runner for worker in system.workers.values() if isinstance(runner := worker.engine.runner, FakeRunner)]
-        assert len(runners) == len(roles)
-        # Until the switches are over, an answer would take a minute.
-        for runner in runners[1:]:
-            runner.step_s = 0.2
-        seen: list[int] = []
-
-        async def asked(client: AsyncClient) -> Completion:
-            answer = client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=2 * WAIT_S)
-            async for piece in answer:
-                seen.extend(piece.token_ids)
-            return await answer.result()
-
-        def decoding() -> list[str]:
-            records = [worker.record() for worker in system.workers.values()]
-            return [record.worker_id for record in records if record.role == "decode" and record.load.num_running]
-
-        async with AsyncClient(system.target, max_retries=0) as client:
-            running = asyncio.create_task(asked(client))
-            for prefill, decode in ((2, 2), (3, 1)):
-                before = len(seen)
-                await until(lambda before=before: running.done() or (len(seen) > before and len(decoding()) == 1), "more of it")
-                assert not running.done(), running
-                (name,) = decoding()
-                assert (await system.switch(name, "prefill", 0.0)).role == "prefill"
-                assert not running.done(), running
-                await system.knows(prefill, decode)
-            for runner in runners:
-                runner.step_s = 0.0
-            answer = await running
-        assert list(answer.token_ids) == seen == expected(prompt, max_tokens, vocab)
-        assert answer.attempts >= 3, "each switch took it from a worker"
+                await load.round()
         await system.settled()
 
 
 # ---- what others see -------------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(make: Make, redis_url: str) -> None:
     async with (
-        role_system(model_dir, redis_url, tmp_path, roles=("prefill", "decode", "decode"), local_prefill=False) as system,
+        make("prefill", "decode", "decode", local_prefill=False) as system,
         Redis.from_url(redis_url) as redis,
     ):
-        worker, vocab = system.workers["w0"], vocab_of(system)
+        worker = system.workers["w0"]
         before = worker.record()
         await system.knows(1, 2)
         async with AsyncClient(system.target, max_retries=0) as client:
-            await ask(client, [5 + i % 300 for i in range(200)], 4, vocab)
+            await system.ask(client, [5 + i % 300 for i in range(200)], 4)
         change = await system.switch("w0", "decode")
         after = WorkerRecord.from_json(await redis.get(worker_key("w0")))
         assert (after.worker_id, after.address, after.role, after.ready, after.draining) == ("w0", before.address, "decode", True, False)
@@ -155,46 +263,9 @@ async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(model_dir
         assert (again.epoch, again.drain_s, again.switch_s) == (after.epoch, 0.0, 0.0)
 
 
-async def test_a_new_epoch_announces_what_is_held_in_pool_and_host_memory_and_what_comes_after(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Redis is not given up where this process stands still for a moment.
-    monkeypatch.setattr("twostep.cluster.connection._TIMEOUT_S", WAIT_S)
-    runner = make_runner()
-    layout = layout_of(runner.kv_shape, "fake")
-    record = WorkerRecord(
-        worker_id="tiers", role="prefill", address="a:1", epoch=1, model="m", layout=layout, hash_unit=64, secret_check="s", num_blocks=8,
-        max_num_seqs=1, max_model_len=8,
-    )  # fmt: skip
-    told, deltas = [record], [PrefixDelta(added=(b"a", b"b"), removed=(), host_added=(b"c",), host_removed=())]
-    nothing = PrefixDelta(added=(), removed=(), host_added=(), host_removed=())
-    registration = Registration(
-        redis_url, secret=SECRET, describe=lambda: told[-1], take_delta=lambda: deltas.pop(0) if deltas else nothing
-    )
-    async with Redis.from_url(redis_url) as redis:
-
-        async def announced(epoch: int) -> tuple[set[bytes], set[bytes]]:
-            return await redis.smembers(prefix_key("tiers", epoch)), await redis.smembers(host_prefix_key("tiers", epoch))
-
-        await registration.start()
-        assert await announced(1) == ({b"a", b"b"}, {b"c"})
-        told.append(replace(record, role="decode", epoch=2))
-        deltas.append(PrefixDelta(added=(b"d",), removed=(b"a",), host_added=(b"a",), host_removed=(b"c",)))
-        await registration.announce()
-        assert await announced(1) == (set(), set())
-        assert await announced(2) == ({b"b", b"d"}, {b"a"})
-        await registration.close()
-        assert await announced(2) == (set(), set())
-        # Once it is closed, nothing brings it back.
-        await registration.announce()
-        assert not await redis.exists(worker_key("tiers"))
-
-
-async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_case(
-    model_dir: Path, redis_url: str, tmp_path: Path
-) -> None:
+async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_case(make: Make) -> None:
     async with (
-        role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system,
+        make("prefill") as system,
         open_channel(system.workers["w0"].address) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
@@ -205,16 +276,12 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-        async def refusal(call: Any) -> str:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            return caught.value.details() or ""
-
         run = prompt_to_hand_over()
         cancel = decode_pb2.CancelRequest(request_id="r", attempt=1)
-        assert "w0 is a prefill worker now" in await refusal(decode.Cancel(cancel, timeout=WAIT_S))
-        assert "w0 is a prefill worker now" in await refusal(decode.Stream(decode_pb2.StreamRequest(router_id="a"), timeout=WAIT_S).read())
+        assert "w0 is a prefill worker now" in await refused(decode.Cancel(cancel, timeout=WAIT_S), Code.UNAVAILABLE)
+        assert "w0 is a prefill worker now" in await refused(
+            decode.Stream(decode_pb2.StreamRequest(router_id="a"), timeout=WAIT_S).read(), Code.UNAVAILABLE
+        )
 
         call = prefill.Run(run, timeout=WAIT_S)
         assert (await call.read()).HasField("accepted")
@@ -222,25 +289,25 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         await until(lambda: system.workers["w0"].record().draining, "it drains")
         assert await serving("liveness")
         assert not await serving("readiness")
-        assert "is becoming a decode worker" in await refusal(prefill.Run(run, timeout=WAIT_S).read())
+        assert "is becoming a decode worker" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE)
         stats = await system.stats("w0")
         assert (stats.role, stats.ready, stats.draining) == ("prefill", False, True)
         call.cancel()
         assert (await switching).role == "decode"
         assert await serving("liveness")
         assert await serving("readiness")
-        assert "look it up again" in await refusal(prefill.Run(run, timeout=WAIT_S).read()), "signed for the life before"
+        assert "look it up again" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE), "signed for the life before"
         second = await introduced(channel, CallSigner(SECRET, "test"))
         prefill, decode = prefill_pb2_grpc.PrefillStub(second), decode_pb2_grpc.DecodeStub(second)
-        assert "w0 is a decode worker now" in await refusal(prefill.Run(run, timeout=WAIT_S).read())
+        assert "w0 is a decode worker now" in await refused(prefill.Run(run, timeout=WAIT_S).read(), Code.UNAVAILABLE)
         assert not (await decode.Cancel(cancel, timeout=WAIT_S)).found
         stats = await system.stats("w0")
         assert (stats.role, stats.ready, stats.draining) == ("decode", True, False)
 
 
-async def test_the_scheduler_is_that_of_the_role(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+async def test_the_scheduler_is_that_of_the_role(make: Make) -> None:
     options = {"max_num_batched_tokens": 96, "other_step_tokens": 32}
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False, **options) as system:
+    async with make("prefill", **options) as system:
         worker = system.workers["w0"]
         for role, budget in (("decode", 32), ("prefill", 96), ("decode", 32)):
             await system.switch("w0", role)
@@ -251,8 +318,8 @@ async def test_the_scheduler_is_that_of_the_role(model_dir: Path, redis_url: str
 # ---- who may, and when -----------------------------------------------------------------------------------------------------
 
 
-async def test_only_holders_of_the_secret_may(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system:
+async def test_only_holders_of_the_secret_may(make: Make) -> None:
+    async with make("prefill") as system:
         worker = system.workers["w0"]
         async with channel_to_worker(worker.address, SECRET, caller="test") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
@@ -281,8 +348,8 @@ async def test_only_holders_of_the_secret_may(model_dir: Path, redis_url: str, t
             assert await code(good) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_caller(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
-    async with role_system(model_dir, redis_url, tmp_path, roles=("prefill",), with_router=False) as system:
+async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_caller(make: Make) -> None:
+    async with make("prefill") as system:
         worker = system.workers["w0"]
         async with channel_to_worker(worker.address, SECRET, caller="test") as channel:
             run = prompt_to_hand_over()
@@ -296,3 +363,139 @@ async def test_a_second_switch_is_refused_and_the_first_goes_on_without_its_call
             first.cancel()
             call.cancel()
             await until(lambda: worker.record().role == "decode" and worker.record().ready, "it has changed")
+
+
+# ---- what may fail ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.system
+async def test_a_stop_in_the_middle_drains_as_ever(make: Make) -> None:
+    async with make("prefill", "decode", local_prefill=False) as system:
+        await system.knows(1, 1)
+        async with AsyncClient(system.target, max_retries=0) as client:
+            worker = system.workers["w1"]
+            runner = worker.engine.runner
+            assert isinstance(runner, FakeRunner)
+            # Until the stop, its answer would take a minute.
+            step_s, runner.step_s = runner.step_s, 0.3
+            running = asyncio.create_task(system.ask(client, [7] * 50, 200))
+            await until(lambda: worker.engine.stats().num_running > 0, "it decodes")
+            switching = asyncio.create_task(system.switch("w1", "prefill"))
+            await until(lambda: worker.record().draining, "it drains")
+            assert not running.done()
+            runner.step_s = step_s
+            await worker.stop(WAIT_S)
+            with pytest.raises(Unavailable):
+                await switching
+            # Its request had the time of the stop's own drain.
+            await running
+
+
+def failing_edges(hub: LocalHub, failures: list[str]) -> Callable[[EdgeParts], Edge]:
+    """While `failures` names a role, its edge does not start."""
+    make = edges_of_both_roles(hub)
+
+    def edge_of(parts: EdgeParts) -> Edge:
+        edge = make(parts)
+        if parts.config.role in failures:
+
+            async def start() -> None:
+                raise SetupError("its transport cannot start: give it another network")
+
+            edge.start = start  # type: ignore[method-assign]
+        return edge
+
+    return edge_of
+
+
+async def test_a_worker_that_cannot_take_the_role_goes_on_in_its_own(make: Make) -> None:
+    failures: list[str] = []
+    make_edge = failing_edges(LocalHub(), failures)
+    options: dict[str, Any] = {"make_edge": make_edge, "local_prefill": False}
+    async with make("prefill", "decode", **options) as system:
+        epoch = system.workers["w0"].epoch
+        await system.knows(1, 1)
+        failures.append("decode")
+        with pytest.raises(Incompatible):
+            await system.switch("w0", "decode")
+        worker = system.workers["w0"]
+        assert (worker.record().role, worker.record().ready) == ("prefill", True)
+        assert worker.epoch > epoch
+        await system.knows(1, 1)
+        async with AsyncClient(system.target, max_retries=0) as client:
+            await system.ask(client, [9] * 70, 10)
+        await system.settled()
+        failures.clear()
+        assert (await system.switch("w0", "decode")).role == "decode"
+
+
+async def test_a_worker_that_can_serve_no_role_ends(make: Make) -> None:
+    failures: list[str] = []
+    make_edge = failing_edges(LocalHub(), failures)
+    async with make("prefill", make_edge=make_edge) as system:
+        failures += ["decode", "prefill"]
+        with pytest.raises(InternalError):
+            await system.switch("w0", "decode")
+        worker = system.workers["w0"]
+        # Its process sees that, and exits with status 1.
+        assert worker.engine_failed.is_set()
+        assert not worker.record().ready
+
+
+async def test_a_worker_without_kv_transports_stays_a_decode_worker(make: Make) -> None:
+    async with make("decode", kv_transfer="none") as system:
+        with pytest.raises(Incompatible, match="--kv-transfer none"):
+            await system.switch("w0", "prefill")
+        record = system.workers["w0"].record()
+        assert (record.role, record.ready, record.draining) == ("decode", True, False)
+
+
+async def test_transports_of_neither_role_leave_it_in_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while Ray's head is away: the process goes on, and is of use again once KV has a way."""
+    async with make("prefill", transport_timeout=0.2) as system:
+        worker = system.workers["w0"]
+        with monkeypatch.context() as away:
+            away.setattr(Transports, "ready", ())
+            with pytest.raises(Incompatible):
+                await system.switch("w0", "decode")
+            assert not worker.engine_failed.is_set()
+            assert (worker.record().role, worker.record().transports) == ("prefill", ())
+            assert "no KV transport works" in worker.record().not_ready_reason
+        await until(lambda: not worker.record().not_ready_reason, "KV has a way again")
+
+
+async def test_a_stop_does_not_wait_for_transports_that_do_not_come_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asyncio.Event()
+
+    def none_ready(_: Transports) -> tuple[str, ...]:
+        asked.set()
+        return ()
+
+    async with make("prefill", transport_timeout=600.0) as system:
+        monkeypatch.setattr(Transports, "ready", property(none_ready))
+        switching, worker = asyncio.create_task(system.switch("w0", "decode")), system.workers["w0"]
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        assert worker.record().role == "prefill", "nobody is told of a life that does not serve yet"
+        async with asyncio.timeout(WAIT_S):
+            await worker.stop(0.0)
+        with pytest.raises(Unavailable):
+            await switching
+
+
+async def test_without_redis_it_changes_all_the_same_and_says_so_later(model_dir: Path, own_redis: RedisServer, tmp_path: Path) -> None:
+    async with role_system(model_dir, own_redis.url, tmp_path, "prefill") as system:
+        worker, epoch = system.workers["w0"], system.workers["w0"].epoch
+        own_redis.kill()
+        assert (await system.switch("w0", "decode")).role == "decode"
+        own_redis.start()
+        async with Redis.from_url(own_redis.url) as redis:
+
+            async def told() -> bool:
+                text = await redis.get(worker_key("w0"))
+                if text is None:
+                    return False
+                record = WorkerRecord.from_json(text)
+                return record.role == "decode" and record.epoch == worker.epoch > epoch
+
+            await until(told, "its record is there again")
+            assert not await redis.exists(prefix_key("w0", epoch))

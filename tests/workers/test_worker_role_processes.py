@@ -15,15 +15,15 @@ from typing import Any
 
 import grpc
 import pytest
-from role_harness import expected
 
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from twostep.sampling_params import SamplingParams
 from twostep.text.model_card import ModelCard
 
-sys.path.append(str(Path(__file__).parent.parent / "system"))
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("system", "streams")]
 from running import System, Worker, running, wait_until
+from whole_system import expected
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -16,7 +16,6 @@ from worker_harness import (
     SECRET,
     Pair,
     RouterDouble,
-    expected,
     local_transport,
     one_sided_transport,
     prompt_of,
@@ -27,7 +26,7 @@ from worker_harness import (
 )
 
 from kv_transfer.local.transport import LocalHub
-from kv_transfer.probing import ProbePass
+from kv_transfer.ticket import ProbePass
 from kv_transfer.transport import KvTransport, ProbeTiming
 from kv_transfer.transports import Transports
 from twostep.errors import SetupError
@@ -36,7 +35,6 @@ from twostep.worker.edge import EdgeParts
 
 PROMPT = prompt_of(30)
 FAST = "cuda_ipc"  # by name: in these tests a transport within the process stands for it
-FLOORS = {FAST: 5e9}
 
 
 @dataclass
@@ -63,7 +61,7 @@ class World:
     async def transport_of(self, name: str) -> str:
         """That of a request that must get the right tokens."""
         answer = await self.router.generate(name, PROMPT, 3)
-        assert answer.tokens == expected(PROMPT, 3), answer
+        answer.check(PROMPT, 3)
         assert answer.committed is not None
         assert answer.done is not None
         assert answer.committed.transport == answer.done.transport
@@ -82,7 +80,7 @@ async def world(
         made: dict[str, KvTransport] = {FAST: one_sided, "local": local_transport(parts, local_hub, 1 << 20)}
         return Transports([made[name] for name in names.split(",")])
 
-    async with started(redis_url, make_transports=make, floors=FLOORS) as pair, routed(pair) as router:
+    async with started(redis_url, make_transports=make) as pair, routed(pair) as router:
         yield World(pair, router, fast)
 
 
@@ -100,12 +98,6 @@ async def test_paths_are_known_before_the_first_request(redis_url: str) -> None:
         assert {t.name: (t.num_transfers, t.num_bytes) for t in stats[0].transports} == {n: (c, b) for n, (c, _, b) in moved.items()}
         assert set(w.pair.prefill_worker.record().transports) == {FAST, "local"}
         await w.pair.settled()
-
-
-async def test_the_readers_order_counts(redis_url: str) -> None:
-    async with world(redis_url, prefill="cuda_ipc,local", decode="local,cuda_ipc") as w:
-        await w.until_path(FAST, lambda p: p.bytes_per_s > 0)
-        assert await w.transport_of("r") == "local"
 
 
 async def test_no_request_waits_for_a_probe_while_there_is_another_way(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +130,6 @@ async def test_a_path_too_slow_to_be_between_gpus_is_not_offered(redis_url: str,
         w.fast["decode"].rate = 200e9
         await w.until_path(FAST, lambda p: p.bytes_per_s > 0)
         assert await w.transport_of("s") == FAST
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [("local", "cuda_ipc,local"), ("cuda_ipc,local", "local")])
-async def test_what_one_side_forbids_is_not_used(redis_url: str, prefill: str, decode: str) -> None:
-    async with world(redis_url, prefill=prefill, decode=decode) as w:
-        await w.until_path("local", lambda p: p.bytes_per_s > 0)
-        assert await w.transport_of("r") == "local"
-        path = (await w.paths()).get(FAST)
-        assert path is None or "not ready on the prefill worker" in path.error
 
 
 async def test_nothing_in_common_fails_with_the_reason(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,22 +195,17 @@ async def test_a_watch_that_fails_unexpectedly_ends_the_hand_over(redis_url: str
 
 async def test_only_members_of_the_deployment_may_ask(redis_url: str) -> None:
     async with world(redis_url) as w:
-        worker = w.pair.prefill_worker
-        good = ProbePass.issue(SECRET, worker_id=worker.worker_id, epoch=worker.epoch)
+        here: dict[str, Any] = {"worker_id": w.pair.prefill_worker.worker_id, "epoch": w.pair.prefill_worker.epoch}
+        good = ProbePass.issue(SECRET, **here)
         answer = await w.pair.kv.Probe(good.to_proto())
-        assert [path.transport for path in answer.paths] == [FAST, "local"]
-        assert all(path.endpoint for path in answer.paths)
+        assert [(path.transport, bool(path.endpoint)) for path in answer.paths] == [(FAST, True), ("local", True)]
         for wrong, status in (
-            (ProbePass.issue(b"another deployment's", worker_id=worker.worker_id, epoch=worker.epoch), grpc.StatusCode.UNAUTHENTICATED),
-            (replace(good, epoch=good.epoch + 1), grpc.StatusCode.UNAUTHENTICATED),
+            (ProbePass.issue(b"another deployment's", **here), grpc.StatusCode.UNAUTHENTICATED),
             (replace(good, expires_unix_ms=good.expires_unix_ms + 1), grpc.StatusCode.UNAUTHENTICATED),
-            (replace(good, mac=b""), grpc.StatusCode.UNAUTHENTICATED),
-            (ProbePass.issue(SECRET, worker_id="other", epoch=worker.epoch), grpc.StatusCode.UNAVAILABLE),
-            (ProbePass.issue(SECRET, worker_id=worker.worker_id, epoch=worker.epoch - 1), grpc.StatusCode.UNAVAILABLE),
+            (ProbePass.issue(SECRET, **here | {"worker_id": "other"}), grpc.StatusCode.UNAVAILABLE),
+            (ProbePass.issue(SECRET, **here | {"epoch": good.epoch - 1}), grpc.StatusCode.UNAVAILABLE),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await w.pair.kv.Probe(wrong.to_proto())
-            assert caught.value.code() is status
+            await refused(w.pair.kv.Probe(wrong.to_proto()), status)
 
 
 async def test_a_watch_that_names_no_transport_takes_none_that_must_be_asked(redis_url: str) -> None:

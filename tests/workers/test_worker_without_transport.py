@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_harness import WAIT_S, Pair, expected, prompt_of, routed, started
+from worker_harness import WAIT_S, Pair, life_of, prompt_of, routed, started, until
 
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from twostep.rpc.channel import open_channel
 from twostep.worker.edge import EdgeParts
-from twostep.worker.life import until
 
 pytestmark = pytest.mark.usefixtures("patient_paths")
 PROMPT = prompt_of(30)
@@ -43,8 +42,7 @@ async def world(redis_url: str, **decode_options: object) -> AsyncIterator[tuple
     hub, ray = LocalHub(), Ray()
 
     def make(parts: EdgeParts) -> Transports:
-        runner = parts.model.runner
-        transport = RayDouble(runner, runner.kv_shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=1 << 20)
+        transport = RayDouble(hub=hub, **life_of(parts))
         transport.ray = ray
         return Transports([transport])
 
@@ -60,7 +58,7 @@ async def serving(address: str) -> bool:
 
 
 async def until_ready(pair: Pair, *, prefill: bool) -> None:
-    assert await until(lambda: (pair.prefill_worker.record().not_ready_reason == "") is prefill, WAIT_S)
+    await until(lambda: (pair.prefill_worker.record().not_ready_reason == "") is prefill)
     assert await serving(pair.prefill_worker.address) is prefill
 
 
@@ -76,11 +74,11 @@ async def test_they_start_and_join_later_by_themselves(redis_url: str, caplog: p
         # A decode worker computes prompts of its own meanwhile.
         assert await serving(pair.decode_worker.address)
         assert pair.decode_worker.record().not_ready_reason == ""
-        assert (await router.generate_here("here", PROMPT, 3)).tokens == expected(PROMPT, 3)
+        (await router.generate_here("here", PROMPT, 3)).check(PROMPT, 3)
         ray.away = False
         await until_ready(pair, prefill=True)
         answer = await router.generate("moved", PROMPT, 3)
-        assert answer.tokens == expected(PROMPT, 3)
+        answer.check(PROMPT, 3)
         assert answer.committed is not None
         ray.away = True
         await until_ready(pair, prefill=False)
@@ -96,5 +94,5 @@ async def test_a_decode_worker_that_computes_no_prompts_is_not_ready_either(redi
         assert not await serving(pair.decode_worker.address)
         assert "Ray does not answer" in pair.decode_worker.record().not_ready_reason
         ray.away = False
-        assert await until(lambda: pair.decode_worker.record().not_ready_reason == "", WAIT_S)
+        await until(lambda: pair.decode_worker.record().not_ready_reason == "")
         assert await serving(pair.decode_worker.address)

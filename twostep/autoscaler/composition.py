@@ -56,30 +56,16 @@ def compose(config: PolicyConfig, memory: Memory, observation: Observation) -> C
     pending: dict[Role, int] = {}
     cells: dict[tuple[Role, Role], tuple[WorkerView, ...]] = {}
     for owner in ROLES:
-        own = sorted((w for w in staying if w.owner == owner), key=lambda w: _order(w, memory))
-        pods[owner] = max(0, observation.pods.get(owner, _asked_for(memory, owner, len(own))))
+        # Those named before are named again.
+        own = sorted((w for w in staying if w.owner == owner), key=lambda w: (w.worker_id not in memory.victims, cost_of_loss(w)))
+        asked_for = memory.wanted.pods_of(owner) if memory.wanted is not None else len(own)
+        pods[owner] = max(0, observation.pods.get(owner, asked_for))
         # Registered beyond what the Deployment asks for: it is shrinking, and takes those that cost least.
         own = own[max(0, len(own) - pods[owner]) :]
         pending[owner] = pods[owner] - len(own)
         for role in ROLES:
-            cells[role, owner] = tuple(w for w in own if _role_of(w, switching) == role)
+            cells[role, owner] = tuple(w for w in own if switching.get(w.worker_id, (w.role,))[0] == role)
     return Composition(cells=cells, pending=pending, pods=pods, switching=switching)
-
-
-def _asked_for(memory: Memory, owner: Role, num_registered: int) -> int:
-    if memory.wanted is None:
-        return num_registered
-    return memory.wanted.prefill_pods if owner == "prefill" else memory.wanted.decode_pods
-
-
-def _order(worker: WorkerView, memory: Memory) -> tuple[bool, tuple[bool, int, float, str]]:
-    """Those named before are named again."""
-    return worker.worker_id not in memory.victims, cost_of_loss(worker)
-
-
-def _role_of(worker: WorkerView, switching: Mapping[str, tuple[Role, float]]) -> Role:
-    told = switching.get(worker.worker_id)
-    return worker.role if told is None else told[0]
 
 
 def _under_way(config: PolicyConfig, memory: Memory, observation: Observation) -> dict[str, tuple[Role, float]]:

@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from twostep.autoscaler.model import PolicyConfig, PoolConfig
+from twostep.autoscaler.model import ROLES, PolicyConfig
 from twostep.errors import InvalidRequest
-from twostep.settings.autoscaler import AutoscalerSettings, PoolSettings
+from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.reading import read_settings
 from twostep.settings.tls import TlsFiles
+
+# What sets which field of PolicyConfig, and of which type.
+POLICY: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "target_ttft_ms": ("ttft_ms", float),
+    "target_tpot_ms": ("tpot_ms", float),
+    "attainment": ("attainment", float),
+    "interval": ("interval_s", float),
+    "demand_window": ("window_s", float),
+    "cool_down": ("cool_down_s", float),
+    "hysteresis": ("hysteresis", float),
+    "surge": ("surge", int),
+    "spare": ("spare", int),
+    "max_cost": ("max_cost", float),
+    "max_workers": ("max_workers", int),
+    "max_utilization": ("max_utilization", float),
+    "worker_drain": ("drain_s", float),
+    "switch_time": ("switch_s", float),
+    "switch_roles": ("switching", bool),
+    "scale_to_zero_after": ("scale_to_zero_after_s", float),
+}
+# The same of PoolConfig, for each role with its name in front.
+POOL: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "min_workers": ("min_workers", int),
+    "max_workers": ("max_workers", int),
+    "gpus_per_worker": ("gpus_per_worker", int),
+    "price": ("price_per_gpu_hour", float),
+    "cold_start": ("cold_start_s", float),
+}
+
+
+def changed(policy: PolicyConfig, given: Mapping[str, Any]) -> PolicyConfig:
+    """`policy` with those settings by their names that are given. Raises InvalidRequest for numbers that contradict each other."""
+    pools = {}
+    for role in ROLES:
+        fields = {field: given[f"{role}_{name}"] for name, (field, _) in POOL.items() if f"{role}_{name}" in given}
+        pools[role] = replace(policy.pool(role), **fields)
+    fields = {field: given[name] for name, (field, _) in POLICY.items() if name in given}
+    # 0: there is no such bound.
+    fields |= {bound: fields[bound] or None for bound in ("max_cost", "max_workers") if bound in fields}
+    return replace(policy, prefill=pools["prefill"], decode=pools["decode"], **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +80,9 @@ class AutoscalerConfig(AutoscalerSettings):
 
     def policy(self) -> PolicyConfig:
         """Returns what the policy looks at. Raises InvalidRequest for numbers that contradict each other."""
-        return PolicyConfig(
-            prefill=_pool(self.prefill),
-            decode=_pool(self.decode),
-            ttft_ms=self.target_ttft_ms,
-            tpot_ms=self.target_tpot_ms,
-            attainment=self.attainment,
-            interval_s=self.interval,
-            window_s=self.demand_window,
-            cool_down_s=self.cool_down,
-            hysteresis=self.hysteresis,
-            surge=self.surge,
-            spare=self.spare,
-            max_cost=self.max_cost or None,
-            max_workers=self.max_workers or None,
-            switching=self.switch_roles,
-            switch_s=self.switch_time,
-            drain_s=self.worker_drain,
-            scale_to_zero_after_s=self.scale_to_zero_after,
-            max_utilization=self.max_utilization,
-        )
+        given = asdict(self)
+        given |= {f"{role}_{name}": value for role in ROLES for name, value in given[role].items()}
+        return changed(PolicyConfig(ttft_ms=self.target_ttft_ms, tpot_ms=self.target_tpot_ms), given)
 
     def contradiction(self) -> str:
         if self.scale_to_zero_after and (self.prefill.min_workers or self.decode.min_workers):
@@ -75,26 +99,12 @@ class AutoscalerConfig(AutoscalerSettings):
 
 def parse_config(argv: Sequence[str] | None = None) -> AutoscalerConfig:
     """Exits with a usage message if a flag does not make sense."""
+    # Where Kubernetes' API is, as it tells every pod.
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return read_settings(
         AutoscalerConfig,
         argv,
         prog="python -P -m twostep.autoscaler",
         description="Twostep autoscaler: how many prefill and decode workers there should be.",
-        defaults={"kubernetes_api": _in_cluster(os.environ)},
+        defaults={"kubernetes_api": f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""},
     )
-
-
-def _pool(pool: PoolSettings) -> PoolConfig:
-    return PoolConfig(
-        min_workers=pool.min_workers,
-        max_workers=pool.max_workers,
-        gpus_per_worker=pool.gpus_per_worker,
-        price_per_gpu_hour=pool.price,
-        cold_start_s=pool.cold_start,
-    )
-
-
-def _in_cluster(environ: Mapping[str, str]) -> str:
-    """Returns the API's URL as Kubernetes tells every pod; empty outside."""
-    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""

@@ -3,7 +3,7 @@
     1. look      what is asked of the deployment, who serves it, what was decided last          collect.py
     2. decide    the policy, a pure function of that and of its memory                          policy.py
     3. mark      pods that should go first, before anybody is told; a later lease's are left     pods.py
-    4. commit    the decision and the policy's memory to Redis, if the lease is still held       lease.py
+    4. commit    the decision and the policy's memory to Redis, if the lease is still held       leadership.py
     5. act       KEDA is answered from it (external_scaler.py), and a worker changes its role    switches.py
 
 A replica that does not lead looks at the decision alone, and answers from it. Who comes to lead goes on from the memory in it. Where
@@ -17,19 +17,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from twostep.autoscaler.beginning import why_wait
-from twostep.autoscaler.board import DecisionBoard
 from twostep.autoscaler.collect import ClusterSnapshot, NobodyKnown, NothingMetered, ObservationCollector
 from twostep.autoscaler.decision_log import DecisionLog
+from twostep.autoscaler.external_scaler import DecisionBoard
 from twostep.autoscaler.fleet import begun
 from twostep.autoscaler.hpa import Asked, comes_to, replicas_asked
-from twostep.autoscaler.lease import LeaderLease
+from twostep.autoscaler.leadership import Leadership
 from twostep.autoscaler.memory import Memory
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig
 from twostep.autoscaler.pods import MarkLease, PodMarks
-from twostep.autoscaler.policy import Step, decide
+from twostep.autoscaler.policy import Step, decide, why_wait
 from twostep.autoscaler.switches import Switcher
 from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.scaling import ScalingRecord
@@ -48,6 +47,9 @@ _TOO_SOON = 0.5
 _BOUNDS = ("max_workers", "max_cost", "surge", "cool_down")
 
 
+Policy = Callable[[PolicyConfig, Memory, Observation], Step]
+
+
 class TooEarly(Unavailable):
     """There is no decision to go on from, and the workers are only coming up."""
 
@@ -56,37 +58,38 @@ class TooEarly(Unavailable):
 _SKIPPED: dict[type[Unavailable], str] = {NothingMetered: "demand", NobodyKnown: "workers", TooEarly: "workers"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerParts:
-    """`marks` None: there is no Kubernetes to mark pods in; `decisions` None: nothing is written down."""
-
-    lease: LeaderLease
-    collector: ObservationCollector
-    board: DecisionBoard
-    switcher: Switcher
-    marks: PodMarks | None = None
-    decisions: DecisionLog | None = None
-
-
 class Controller:
-    """run() until it is cancelled, or step() by hand. `name` stands in decisions."""
+    """run() until it is cancelled, or step() by hand. `name` stands in decisions. `marks` None: there is no Kubernetes to mark pods in;
+    `decisions` None: nothing is written down. `looked`: called after each look at Redis that had an answer."""
 
     def __init__(
         self,
         config: PolicyConfig,
-        parts: ControllerParts,
         metrics: AutoscalerMetrics,
         *,
         name: str,
+        leadership: Leadership,
+        collector: ObservationCollector,
+        board: DecisionBoard,
+        switcher: Switcher,
+        marks: PodMarks | None = None,
+        decisions: DecisionLog | None = None,
         hpa_tolerance: float = 0.1,
-        policy: Callable[[PolicyConfig, Memory, Observation], Step] = decide,
+        policy: Policy = decide,
+        looked: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._parts = parts
         self._metrics = metrics
         self._name = name
+        self._leadership = leadership
+        self._collector = collector
+        self._board = board
+        self._switcher = switcher
+        self._marks = marks
+        self._decisions = decisions
         self._tolerance = hpa_tolerance
         self._policy = policy
+        self._looked = looked
         self._memory = Memory()
         self._leading = 0  # token of the lease that this replica decided under last; 0: it did not
         self._number = 0
@@ -97,7 +100,6 @@ class Controller:
         self._decision: Decision | None = None
         self._trouble = ""
         self.progress_at = time.monotonic()
-        self.looked = False  # at Redis, with an answer
 
     @property
     def observation(self) -> Observation | None:
@@ -123,16 +125,16 @@ class Controller:
     async def step(self) -> float:
         """Decides, or follows who does. Returns after how many seconds to come again."""
         started = time.monotonic()
-        leads = self._parts.lease.held
+        leads = self._leadership.held
         try:
             if not leads:
-                self._stand_down()
-                now_s, record = await self._parts.collector.decision()
-                self.looked = True
+                self._leading = 0
+                now_s, record = await self._collector.decision()
+                self._looked()
                 self._follow(now_s, record)
                 return min(self._config.interval_s / _LOOKS, _LOOK_AT_LEAST_S)
-            look = await self._parts.collector.look()
-            self.looked = True
+            look = await self._collector.look()
+            self._looked()
             wait_s = self._too_soon(look)
             if wait_s > 0:
                 return wait_s
@@ -145,44 +147,40 @@ class Controller:
 
     def state(self) -> AutoscalerState:
         """For metrics, from any thread."""
-        board, lease = self._parts.board, self._parts.lease
-        record, seen, decision, leads = board.record, self._seen, self._decision, lease.held
-        state = AutoscalerState(leader=leads, answering=board.fresh, age_s=board.age_s)
-        if record is None:
+        record, seen, decision, leads = self._board.record, self._seen, self._decision, self._leadership.held
+        state = AutoscalerState(leader=leads, answering=self._board.fresh, age_s=self._board.age_s)
+        if record is not None:
+            cost = self._config.cost({role: record.replicas[role] for role in ROLES})
+            state = replace(state, desired_workers=record.wanted, desired_replicas=record.replicas, pods=record.pods, cost=cost)
+        if record is None or not leads or seen is None or decision is None:
             return state
-        serving = [] if seen is None or not leads else [w.role for w in seen.workers if w.ready and not w.draining]
-        attainment = {} if seen is None or not leads else {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met}
-        return AutoscalerState(
-            leader=leads,
-            answering=state.answering,
-            age_s=state.age_s,
-            desired_workers=record.wanted,
-            desired_replicas=record.replicas,
-            pods=record.pods,
-            cost=self._config.cost({role: record.replicas[role] for role in ROLES}),
-            needed={} if decision is None or not leads else dict(decision.needed.items()),
-            workers={role: serving.count(role) for role in ROLES} if leads else {},
-            requests_per_s=seen.traffic.requests_per_s if seen is not None and leads else None,
-            attainment={kind: share for kind, share in attainment.items() if share is not None},
+        serving = [w.role for w in seen.workers if w.ready and not w.draining]
+        kept = {"ttft": seen.traffic.ttft_met, "tpot": seen.traffic.tpot_met}
+        return replace(
+            state,
+            needed=dict(decision.needed.items()),
+            workers={role: serving.count(role) for role in ROLES},
+            requests_per_s=seen.traffic.requests_per_s,
+            attainment={kind: share for kind, share in kept.items() if share is not None},
         )
 
     # ---- the leader ----------------------------------------------------------------------------------------------------
 
     def _too_soon(self, look: ClusterSnapshot) -> float:
         """Seconds until a decision is due; 0: it is. A new leader keeps its predecessor's time."""
-        if look.decision is None or look.decision.token == self._parts.lease.token:
+        if look.decision is None or look.decision.token == self._leadership.token:
             return 0.0
         self._follow(look.now_s, look.decision)
         age_s = look.now_s - look.decision.at_s
         return self._config.interval_s - age_s if 0 <= age_s < _TOO_SOON * self._config.interval_s else 0.0
 
     async def _lead(self, look: ClusterSnapshot) -> None:
-        token = self._parts.lease.token
+        token = self._leadership.token
         # Without the last decision, as after Redis has lost everything, from what this replica knows: it may have followed it.
-        look = replace(look, decision=look.decision or self._parts.board.record)
+        look = replace(look, decision=look.decision or self._board.record)
         if self._leading != token:
             self._take_over(look, token)
-        observation = self._parts.collector.observation(look, self._come_about(look.decision), switching=set(self._memory.switching))
+        observation = self._collector.observation(look, self._come_about(look.decision), switching=set(self._memory.switching))
         step = self._decide(observation)
         self._check_begun(look, observation, step.decision)
         self._seen, self._decision = observation, step.decision
@@ -190,26 +188,30 @@ class Controller:
             return
         self._number += 1
         record = self._record(look, observation, step, token)
-        if not await self._parts.lease.commit(record):
+        if not await self._leadership.commit(record):
             self._skip("lease", "the lease was lost before the decision stood")
             return
-        if self._parts.decisions is not None:
-            self._parts.decisions.write(self._memory, observation, step)
+        if self._decisions is not None:
+            self._decisions.write(self._memory, observation, step)
         self._memory = step.memory
-        self._parts.board.show(record, 0.0)
+        self._board.show(record, 0.0)
         self._count(record, step.decision, look)
-        if self._parts.lease.held:
+        if self._leadership.held:
             standing = {name: role for name, (role, _) in step.memory.switching.items()}
-            self._parts.switcher.start(step.decision.switches, look.records, standing)
+            self._switcher.start(step.decision.switches, look.records, standing)
 
     def _take_over(self, look: ClusterSnapshot, token: int) -> None:
         """Goes on where the last leader was."""
         before = look.decision
-        self._memory = _memory_of(before)
-        self._ways = {}
+        self._memory, self._ways = Memory(), {}
+        if before is not None and isinstance(before.memory, str):
+            try:
+                self._memory = Memory.from_json(before.memory)
+            except InvalidRequest as error:
+                log.warning("the last leader's memory is not understood (%s): beginning without one", error.message)
         self._leading, self._number, self._since_s = token, 0, None
-        if self._parts.marks is not None:
-            self._parts.marks.forget()
+        if self._marks is not None:
+            self._marks.forget()
         log.info("%s decides from now on%s", self._name, "" if before is None else f", after {before.leader}")
 
     def _check_begun(self, look: ClusterSnapshot, observation: Observation, decision: Decision) -> None:
@@ -238,11 +240,11 @@ class Controller:
 
     async def _mark(self, look: ClusterSnapshot, decision: Decision, token: int) -> bool:
         """False: somebody else has marked them since, and leads."""
-        if self._parts.marks is None or not self._parts.lease.held:
+        if self._marks is None or not self._leadership.held:
             return True
         pods = {record.worker_id: record.pod_name for record in look.records if record.pod_name}
         victims = [pods[name] for name in decision.victims if name in pods]
-        result = await self._parts.marks.apply(
+        result = await self._marks.apply(
             victims,
             set(pods.values()) - set(victims),
             lease=MarkLease(token=token, holder=self._name),
@@ -252,8 +254,8 @@ class Controller:
         self._metrics.patches.labels("failed").inc(result.failed)
         if result.outranked:
             # Or else Redis has lost its tokens, and they began anew: whoever takes the lease next has a larger one than that.
-            self._parts.lease.saw(result.outranked)
-            await self._parts.lease.release()
+            self._leadership.saw(result.outranked)
+            await self._leadership.release()
             self._skip("lease", f"pods are marked by lease {result.outranked}, a later one than {token}; it is taken anew if nobody has it")
         return not result.outranked
 
@@ -285,7 +287,7 @@ class Controller:
             reason=decision.reason,
             limit=decision.limit or (self._too_many(look, replicas, pods) if any(each.more < 0 for each in asked.values()) else ""),
             memory=step.memory.to_json(),
-            stale_s=self._parts.board.stale_s,
+            stale_s=self._board.stale_s,
         )
 
     def _too_many(self, look: ClusterSnapshot, replicas: dict[str, int], pods: dict[str, int]) -> str:
@@ -322,11 +324,8 @@ class Controller:
 
     def _follow(self, now_s: float, record: ScalingRecord | None) -> None:
         if record is not None:
-            self._parts.lease.saw(record.token)
-            self._parts.board.show(record, now_s - record.at_s)
-
-    def _stand_down(self) -> None:
-        self._leading = 0
+            self._leadership.saw(record.token)
+            self._board.show(record, now_s - record.at_s)
 
     def _skip(self, reason: str, why: str, *, leads: bool = True) -> None:
         if leads:
@@ -334,16 +333,6 @@ class Controller:
         if self._trouble != reason:
             self._trouble = reason
             log.warning("nothing is decided: %s", why)
-
-
-def _memory_of(record: ScalingRecord | None) -> Memory:
-    if record is None or not isinstance(record.memory, str):
-        return Memory()
-    try:
-        return Memory.from_json(record.memory)
-    except InvalidRequest as error:
-        log.warning("the last leader's memory is not understood (%s): beginning without one", error.message)
-        return Memory()
 
 
 def _asked(record: ScalingRecord | None) -> dict[str, Asked]:

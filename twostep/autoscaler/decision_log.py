@@ -17,22 +17,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from twostep.autoscaler.memory import Memory
-from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, PoolConfig, Role, Switch, Traffic, WorkerView
+from twostep.autoscaler.model import Decision, Observation, PolicyConfig
 from twostep.autoscaler.policy import Step
 from twostep.errors import InvalidRequest, SetupError
-from twostep.step_curve import StepCurve
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 
 FORM = 1
 MAX_BYTES = 256 << 20
-_T = TypeVar("_T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +102,9 @@ def line_of(observation: Observation, decision: Decision) -> str:
 
 
 def read_decisions(lines: Iterable[str]) -> Iterator[Logged]:
-    """Raises InvalidRequest with the line that is none of a decision log; a last one that was cut short is left out."""
+    """Raises InvalidRequest with the line that is none of a decision log; a last one that was cut short is left out, and so are fields of
+    newer versions."""
+    configs, observations, decisions = TypeAdapter(PolicyConfig), TypeAdapter(Observation), TypeAdapter(Decision)
     config: PolicyConfig | None = None
     memory: Memory | None = None
     for number, line in enumerate(lines, 1):
@@ -116,60 +115,20 @@ def read_decisions(lines: Iterable[str]) -> Iterator[Logged]:
             if "config" in value:
                 if value["form"] != FORM:
                     raise ValueError(f"form {value['form']} is not known here")
-                config = _config(value["config"])
+                config = configs.validate_python(value["config"])
                 continue
             if "memory" in value:
                 memory = Memory.from_json(value["memory"])
                 continue
             if config is None:
                 raise ValueError("no configuration stands before it")
-            observation, decision = _observation(value["observation"]), _decision(value["decision"])
+            observation, decision = observations.validate_python(value["observation"]), decisions.validate_python(value["decision"])
+            if not math.isfinite(observation.now_s):
+                raise ValueError(f"now_s is {observation.now_s}")
             yield Logged(line=number, config=config, memory=memory, observation=observation, decision=decision)
             memory = None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
             raise InvalidRequest(f"line {number} is none of a decision log: {error!r:.200}") from error
-
-
-def _config(raw: Mapping[str, Any]) -> PolicyConfig:
-    pools: dict[str, Any] = {role: _of(PoolConfig, raw[role]) for role in ROLES}
-    return _of(PolicyConfig, {**raw, **pools})
-
-
-def _observation(raw: Mapping[str, Any]) -> Observation:
-    now_s = float(raw["now_s"])
-    if not math.isfinite(now_s):
-        raise ValueError(f"now_s is {now_s}")
-    return Observation(
-        now_s=now_s,
-        traffic=_of(Traffic, raw["traffic"]),
-        workers=tuple(
-            _of(WorkerView, {**worker, "curve": _of(StepCurve, worker["curve"]) if worker["curve"] else None}) for worker in raw["workers"]
-        ),
-        pods=_by_role(raw["pods"]),
-    )
-
-
-def _decision(raw: Mapping[str, Any]) -> Decision:
-    return _of(
-        Decision,
-        {
-            **raw,
-            "replicas": _by_role(raw["replicas"]),
-            "needed": _by_role(raw["needed"]),
-            "victims": tuple(raw["victims"]),
-            "switches": tuple(_of(Switch, switch) for switch in raw["switches"]),
-        },
-    )
-
-
-def _by_role(raw: Mapping[str, int]) -> dict[Role, int]:
-    return {role: int(raw[role]) for role in ROLES if role in raw}
-
-
-def _of(kind: type[_T], raw: Mapping[str, Any]) -> _T:
-    """Fields that a newer version has more are left out."""
-    names = {its.name for its in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in raw.items() if name in names})
 
 
 def _line(value: Mapping[str, Any]) -> str:

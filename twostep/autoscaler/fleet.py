@@ -14,15 +14,13 @@ from dataclasses import replace
 from typing import cast
 
 from twostep import __version__
-from twostep.autoscaler.model import ROLES, Role, WorkerView
+from twostep.autoscaler.model import ROLES, Role, WorkerView, longest_start_s
 from twostep.cluster.records import WorkerRecord
 from twostep.version_skew import why_not
 
 log = logging.getLogger(__name__)
 
 Life = tuple[str, int]
-# Pods that do not come count no longer than this beyond twice their cold start.
-_PENDING_BEYOND_S = 30.0
 _MAX_REMEMBERED = 4096
 
 
@@ -137,11 +135,6 @@ class Fleet:
             tokens_per_s=max(0.0, load.tokens_per_s),
             started_s=self._first_seen[life],
         )
-
-
-def longest_start_s(cold_start_s: float) -> float:
-    """After which a pod that was asked for is not thought to come any more."""
-    return 2 * cold_start_s + _PENDING_BEYOND_S
 
 
 def begun(record: WorkerRecord, now_s: float) -> float:

@@ -9,8 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from twostep.autoscaler.composition import Composition
-from twostep.autoscaler.goal import Goal
 from twostep.autoscaler.model import ROLES, PolicyConfig, Role, other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """`now`: workers of each role that the load of now needs; `ahead`: that it needs a cold start ahead; `need`: that are to be there in
+    the end; `total`: of both roles, the sum of `need` at least; `kept`: with hysteresis. `shared`: workers can fill in for the other role.
+    `asleep`: nothing came for long, and nothing is needed."""
+
+    now: Mapping[Role, int]
+    need: Mapping[Role, int]
+    total: int
+    shared: bool
+    asleep: bool
+    ahead: Mapping[Role, int]
+    kept: Mapping[Role, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

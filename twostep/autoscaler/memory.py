@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
 
-from twostep.autoscaler.forecast import Forecast, Holt
+from pydantic import TypeAdapter
+
+from twostep.autoscaler.forecast import Forecast
 from twostep.autoscaler.model import Role
 from twostep.autoscaler.sizing import WorkerSpec
 from twostep.errors import InvalidRequest
-from twostep.step_curve import StepCurve
 
 # A memory of another form is forgotten, not guessed at.
 FORM = 1
@@ -32,6 +32,9 @@ class Need:
     def of(self, role: Role) -> int:
         return self.prefill if role == "prefill" else self.decode
 
+    def outdoes(self, other: Need) -> bool:
+        return self.prefill >= other.prefill and self.decode >= other.decode and self.total >= other.total
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
@@ -39,6 +42,18 @@ class Course:
 
     way: int = 0
     turned_s: float | None = None
+
+    def may_move(self, before: int, after: int, now_s: float, cool_down_s: float) -> bool:
+        """Returns whether the number may go from `before` to `after` now: not if it turned round within the cool-down, and would again."""
+        way = (after > before) - (after < before)
+        return not way or self.way in (0, way) or self.turned_s is None or now_s - self.turned_s >= cool_down_s
+
+    def moved(self, before: int, after: int, now_s: float) -> Course:
+        """Returns how it has been going after that move."""
+        way = (after > before) - (after < before)
+        if not way or way == self.way:
+            return self
+        return Course(way=way, turned_s=now_s if self.way else self.turned_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +82,9 @@ class Wanted:
     def workers(self, role: Role) -> int:
         return self.prefill if role == "prefill" else self.decode
 
+    def pods_of(self, owner: Role) -> int:
+        return self.prefill_pods if owner == "prefill" else self.decode_pods
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -90,54 +108,19 @@ class Memory:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Memory:
-        """Raises InvalidRequest for anything that is not a memory of this form; whoever has none begins with `Memory()`."""
+        """Raises InvalidRequest for anything that is not a memory of this form; whoever has none begins with `Memory()`. Fields of newer
+        versions are left out."""
         try:
-            raw: dict[str, Any] = json.loads(text, parse_constant=_refuse)
+            raw = json.loads(text)
             if raw.pop("form") != FORM:
                 raise ValueError("another form")
-            return cls(
-                began_s=_instant(raw["began_s"]),
-                at_s=_instant(raw["at_s"]),
-                forecast=_forecast(raw["forecast"]),
-                needs=tuple(Need(**need) for need in raw["needs"]),
-                wanted=Wanted(**raw["wanted"]) if raw["wanted"] else None,
-                courses={name: Course(**course) for name, course in raw["courses"].items()},
-                corrections={_role(role): Correction(**correction) for role, correction in raw["corrections"].items()},
-                specs={_role(role): _spec(spec) for role, spec in raw["specs"].items()},
-                busy_s=_instant(raw["busy_s"]),
-                switching={worker: (_role(role), float(at)) for worker, (role, at) in raw["switching"].items()},
-                victims=tuple(str(worker) for worker in raw["victims"]),
-                # Of a leader of an older version: it did not look.
-                unheard_s=_instant(raw.get("unheard_s")),
-            )
+            memory = _reader().validate_python(raw)
+            memory.to_json()  # raises for what is not finite
+            return memory
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"not a memory of this autoscaler: {error!r:.80}; begin without one") from error
 
 
-def _instant(value: float | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _role(name: str) -> Role:
-    if name == "prefill":
-        return "prefill"
-    if name == "decode":
-        return "decode"
-    raise ValueError(f"{name!r:.20} is no role")
-
-
-def _forecast(raw: dict[str, Any] | None) -> Forecast | None:
-    if raw is None:
-        return None
-    holts = {name: Holt(**raw[name]) for name in ("requests", "prompt", "uncached", "output", "decoded")}
-    if not all(math.isfinite(holt.level) and math.isfinite(holt.trend) and math.isfinite(holt.least) for holt in holts.values()):
-        raise ValueError("a forecast that is not finite")
-    return Forecast(**holts, prompt_scv=float(raw["prompt_scv"]))
-
-
-def _spec(raw: dict[str, Any]) -> WorkerSpec:
-    return WorkerSpec(**{**raw, "curve": StepCurve(**raw["curve"]) if raw["curve"] else None})
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+@cache
+def _reader() -> TypeAdapter[Memory]:
+    return TypeAdapter(Memory)

@@ -23,6 +23,11 @@ def other(role: Role) -> Role:
     return "decode" if role == "prefill" else "prefill"
 
 
+def longest_start_s(cold_start_s: float) -> float:
+    """Returns the seconds after which a pod that was asked for is not thought to come any more."""
+    return 2 * cold_start_s + 30.0
+
+
 # ---- what is seen -------------------------------------------------------------------------------------------------------
 
 

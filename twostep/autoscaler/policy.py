@@ -1,28 +1,43 @@
 """One decision of the autoscaler, for both roles together. Pure: (config, memory, observation) in, (decision, memory) out.
 
-1. Traffic       level and trend of the rates (forecast.py); what a worker of each role can do (its step curve)
-2. Correction    targets missed although there are enough workers: they are slower than they say (correction.py)
-3. There         workers by role and owner, pods to come, switches under way, who leaves (composition.py)
-4. Goal          workers needed now and a cold start ahead, kept for a cool-down, spare (goal.py, by sizing.py)
-5. Limits        bounds, budget, surge: both roles get the same share of what they need (limits.py)
-6. Assignment    pods of each Deployment, switches, victims; nothing turns round twice in a cool-down (assignment.py, stability.py)
+1. See        level and trend of the rates (forecast.py); what a worker of each role can do (its step curve); whether routers told of all
+              the load; targets missed although there are enough workers: they are slower than they say
+2. Compose    workers by role and owner, pods to come, switches under way, who leaves (composition.py)
+3. Aim        workers of each role, and in sum, for the load and with what is kept and what may be lost (sizing.py):
+
+                  now      the load until the next decision
+                  ahead    the most of it until a pod asked for now would serve: a cold start and an interval
+                  kept     `ahead`, and `now` with `hysteresis` more, the most of the last cool-down: nothing below it is taken away
+                  spare    what carries the load of now with `spare` workers lost, if only just
+
+              Where workers can switch roles, what is kept and spare is one number for both: a worker of either fills in for any
+4. Limit      bounds, budget, surge: both roles get the same share of what they need (limits.py)
+5. Assign     pods of each Deployment, switches, victims; nothing turns round twice in a cool-down (assignment.py)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from twostep.autoscaler.assignment import Assignment, assign
 from twostep.autoscaler.composition import Composition, compose
-from twostep.autoscaler.correction import corrected
-from twostep.autoscaler.forecast import Forecast, observe
-from twostep.autoscaler.goal import Goal, backlog_per_s, decoding_of, demand, goal, sized, spec_of
-from twostep.autoscaler.limits import Fitted, fit
-from twostep.autoscaler.memory import Correction, Course, Memory, Wanted
-from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
-from twostep.autoscaler.sizing import can_help
-from twostep.autoscaler.stability import moved
-from twostep.autoscaler.unheard import unheard_since
+from twostep.autoscaler.forecast import DecodeLoad, Forecast, observe
+from twostep.autoscaler.limits import Goal, fit
+from twostep.autoscaler.memory import Correction, Course, Memory, Need
+from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role, WorkerView, longest_start_s
+from twostep.autoscaler.sizing import OfferedLoad, WorkerSpec, can_help, workers_needed
+
+# Of a prefill worker, while a lost one is missed: it is for a cold start at most.
+_SURVIVAL_UTILIZATION = 0.95
+# A correction that nothing confirms halves in this time, and is never more than this.
+_CORRECTION_HALF_LIFE_S = 300.0
+_MOST_CORRECTION = 1.5
+_LEAST_STEP, _MOST_STEP = 0.05, 0.25
+# What is missed by chance deviates by so many standard deviations.
+_SIGMAS = 2.0
+# So many windows there must have been enough: answers that end now may have waited while there were not.
+_WINDOWS = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,75 +51,79 @@ class Step:
 def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> Step:
     """`observation.now_s` does not go back; a step that does counts as none."""
     now_s = observation.now_s
-    seen = _see(config, memory, observation)
+    decoding = _decoding(observation.workers)
+    dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
+    forecast = observe(memory.forecast, observation.traffic, decoding, dt_s, config.window_s)
+    seen = _see(config, memory, observation, forecast, decoding, dt_s)
     there = compose(config, memory, observation)
-    aim = goal(config, seen, _known(seen.forecast), observation, there)
-    asked_for = memory.wanted.pods if memory.wanted is not None else sum(there.pods.values())
-    fitted = fit(config, aim, there, asked_for)
+    aim, needs = _aim(config, seen, observation, forecast, decoding, there)
+    fitted = fit(config, aim, there, memory.wanted.pods if memory.wanted is not None else sum(there.pods.values()))
     chosen = assign(config, aim, fitted, there, memory.wanted, memory.courses, now_s)
     wanted = chosen.wanted
-    replicas: dict[Role, int] = {"prefill": wanted.prefill_pods, "decode": wanted.decode_pods}
     decision = Decision(
         prefill=wanted.prefill,
         decode=wanted.decode,
-        replicas=replicas,
+        replicas={role: wanted.pods_of(role) for role in ROLES},
         switches=chosen.switches,
         victims=chosen.victims,
-        reason=_reason(observation, seen, aim, chosen, there),
-        limit=_limit(fitted, chosen),
+        reason=_reason(observation, seen, forecast, aim, chosen, there),
+        limit=fitted.limit or ("cool_down" if chosen.held else ""),
         needed=dict(aim.ahead),
     )
     after = replace(
         seen,
-        needs=aim.needs,
+        needs=needs,
         wanted=wanted,
-        courses=_courses(memory, wanted, chosen, now_s),
+        courses=_courses(memory, chosen, now_s),
         switching={**there.switching, **{switch.worker_id: (switch.to, now_s) for switch in chosen.switches}},
         victims=chosen.victims,
     )
     return Step(decision=decision, memory=after)
 
 
-def _courses(memory: Memory, wanted: Wanted, chosen: Assignment, now_s: float) -> dict[str, Course]:
-    before = memory.wanted or wanted
-    courses = {
-        "prefill": moved(memory.courses.get("prefill"), before.prefill_pods, wanted.prefill_pods, now_s),
-        "decode": moved(memory.courses.get("decode"), before.decode_pods, wanted.decode_pods, now_s),
-    }
-    if chosen.switches:
-        courses["switch"] = Course(way=1 if chosen.switches[0].to == "prefill" else -1, turned_s=now_s)
-    elif "switch" in memory.courses:
-        courses["switch"] = memory.courses["switch"]
-    return courses
+def why_wait(config: PolicyConfig, observation: Observation, decision: Decision, *, oldest_s: float | None, since_s: float) -> str:
+    """Returns why `decision` is not to be the first one, that has none before it to go on from; "": it is. `oldest_s`: the instant at which
+    the oldest worker began; None: there are none. `since_s`: of the first look.
+
+    While a deployment comes up, perhaps with a Redis that has lost everything, it has pods that nobody here knows of: they load their
+    model. Whoever decided by the few that are there would end the others before they came; until there is a decision, KEDA keeps what there
+    is.
+    Pods that begin together come within a cold start, so that is waited for, unless the load needs more than are there."""
+    now_s, cold_start_s = observation.now_s, max(config.pool(role).cold_start_s for role in ROLES)
+    if now_s - since_s >= longest_start_s(cold_start_s):
+        return ""
+    missing = [role for role in ROLES if not any(w.role == role and w.ready and not w.draining for w in observation.workers)]
+    if missing:
+        return f"no {' and no '.join(missing)} worker serves yet, and how many are coming up is not known"
+    if any(decision.needed.get(role, 0) > observation.pods.get(role, 0) for role in ROLES):
+        return ""
+    if oldest_s is None or now_s - oldest_s < cold_start_s:
+        return "workers have only just come up, and others may be about to; the first of them began less than a cold start ago"
+    return ""
 
 
-def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memory:
-    """Steps 1 and 2: what is known after this observation."""
+# ---- 1 see --------------------------------------------------------------------------------------------------------------
+
+
+def _see(
+    config: PolicyConfig, memory: Memory, observation: Observation, forecast: Forecast, decoding: DecodeLoad, dt_s: float
+) -> Memory:  # fmt: skip
+    """Returns what is known after this observation."""
     now_s, traffic = observation.now_s, observation.traffic
-    dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
-    decoding = decoding_of(observation.workers)
-    forecast = observe(memory.forecast, traffic, decoding, dt_s, config.window_s)
-    specs = {role: spec_of(observation.workers, role, memory.specs.get(role)) for role in ROLES}
-    busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0
-    unheard_s = unheard_since(config, memory.unheard_s, forecast, observation)
-    busy = busy or unheard_s == now_s or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
+    specs = {role: _spec(observation.workers, role, memory.specs.get(role)) for role in ROLES}
+    unheard_s = _unheard_since(config, memory.unheard_s, forecast, observation)
+    busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0 or unheard_s == now_s
+    busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
+    present = _demand(forecast, 0.0, decoding.num_seqs)
+    late = _backlog_per_s(config, observation, sum(w.ready and w.role == "prefill" for w in observation.workers), config.interval_s)
     corrections: dict[Role, Correction] = {}
-    present = demand(forecast, 0.0, decoding.num_seqs)
-    ready = sum(w.ready and w.role == "prefill" for w in observation.workers)
-    late = backlog_per_s(config, observation, ready, config.interval_s)
     for role in ROLES:
         before = memory.corrections.get(role, Correction())
         serving = sum(w.ready and not w.draining for w in observation.workers if w.role == role)
-        enough = serving >= max(1, sized(config, role, specs[role], present.times(before.factor)))
-        corrections[role] = corrected(
-            config,
-            before,
-            met=traffic.ttft_met if role == "prefill" else traffic.tpot_met,
-            num_answers=traffic.requests_per_s * config.window_s,
-            enough=enough and not late and can_help(config, role, specs[role], present),
-            now_s=now_s,
-            dt_s=dt_s,
-        )
+        enough = serving >= max(1, workers_needed(config, role, specs[role], present.times(before.factor)))
+        enough = enough and not late and can_help(config, role, specs[role], present)
+        met = traffic.ttft_met if role == "prefill" else traffic.tpot_met
+        corrections[role] = _corrected(config, before, met, traffic.requests_per_s * config.window_s, enough, now_s, dt_s)
     return replace(
         memory,
         began_s=now_s if memory.began_s is None else memory.began_s,
@@ -117,21 +136,188 @@ def _see(config: PolicyConfig, memory: Memory, observation: Observation) -> Memo
     )
 
 
-def _known(forecast: Forecast | None) -> Forecast:
-    assert forecast is not None
-    return forecast
+def _corrected(
+    config: PolicyConfig, before: Correction, met: float | None, num_answers: float, enough: bool, now_s: float, dt_s: float
+) -> Correction:
+    """After a window in which the share `met` of about `num_answers` answers was within the target. `enough`: there were as many ready
+    workers as sizing asks for, nothing waited beyond its time, and more could help. Where the target is missed all the same, workers are
+    slower than their curves (a neighbour on the host, a cold cache, a load of another shape), and the load is counted for more."""
+    factor = 1.0 + (before.factor - 1.0) * 0.5 ** (max(0.0, dt_s) / _CORRECTION_HALF_LIFE_S)
+    since = (before.enough_s if before.enough_s is not None else now_s) if enough else None
+    noise = math.sqrt((1.0 - config.attainment) * config.attainment / max(1.0, num_answers))
+    missing = 0.0 if met is None else config.attainment - _SIGMAS * noise - met
+    judged = since is not None and now_s - since >= _WINDOWS * config.window_s
+    again = before.raised_s is None or now_s - before.raised_s >= config.window_s
+    if missing <= 0.0 or not judged or not again or num_answers < 1.0:
+        return Correction(factor=factor, raised_s=before.raised_s, enough_s=since)
+    factor = min(_MOST_CORRECTION, factor * (1.0 + min(_MOST_STEP, max(_LEAST_STEP, missing))))
+    return Correction(factor=factor, raised_s=now_s, enough_s=since)
 
 
-def _limit(fitted: Fitted, chosen: Assignment) -> str:
-    return fitted.limit or ("cool_down" if chosen.held else "")
+def _unheard_since(config: PolicyConfig, before: float | None, forecast: Forecast, observation: Observation) -> float | None:
+    """Returns the instant at which more was last known to be asked of workers than routers tell. `before`: as of the decision before. None:
+    it is not so, and was not within the last cool-down.
+
+    A router that falls silent and had not said that it leaves has died, or serves on, cut off from Redis. For the two minutes in which its
+    windows are still there it is known to be missing. After them its work tells: tokens that workers compute beyond those of the requests
+    that are metered, and beyond the `hysteresis` that is kept anyway. While it is so, and for a cool-down after, nobody is taken away."""
+    now_s = observation.now_s
+    if observation.traffic.silent_routers:
+        return now_s
+    if before is None or not 0 <= now_s - before <= config.cool_down_s + 2 * config.interval_s:
+        return None
+    told = forecast.uncached.now + forecast.output.now
+    done = sum(worker.tokens_per_s for worker in observation.workers)
+    return now_s if done > (1.0 + config.hysteresis) * told else before
 
 
-def _reason(observation: Observation, seen: Memory, aim: Goal, chosen: Assignment, there: Composition) -> str:
+def _decoding(workers: tuple[WorkerView, ...]) -> DecodeLoad:
+    """By their curves: a worker that is slow because it has too many sequences gives few tokens for them, and one that nobody has measured
+    is not counted."""
+    num_seqs, tokens_per_s = 0, 0.0
+    for worker in workers:
+        if worker.role == "decode" and worker.num_running:
+            num_seqs += worker.num_running
+            if worker.curve is not None:
+                tokens_per_s += worker.num_running / max(1e-4, worker.curve.decode_step_s(worker.num_running, worker.context_tokens))
+    return DecodeLoad(num_seqs=num_seqs, tokens_per_s=tokens_per_s)
+
+
+def _spec(workers: tuple[WorkerView, ...], role: Role, known: WorkerSpec | None) -> WorkerSpec:
+    """The role's workers by the middle one of those that have measured themselves; without any, what was known before, or the most that one
+    of them did while it had more than enough to do."""
+    measured = [
+        (w.curve.prefill_s(1024, 0, max(1, w.step_tokens), decodes=0) + w.curve.decode_step_s(32, 32768), w.worker_id, w)
+        for w in workers
+        if w.role == role and w.curve is not None
+    ]
+    if measured:
+        return _spec_like(sorted(measured)[len(measured) // 2][2])
+    known = known or WorkerSpec()
+    own = [w for w in workers if w.role == role and w.ready]
+    if known.curve is not None or not own:
+        return known
+    busy = [w.tokens_per_s for w in own if w.num_waiting or w.queued_tokens > w.step_tokens]
+    return _spec_like(own[0], tokens_per_s=max([known.tokens_per_s, *busy]))
+
+
+def _spec_like(worker: WorkerView, *, tokens_per_s: float = 0.0) -> WorkerSpec:
+    return WorkerSpec(
+        curve=worker.curve,
+        step_tokens=worker.step_tokens,
+        max_num_seqs=worker.max_num_seqs,
+        num_blocks=worker.num_blocks,
+        block_size=worker.block_size,
+        tokens_per_s=tokens_per_s,
+    )
+
+
+# ---- 3 aim --------------------------------------------------------------------------------------------------------------
+
+
+def _aim(
+    config: PolicyConfig, memory: Memory, observation: Observation, forecast: Forecast, decoding: DecodeLoad, there: Composition
+) -> tuple[Goal, tuple[Need, ...]]:
+    """Returns the goal, and the needs that are to be remembered: those of the last cool-down that no later one outdoes."""
+    now_s = observation.now_s
+    shared = config.switching and (not observation.workers or any(w.can_switch for w in observation.workers))
+    idle_s = 0.0 if memory.busy_s is None else now_s - memory.busy_s
+    if config.scale_to_zero_after_s > 0.0 and idle_s >= config.scale_to_zero_after_s:
+        idle = {role: config.pool(role).min_workers for role in ROLES}
+        return Goal(now=idle, need=idle, total=sum(idle.values()), shared=shared, asleep=True, ahead=idle, kept=idle), ()
+    current: dict[Role, int] = {}
+    ahead: dict[Role, int] = {}
+    kept: dict[Role, int] = {}
+    survival: dict[Role, int] = {}
+    just = replace(config, max_utilization=max(config.max_utilization, _SURVIVAL_UTILIZATION))
+    # A mean over a window is as old as its middle.
+    lag_s = config.window_s / 2
+    for role in ROLES:
+        spec, factor = memory.specs[role], memory.corrections[role].factor
+        horizon_s = config.pool(role).cold_start_s + config.interval_s
+        late = _backlog_per_s(config, observation, there.ready("prefill"), horizon_s)
+        present = _demand(forecast, lag_s + config.interval_s, decoding.num_seqs).times(factor).plus(late)
+        later = _demand(forecast, lag_s + horizon_s, decoding.num_seqs).times(factor).plus(late)
+        current[role] = max(config.pool(role).least, workers_needed(config, role, spec, present))
+        ahead[role] = max(current[role], workers_needed(config, role, spec, later))
+        kept[role] = max(ahead[role], workers_needed(config, role, spec, present.times(1.0 + config.hysteresis)))
+        survival[role] = max(1, workers_needed(just, role, spec, present))
+    if not shared:
+        kept = {role: max(kept[role], survival[role] + config.spare) for role in ROLES}
+    total = max(sum(kept.values()), sum(survival.values()) + config.spare)
+    new = Need(at_s=now_s, prefill=kept["prefill"], decode=kept["decode"], total=total)
+    needs = (*(old for old in memory.needs if now_s - old.at_s <= config.cool_down_s and not new.outdoes(old)), new)
+    full = memory.began_s is not None and now_s - memory.began_s >= config.cool_down_s
+    # Nobody is seen of all that were asked for, or not all that is asked: not the moment to ask for fewer.
+    unheard = memory.unheard_s is not None and now_s - memory.unheard_s <= config.cool_down_s
+    blind = memory.wanted if unheard or not observation.workers else None
+    if shared:
+        total = max(need.total for need in needs)
+        total = total if full else max(total, sum(there.pods.values()))
+        total = max(total, blind.pods) if blind is not None else total
+        apart = {role: max(ahead[role], blind.workers(role)) for role in ROLES} if blind is not None and unheard else ahead
+        # What one role needs beside what the other one keeps.
+        total = max(total, sum(apart.values()))
+    else:
+        apart = {role: max(need.of(role) for need in needs) for role in ROLES}
+        if not full:
+            apart = {role: max(apart[role], there.expected(role)) for role in ROLES}
+        if blind is not None:
+            apart = {role: max(apart[role], blind.workers(role)) for role in ROLES}
+        total = sum(apart.values())
+    return Goal(now=current, need=apart, total=total, shared=shared, asleep=False, ahead=ahead, kept=kept), needs
+
+
+def _demand(forecast: Forecast, seconds: float, running: int) -> OfferedLoad:
+    """The most that is expected from now until then."""
+    rate = forecast.requests.ahead(seconds)
+    share = 1.0 / rate if rate else 0.0
+    prompt = forecast.prompt.ahead(seconds) * share
+    return OfferedLoad(
+        requests_per_s=rate,
+        prompt_tokens=prompt,
+        cached_tokens=max(0.0, prompt - forecast.uncached.ahead(seconds) * share),
+        output_tokens=forecast.output.ahead(seconds) * share,
+        prompt_scv=forecast.prompt_scv,
+        # Without its trend: it rises too when a worker comes back and makes up for lost time.
+        decoded_per_s=forecast.decoded.now,
+        running=running,
+    )
+
+
+def _backlog_per_s(config: PolicyConfig, observation: Observation, num_ready: int, within_s: float) -> float:
+    """Requests a second that come on top if what waits, and cannot be served in time by those that are there, is to be worked off within
+    that time. At most as many as come by themselves."""
+    traffic = observation.traffic
+    uncached = max(1.0, traffic.prompt_tokens - traffic.cached_tokens)
+    queued = sum(w.queued_tokens for w in observation.workers if w.role == "prefill") / uncached
+    in_time = traffic.requests_per_s * config.ttft_ms / 1e3 + num_ready
+    late = traffic.queued_requests + queued - in_time
+    return min(traffic.requests_per_s, max(0.0, late / within_s))
+
+
+# ---- what is left behind ------------------------------------------------------------------------------------------------
+
+
+def _courses(memory: Memory, chosen: Assignment, now_s: float) -> dict[str, Course]:
+    wanted, before = chosen.wanted, memory.wanted or chosen.wanted
+    courses: dict[str, Course] = {
+        role: memory.courses.get(role, Course()).moved(before.pods_of(role), wanted.pods_of(role), now_s) for role in ROLES
+    }
+    if chosen.switches:
+        courses["switch"] = Course(way=1 if chosen.switches[0].to == "prefill" else -1, turned_s=now_s)
+    elif "switch" in memory.courses:
+        courses["switch"] = memory.courses["switch"]
+    return courses
+
+
+def _reason(observation: Observation, seen: Memory, forecast: Forecast, aim: Goal, chosen: Assignment, there: Composition) -> str:
     if aim.asleep:
         return "idle: scaled to the least"
+    traffic = observation.traffic
     # The level follows what comes; whichever is more is what the workers are for.
-    rate = max(_known(seen.forecast).requests.level, observation.traffic.requests_per_s)
-    waiting = f", {observation.traffic.queued_requests} waiting," if observation.traffic.queued_requests else ""
+    rate = max(forecast.requests.level, traffic.requests_per_s)
+    waiting = f", {traffic.queued_requests} waiting," if traffic.queued_requests else ""
     parts = [f"{rate:.3g} requests/s{waiting} need {aim.now['prefill']} + {aim.now['decode']}"]
     if aim.ahead != aim.now:
         parts.append(f"{aim.ahead['prefill']} + {aim.ahead['decode']} ahead")
@@ -142,11 +328,10 @@ def _reason(observation: Observation, seen: Memory, aim: Goal, chosen: Assignmen
         parts.append("slower than their curves: " + ", ".join(slow))
     if chosen.switches:
         parts.append(f"{len(chosen.switches)} to {chosen.switches[0].to}")
-    if observation.traffic.silent_routers:
-        parts.append(f"{observation.traffic.silent_routers} of the routers silent")
+    if traffic.silent_routers:
+        parts.append(f"{traffic.silent_routers} of the routers silent")
     elif seen.unheard_s == observation.now_s:
         parts.append("workers do more than routers told of")
-    if any(there.pending.values()):
-        num_pending = sum(there.pending.values())
+    if num_pending := sum(there.pending.values()):
         parts.append(f"{num_pending} worker{'s' if num_pending > 1 else ''} to come")
     return "; ".join(parts)

@@ -9,22 +9,21 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from twostep.autoscaler.board import DecisionBoard
 from twostep.autoscaler.collect import LOOK_AGAIN_S, ObservationCollector
 from twostep.autoscaler.config import AutoscalerConfig
-from twostep.autoscaler.controller import Controller, ControllerParts
+from twostep.autoscaler.controller import Controller, Policy
 from twostep.autoscaler.decision_log import DecisionLog
-from twostep.autoscaler.external_scaler import ExternalScaler
+from twostep.autoscaler.external_scaler import DecisionBoard, ExternalScaler
 from twostep.autoscaler.fleet import Fleet
-from twostep.autoscaler.lease import LeaderLease
+from twostep.autoscaler.leadership import Leadership
 from twostep.autoscaler.model import ROLES, Role
 from twostep.autoscaler.pods import PodMarks
+from twostep.autoscaler.policy import decide
 from twostep.autoscaler.switches import Outcome, Switcher
 from twostep.cluster.cancellation import end_if_cancelled
-from twostep.cluster.connection import connect
+from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.signed import DECISIONS, Signer
-from twostep.cluster.start import wait_for_redis
 from twostep.keys.secret import load_secret
 from twostep.metrics.autoscaler import AutoscalerMetrics
 from twostep.metrics.process import register_process
@@ -38,7 +37,6 @@ from twostep.rpc.server import GrpcServer, ServerConfig
 log = logging.getLogger(__name__)
 
 SERVICE = "externalscaler.ExternalScaler"
-_TICK_S = 0.25
 # A loop that has not come round for so long beyond its interval is stuck: liveness fails and the process is restarted. One round may wait
 # for Redis, for workers that seem to be gone, and for the API server.
 _STUCK_S = 30.0
@@ -47,38 +45,48 @@ _STUCK_S = 30.0
 class Autoscaler:
     """start(), then drain(). Constructing it reads the secret, and raises SetupError for what cannot be."""
 
-    def __init__(self, config: AutoscalerConfig, *, clock: Callable[[], float] | None = None, look_again_s: float = LOOK_AGAIN_S) -> None:
-        """Needs a running event loop. `clock`: instead of Redis' own, seconds since 1970."""
+    def __init__(
+        self,
+        config: AutoscalerConfig,
+        *,
+        clock: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        look_again_s: float = LOOK_AGAIN_S,
+        policy: Policy = decide,
+    ) -> None:
+        """Needs a running event loop. `clock`: instead of Redis' own, seconds since 1970; `monotonic`: that leases and decisions age by."""
         self.config = config
         secret = load_secret(config.secret_file)
-        policy = config.policy()
+        settings = config.policy()
         self.autoscaler_id = config.autoscaler_id or f"autoscaler-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)
-        self.lease = LeaderLease(self._redis, self.autoscaler_id, Signer(secret, DECISIONS), ttl_s=config.leader_lease)
-        cold_start_s: dict[Role, float] = {role: policy.pool(role).cold_start_s for role in ROLES}
-        self._fleet = Fleet(secret_check(secret), cold_start_s)
-        self.board = DecisionBoard(stale_s=config.stale_after * config.interval, max_listeners=config.max_streams)
+        self.leadership = Leadership(self._redis, self.autoscaler_id, Signer(secret, DECISIONS), ttl_s=config.leader_lease, clock=monotonic)
+        self._fleet = Fleet(secret_check(secret), {role: settings.pool(role).cold_start_s for role in ROLES})
+        self.board = DecisionBoard(stale_s=config.stale_after * config.interval, max_listeners=config.max_streams, clock=monotonic)
         self._switcher = Switcher(
-            secret, drain_s=config.worker_drain, tls=config.tls, on_result=self._on_switch, may=lambda: self.lease.held
+            secret, drain_s=config.worker_drain, tls=config.tls, on_result=self._on_switch, may=lambda: self.leadership.held
         )
-        self._decisions = None if config.decision_log is None else DecisionLog(config.decision_log, policy)
-        marks = None
-        if config.kubernetes_api:
-            marks = PodMarks(config.kubernetes_api, config.kubernetes_dir, namespace=config.pod_namespace)
-        parts = ControllerParts(
-            lease=self.lease,
+        self._decisions = None if config.decision_log is None else DecisionLog(config.decision_log, settings)
+        registry = MetricsRegistry()
+        register_process(registry, "autoscaler")
+        self.metrics = AutoscalerMetrics(registry, lambda: self.controller.state())
+        self.controller = Controller(
+            settings,
+            self.metrics,
+            name=self.autoscaler_id,
+            leadership=self.leadership,
             collector=ObservationCollector(
                 self._redis, self._fleet, secret, span_s=config.demand_window, clock=clock, look_again_s=look_again_s
             ),
             board=self.board,
             switcher=self._switcher,
-            marks=marks,
+            marks=PodMarks(config.kubernetes_api, config.kubernetes_dir, namespace=config.pod_namespace) if config.kubernetes_api else None,
             decisions=self._decisions,
+            hpa_tolerance=config.hpa_tolerance,
+            policy=policy,
+            # Ready once it has looked at Redis; from then on, since it says itself where it does not know.
+            looked=lambda: self._server.health.set(READINESS, True),
         )
-        registry = MetricsRegistry()
-        register_process(registry, "autoscaler")
-        self.metrics = AutoscalerMetrics(registry, lambda: self.controller.state())
-        self.controller = Controller(policy, parts, self.metrics, name=self.autoscaler_id, hpa_tolerance=config.hpa_tolerance)
         self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._ended = False
         self._server = GrpcServer(
@@ -115,13 +123,13 @@ class Autoscaler:
             if self._metrics_server is not None:
                 self._metrics_server.start()
             await wait_for_redis(self._redis, self.config.redis_start_timeout)
-            await self.lease.renew()
+            await self.leadership.renew()
             await self._server.start()
         except BaseException:
-            await self.lease.release()
+            await self.leadership.release()
             await self._close()
             raise
-        for work in (self.controller.run(), self._renew(), self._tick()):
+        for work in (self.controller.run(), self._renew()):
             self._keep(work)
         log.info("autoscaler %s listens on %s:%d", self.autoscaler_id, self.config.host, self.port)
 
@@ -129,7 +137,7 @@ class Autoscaler:
         """Stops deciding, hands the lease back, and lets calls end for `grace_s`."""
         self._server.health.set(READINESS, False)
         await self._stop_tasks()
-        await self.lease.release()
+        await self.leadership.release()
         self.board.close()
         await self._server.drain(grace_s)
         await self._close()
@@ -171,15 +179,8 @@ class Autoscaler:
 
     async def _renew(self) -> None:
         while True:
-            held = self.lease.held
-            if await self.lease.renew() and not held:
+            held = self.leadership.held
+            if await self.leadership.renew() and not held:
                 self.controller.wake()
             end_if_cancelled()
-            await asyncio.sleep(self.lease.renew_every_s)
-
-    async def _tick(self) -> None:
-        """Ready once it has looked at Redis; from then on, since it says itself where it does not know."""
-        while True:
-            if self.controller.looked:
-                self._server.health.set(READINESS, True)
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(self.leadership.renew_every_s)

@@ -192,6 +192,10 @@ def decode_need(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad) -> 
     return MOST_WORKERS
 
 
+def workers_needed(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: OfferedLoad) -> int:
+    return prefill_need(config, spec, demand) if role == "prefill" else decode_need(config, spec, demand)
+
+
 def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, num_workers: int) -> bool:
     """Returns whether so many decode workers keep the target, with room for all sequences."""
     curve, context = _curve(spec), demand.context

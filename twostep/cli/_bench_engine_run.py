@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from twostep.engine.batch import Runner
-from twostep.lab.bench import batching, roofline
 from twostep.lab.bench import engine as bench
-from twostep.lab.bench import limits as machine
-from twostep.lab.bench.room import check_context
+from twostep.lab.bench import roofline
 from twostep.model.families.registry import parse_config
 from twostep.model.runner.device import choose_device, device_of
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import load_model
-
-# Longest that dynamic batching waits for its batch to fill.
-_BATCH_TIMEOUT_S = 0.1
 
 
 def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
@@ -32,11 +25,10 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
     name, why = choose_device(args.device)
     device = device_of(name)
     model = parse_config(model_dir)
-    longest_answer = 2 * args.output_tokens - 1 if args.batching else args.output_tokens
-    check_context(args.input_tokens, longest_answer, model.max_model_len)
+    bench.check_context(args.input_tokens, args.output_tokens, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     # A model and its cache leave a GPU no memory to be measured in.
-    limits = machine.measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
+    limits = roofline.measure_limits(device, getattr(torch, dtype)) if device.type == "cuda" else None
     if device.type == "cuda":
         torch.cuda.empty_cache()
     config = WorkerConfig(
@@ -47,7 +39,7 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
         device=name,
         load_format=args.load_format,
         block_size=args.block_size,
-        max_model_len=min(model.max_model_len, args.input_tokens + (2 if args.batching else 1) * args.output_tokens),
+        max_model_len=min(model.max_model_len, args.input_tokens + args.output_tokens),
         max_num_seqs=max(args.batch_size),
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes or 0,
@@ -58,75 +50,25 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
         bench.Scenario(batch=batch, prompt_tokens=args.input_tokens, output_tokens=args.output_tokens, temperature=args.temperature)
         for batch in args.batch_size
     ]
-    if not args.batching:
-        for scenario in scenarios:
-            bench.check_room(runner, scenario)
-    limits = limits or machine.measure_limits(device, getattr(torch, dtype))
+    for scenario in scenarios:
+        bench.check_room(runner, scenario)
+    limits = limits or roofline.measure_limits(device, getattr(torch, dtype))
     if not args.json:
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         print(f"{kind} ({why}), torch {torch.__version__}", flush=True)
         print(
             f"limits here: read {limits.bytes_per_s / 1e9:,.0f} GB/s, {dtype} product {limits.flops_per_s / 1e12:,.1f} TFLOP/s", flush=True
         )
-    if args.batching:
-        return _batchings(args, runner)
     shape = roofline.ModelShape.of(model, runner.kv_shape, dtype)
     results = []
     for scenario in scenarios:
-        result = bench.run_scenario(runner, shape, limits, device, scenario, args.max_num_batched_tokens)
+        result = bench.run_scenario(runner, shape, limits, scenario, args.max_num_batched_tokens)
         results.append(result)
         if not args.json:
             _show(result)
     if args.json:
         print(json.dumps({"device": name, "dtype": dtype, "limits": asdict(limits), "results": [_plain(r) for r in results]}, indent=2))
     return 0
-
-
-def _batchings(args: argparse.Namespace, runner: Runner) -> int:
-    load = batching.BatchingLoad(
-        num_requests=args.num_requests, rate=args.rate, prompt_tokens=args.input_tokens, output_tokens=args.output_tokens, seed=0
-    )
-    reports = []
-    for batch in args.batch_size:
-        # What is compiled or captured at first use is nobody's.
-        batching.run_load(
-            runner,
-            replace(load, num_requests=batch, rate=math.inf),
-            batching.Rule(batching=batching.Batching.STATIC, batch=batch),
-            args.max_num_batched_tokens,
-        )
-        for name in args.batching:
-            rule = batching.Rule(batching=batching.Batching(name), batch=batch, timeout_s=_BATCH_TIMEOUT_S)
-            result = batching.run_load(runner, load, rule, args.max_num_batched_tokens)
-            report = _plain_batching(result)
-            reports.append(report)
-            if not args.json:
-                _show_batching(report)
-    if args.json:
-        print(json.dumps({"results": reports}, indent=2))
-    return 0
-
-
-def _plain_batching(result: batching.BatchingResult) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "batching": result.rule.batching.value,
-        "batch": result.rule.batch,
-        "requests": len(result.times),
-        "seconds": result.seconds,
-        "tokens_per_s": result.tokens_per_s,
-        "requests_per_s": result.requests_per_s,
-    }
-    for name in ("ttft", "latency", "longest_gap"):
-        ordered = sorted(getattr(times, f"{name}_s") for times in result.times)
-        report |= {f"{name}_p50_s": _at(ordered, 0.5), f"{name}_p99_s": _at(ordered, 0.99)}
-    return report
-
-
-def _show_batching(report: dict[str, Any]) -> None:
-    print(f"\n{report['batching']} batching, {report['batch']} at once, {report['requests']} requests", flush=True)
-    print(f"  {report['tokens_per_s']:,.1f} tokens/s, {report['requests_per_s']:,.2f} requests/s, {report['seconds']:,.1f} s in all")
-    for name, title in (("ttft", "TTFT"), ("latency", "whole answer"), ("longest_gap", "longest gap")):
-        print(f"  {title:<12} p50 {_ms(report[f'{name}_p50_s'])}, p99 {_ms(report[f'{name}_p99_s'])}", flush=True)
 
 
 def _show(result: bench.ScenarioResult) -> None:
@@ -145,8 +87,7 @@ def _show(result: bench.ScenarioResult) -> None:
 
 
 def _phase(phase: bench.PhaseResult) -> str:
-    energy = "" if phase.joules_per_token is None else f", {phase.joules_per_token:.3g} J/token"
-    return f"{phase.tokens_per_s:,.0f} tokens/s, MFU {phase.mfu:.2f}, MBU {phase.mbu:.2f}, bound by {phase.bound.value}{energy}"
+    return f"{phase.tokens_per_s:,.0f} tokens/s, MFU {phase.mfu:.2f}, MBU {phase.mbu:.2f}, bound by {phase.bound.value}"
 
 
 def _plain(result: bench.ScenarioResult) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from twostep.settings.reading import FlagParser
 
-WORKLOADS = ("fixed", "normal", "mixed", "sharegpt", "document", "shared-prefix", "quoting", "multi-turn", "mooncake", "azure")
+WORKLOADS = ("fixed", "normal", "sharegpt", "document", "shared-prefix", "multi-turn", "mooncake")
+_REMOVED = {
+    "azure": "turn its lines into mooncake's: timestamp in ms, input_length, output_length, no hash_ids",
+    "mixed": "run `--workload fixed` twice at once, with long and with short prompts",
+    "quoting": "nothing speculates on a prompt's repetitions",
+}
 
-DESCRIPTION = """Load on a served model, and what its users would have felt: TTFT, TPOT, gaps between tokens, goodput, throughput, cost.
+DESCRIPTION = """Load on a served model, and what its users would have felt: TTFT, TPOT, gaps between tokens, goodput, throughput.
 
   twostep bench serve --concurrency 2 --num-requests 12 --input-tokens 64 --output-tokens 32
                                                                         two users with short prompts: enough for a laptop's CPUs
@@ -16,9 +22,15 @@ DESCRIPTION = """Load on a served model, and what its users would have felt: TTF
   twostep bench serve --rate 4,6,8 --goodput ttft:500 tpot:30           one run for each rate, and the highest that keeps the targets
   twostep bench serve --sweep --rate 4 --goodput ttft:500 tpot:30       finds that rate by itself
   twostep bench serve --concurrency 32 --workload sharegpt              32 users, each asking again when answered
-  twostep bench serve --target http://HOST:8000/v1 --model NAME ...     any OpenAI-compatible server, for comparison
 
-docs/benchmarking.md has every figure's definition."""
+docs/benchmarking.md has every figure's definition. `vllm bench serve` and GuideLLM load an HTTP port, this one and others'."""
+
+
+def _workload(name: str) -> str:
+    if name in WORKLOADS:
+        return name
+    why = f"it was removed: {_REMOVED[name]}" if name in _REMOVED else f"give one of {', '.join(WORKLOADS)}"
+    raise argparse.ArgumentTypeError(f"{name!r}: {why}")
 
 
 def add_flags(command: FlagParser) -> None:
@@ -27,20 +39,17 @@ def add_flags(command: FlagParser) -> None:
         "--target",
         group=target,
         default="localhost:50051",
-        metavar="HOST:PORT|URL",
-        help="a router (several, with commas, in turn), or http://…/v1",
+        metavar="HOST:PORT",
+        help="a router's gRPC port; several, with commas, in turn",
     )
     command.flag(
         "--api-key",
         group=target,
         default="",
         metavar="KEY",
-        help="if what is loaded asks for one, over gRPC or HTTP; the variable keeps it out of the process list",
+        help="if the router asks for one; the variable keeps it out of the process list",
     )
-    target.add_argument("--api", default="completions", choices=["completions", "chat"], help="over HTTP: which of OpenAI's endpoints")
     target.add_argument("--model", default="", metavar="NAME", help="not needed if one is served only")
-    target.add_argument("--tokenizer", type=Path, metavar="DIR", help="over HTTP: the model's, so that texts have a known number of tokens")
-    target.add_argument("--extra-body", default="", metavar="JSON", help='over HTTP: more fields of each request, as {"cache_salt": "a"}')
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a whole request (default: 600)")
     command.flag("--tls-ca", group=target, type=Path, metavar="PEM", help="authority to check a router by; switches TLS on")
     command.flag("--tls-cert", group=target, type=Path, metavar="PEM", help="own certificate")
@@ -56,19 +65,19 @@ def add_flags(command: FlagParser) -> None:
     load.add_argument("--seed", default="0", help="repeats prompts and times (default: 0)")
 
     work = command.add_argument_group("what they ask for")
-    work.add_argument("--workload", default="normal", choices=WORKLOADS, help="default: normal")
+    work.add_argument("--workload", default="normal", type=_workload, metavar="NAME", help=f"{', '.join(WORKLOADS)} (default: normal)")
     work.add_argument("--input-tokens", type=int, metavar="N", help="mean prompt: what is new in it, beside prefix and history")
     work.add_argument("--output-tokens", type=int, metavar="N", help="mean answer")
     work.add_argument("--spread", type=float, default=30.0, metavar="PERCENT", help="standard deviation of normal lengths (default: 30)")
     work.add_argument("--prefix-tokens", metavar="N[xK]", help="shared prefix (1024), K different ones; or a conversation's system prompt")
     work.add_argument("--turns", default="5", metavar="N|LOW:HIGH", help="turns of a conversation, 180 at most (default: 5)")
     work.add_argument("--think-time", type=float, default=0.0, metavar="S", help="mean time from an answer to the next turn (default: 0)")
-    work.add_argument("--dataset-path", type=Path, metavar="FILE", help="sharegpt: its JSON; mooncake: JSONL; azure: CSV or JSONL")
+    work.add_argument("--dataset-path", type=Path, metavar="FILE", help="mooncake: its JSONL")
     work.add_argument("--max-model-len", type=int, default=0, metavar="N", help="cut longer requests to this; 0: what the server tells")
     work.add_argument("--vocab-size", type=int, default=0, metavar="N", help="draw ids from 256 to this; 0: ids of ordinary text")
     work.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
 
-    asked = command.add_argument_group("what each request says (Twostep only)")
+    asked = command.add_argument_group("what each request says")
     asked.add_argument("--request-class", default="", choices=["interactive", "standard", "batch"], help="how urgent")
     asked.add_argument("--tenant", default="", metavar="NAME", help="whose share is used")
     asked.add_argument("--send-targets", action="store_true", help="tell ttft and tpot of --goodput: what cannot be kept is refused")
@@ -81,11 +90,10 @@ def add_flags(command: FlagParser) -> None:
         help="find the highest rate that keeps the targets, beginning at --rate; a run ends once it cannot keep them",
     )
     judged.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share that must meet all targets (default: 0.95)")
-    judged.add_argument("--gpus", metavar="N|P+D", help="for figures per GPU; of prefill and decode workers, as 1+3: for the cost, too")
-    judged.add_argument("--gpu-hour-price", metavar="P[,D]", help="of one GPU, in any currency; of a decode worker's, if another")
+    judged.add_argument("--gpus", metavar="N|P+D", help="for figures per GPU; of prefill and decode workers, as 1+3")
 
     out = command.add_argument_group("results")
     out.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--save-requests", type=Path, metavar="FILE", help="JSONL, one request a line, every token's time in it")
-    out.add_argument("--plots", type=Path, metavar="DIR", help="draw PNG files into this folder (needs matplotlib)")
+    out.add_argument("--plots", type=Path, metavar="DIR", help="draw a page, load.png, into this folder (needs matplotlib)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -107,14 +106,14 @@ def parser() -> FlagParser:
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=FlagParser)
     engine = kinds.add_parser(
         "engine",
-        help="one engine: tokens/s, TTFT, TPOT, MFU, MBU, energy",
+        help="one engine: tokens/s, TTFT, TPOT, MFU, MBU",
         description="One engine without any network: prefill and decode of a batch of random prompts, how near they come to what this "
         "device reaches in the same run, and which limit binds. docs/benchmarking.md has the definitions.",
     )
     _bench_engine(engine)
     serve = kinds.add_parser(
         "serve",
-        help="a served model under load: TTFT, TPOT, gaps, goodput, throughput, cost",
+        help="a served model under load: TTFT, TPOT, gaps, goodput, throughput",
         usage="twostep bench serve [--target T] [--rate R] [--workload W] [--goodput NAME:MS ...] [more options below]",
         description=_bench_flags.DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,16 +148,6 @@ def _bench_engine(command: FlagParser) -> None:
     command.add_argument("--input-tokens", type=int, default=512, metavar="N", help="length of each prompt")
     command.add_argument("--output-tokens", type=int, default=64, metavar="N", help="tokens generated after each")
     command.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    command.add_argument(
-        "--batching",
-        nargs="+",
-        choices=["continuous", "dynamic", "static"],
-        help="requests that arrive one by one, answers of 1 to 2 * --output-tokens - 1, batched by each of these rules in turn",
-    )
-    command.add_argument("--num-requests", type=int, default=64, metavar="N", help="of --batching: how many")
-    command.add_argument(
-        "--rate", type=float, default=math.inf, metavar="R", help="of --batching: arrivals a second, Poisson; inf: at once"
-    )
     command.flag("--block-size", type=int, default=16, metavar="N", help="tokens of one KV block")
     command.flag("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="token budget of one step")
     command.flag("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV cache, instead of what is free")

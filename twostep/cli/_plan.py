@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -11,21 +10,24 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from twostep.errors import InvalidRequest, SetupError
+from twostep.errors import InvalidRequest
+from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import SHAPES
-from twostep.lab.plan.goodput import parse_slo
-from twostep.lab.plan.machine import Machine, machine_of, machine_of_workers
-from twostep.lab.plan.memory import parse_bytes, worker_memory
-from twostep.lab.plan.model_shape import PlannedModel, model_of, read_model
+from twostep.lab.plan.machine import (
+    Machine,
+    Preset,
+    load_preset,
+    machine_of,
+    machine_of_workers,
+    preset_names,
+    read_curves,
+    registered_workers,
+)
+from twostep.lab.plan.model import PlannedModel, model_of, parse_bytes, read_model, worker_memory
 from twostep.lab.plan.planner import Question, plan_for_rate, plan_for_workers
-from twostep.lab.plan.presets import Preset, load_preset, preset_names, read_curves
 from twostep.lab.plan.report import plan_json, plan_text
 from twostep.lab.plan.workload import parse_workload
-
-if TYPE_CHECKING:
-    from twostep.cluster.records import WorkerRecord
 
 _QUIET_S = 1.0
 _LINE_EVERY_S = 5.0
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     question = Question(
         base=machine.base,
         workload=workload,
-        targets=parse_slo(args.slo),
+        targets=_targets(args.slo),
         prefill_hour=prefill_price * machine.gpus,
         decode_hour=decode_price * machine.gpus,
         seed=args.seed,
@@ -73,6 +75,13 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidRequest(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
 
 
+def _targets(text: str) -> LatencyTargets:
+    targets = LatencyTargets.parse([text])
+    if not targets:
+        raise InvalidRequest("--slo has no target; give some of ttft=500,tpot=10,gap=25,e2e=5000")
+    return targets
+
+
 def _prices(text: str) -> tuple[float, float]:
     """Returns the price of a prefill and of a decode worker's GPU. Raises InvalidRequest."""
     try:
@@ -87,7 +96,7 @@ def _prices(text: str) -> tuple[float, float]:
 def _machine(args: argparse.Namespace) -> Machine:
     preset = _preset(args)
     if args.redis_url:
-        return machine_of_workers(_registered(args.redis_url), preset)
+        return machine_of_workers(registered_workers(args.redis_url), preset)
     model = _model(args, preset)
     gpu_bytes = parse_bytes(args.gpu_memory) if args.gpu_memory else preset.gpu_memory_bytes
     if not gpu_bytes:
@@ -100,7 +109,7 @@ def _machine(args: argparse.Namespace) -> Machine:
         block_size=args.block_size,
         tensor_parallel_size=args.tensor_parallel_size,
     )
-    return machine_of(preset, model, memory, block_size=args.block_size, gpus=args.tensor_parallel_size)
+    return machine_of(preset, model, memory, gpus=args.tensor_parallel_size)
 
 
 def _preset(args: argparse.Namespace) -> Preset:
@@ -110,19 +119,18 @@ def _preset(args: argparse.Namespace) -> Preset:
     if args.preset:
         preset = load_preset(args.preset)
     elif args.curve or args.redis_url:
-        preset = replace(load_preset(preset_names()[0]), name="", about="", mixed=None, model=None, gpu_memory_bytes=0, measured=())
+        # Of a known machine, how KV travels and what the edge adds.
+        preset = replace(load_preset(preset_names()[0]), name="", model=None, gpu_memory_bytes=0)
     else:
         raise InvalidRequest(
             f"how long steps take is not known: give --preset ({', '.join(preset_names())}), --curve FILE or --redis-url URL"
         )
     if args.curve:
         prefill, decode = read_curves(args.curve)
-        preset = replace(preset, name=str(args.curve), prefill=prefill, decode=decode, mixed=None)
-    return replace(
-        preset,
-        max_num_seqs=args.max_num_seqs or preset.max_num_seqs,
-        prefill_tokens=args.max_num_batched_tokens or preset.prefill_tokens,
-    )
+        preset = replace(preset, name=str(args.curve)).with_specs(prefill={"curve": prefill}, decode={"curve": decode, "mixed": None})
+    seats = {"max_num_seqs": args.max_num_seqs} if args.max_num_seqs else {}
+    budget = {"step_tokens": args.max_num_batched_tokens} if args.max_num_batched_tokens else {}
+    return preset.with_specs(prefill={**seats, **budget}, decode=seats)
 
 
 def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
@@ -137,15 +145,6 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
     if args.kv_cache_dtype != "auto":
         return replace(preset.model, item_bytes=1, scale_bytes=2)
     return preset.model
-
-
-def _registered(url: str) -> list[WorkerRecord]:
-    """Raises SetupError if nobody answers there."""
-    if importlib.util.find_spec("redis") is None:
-        raise SetupError("--redis-url needs the package redis, which this installation lacks; install 'twostep[router]'")
-    from twostep.lab.plan.live import registered_workers  # noqa: PLC0415 - needs redis
-
-    return registered_workers(url)
 
 
 class _Progress:

@@ -1,20 +1,47 @@
-"""Holds what both kinds of generation know of their answer: pieces in, a completion out, and what to send when the stream breaks."""
+"""Holds what both kinds of generation are: pieces in, a completion out, and what is sent when the stream breaks.
+
+Whatever may wait is a coroutine here, over hooks (`_read`, `_metadata`, `_pause`) that wait in the asyncio generation and block in the
+other. One that never waits ends at its first send(), and needs no event loop: `finished`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any, TypeVar
+
+import grpc
 
 from twostep.client import _channel, _wire
+from twostep.client._pool import ConnectionLease, Pool
 from twostep.client._types import Completion, FinishReason, Phases, Piece, TokenLogprobs, Transfer, Usage
-from twostep.errors import InvalidRequest, ResourceExhausted, StreamBroken, TwostepError, Unavailable
+from twostep.errors import Cancelled, DeadlineExceeded, InvalidRequest, ResourceExhausted, StreamBroken, TwostepError, Unavailable
 from twostep.rpc.v1 import inference_pb2 as pb
 
+T = TypeVar("T")
 
-class Answer:
+# Sends a request to a router, one not among the targets if there is another, to be answered within so many seconds. Returns grpc's call.
+Send = Callable[[pb.GenerateRequest, Collection[str], float], tuple[Any, ConnectionLease[Any]]]
+
+
+def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Returns what a coroutine returns whose hooks block."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a hook of the blocking client waited for an event loop")
+
+
+class Answer(ABC):
     """The answer so far. Base of Generation and AsyncGeneration; what the end brings is not known before it."""
 
-    def __init__(self, request: pb.GenerateRequest, *, resume: bool) -> None:
+    def __init__(self, request: pb.GenerateRequest, send: Send, pool: Pool[Any], attempts: _channel.Attempts, *, resume: bool) -> None:
         """`resume`: go on through another router when one is lost half-way. A request that declined migration declined that too."""
+        self._send, self._pool, self._attempts = send, pool, attempts
+        self._cancelled = False
+        self._tried: set[str] = set()
         self._request = request
         self._request_id = request.request_id
         self._resume = resume and not request.no_migration
@@ -27,6 +54,7 @@ class Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._end: pb.End | None = None
+        self._begin(request)
 
     @property
     def text(self) -> str:
@@ -80,6 +108,81 @@ class Answer:
         state = self.finish_reason or "open"
         return f"{type(self).__name__}(request_id={self._request_id!r}, num_tokens={len(self._token_ids)}, {state}, text={self.text!r:.60})"
 
+    def cancel(self) -> None:
+        """Ends the request and frees everything it holds on the servers. Nothing happens after the end."""
+        if self._end is None:
+            self._cancelled = True
+            self._call.cancel()
+
+    def _was_cancelled(self) -> bool:
+        return self._cancelled
+
+    # ---- what waits ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _read(self) -> object:
+        """The call's next message; anything else at its end. Raises grpc.RpcError."""
+
+    @abstractmethod
+    async def _metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """What the call began with."""
+
+    @abstractmethod
+    async def _pause(self, seconds: float) -> None:
+        """Ends early if the answer is cancelled."""
+
+    async def _next(self) -> Piece | None:
+        """None: it was the end."""
+        while True:
+            if self._was_cancelled():
+                raise Cancelled("the request was cancelled on this side; ask again if you want an answer")
+            try:
+                response = await self._read()
+            except grpc.RpcError as failure:
+                await self._again_after(failure)
+                continue
+            if not isinstance(response, pb.GenerateResponse):
+                # The reading of a call that this side has cancelled may end so, too.
+                if self._was_cancelled():
+                    continue
+                raise self._broken("the server closed the stream without an end")
+            if not self._begun():
+                self._heard(await self._metadata())
+            self._lease.answered()
+            piece = self._take(response)
+            if piece is not None and piece.token_ids:
+                self._attempts.progressed()
+                self._tried.clear()
+            return piece
+
+    async def _again_after(self, failure: grpc.RpcError) -> None:
+        """Sends what is to be sent next, once it is time. Raises if nothing is."""
+        target = self._lease.target
+        error = _channel.error_of(target, failure, own=self._was_cancelled() or self._pool.closed)
+        # Of a call that is over: what there is of metadata is there.
+        heard = self._heard_of_call or (isinstance(error, DeadlineExceeded) and bool(_channel.request_id_of(await self._metadata())))
+        if not self._was_cancelled():
+            _channel.judge(self._lease, error, heard=heard)
+        self._tried.add(target)
+        request = None if self._was_cancelled() else self._next_request(error)
+        delay = None if request is None else self._attempts.delay_s(error, elsewhere=self._pool.elsewhere(self._tried))
+        if request is None or delay is None:
+            raise self._failed(error) from failure
+        await self._pause(delay)
+        if not self._was_cancelled():
+            # The call under way has brought nothing yet.
+            self._heard_of_call = False
+            self._num_resumes += request is not self._request
+            self._begin(request)
+            if self._was_cancelled():
+                # By another thread meanwhile, when only the old call was there to be ended.
+                self._call.cancel()
+
+    def _begin(self, request: pb.GenerateRequest) -> None:
+        self._call, self._lease = self._send(request, self._tried, self._attempts.remaining_s())
+
+    # ---- what has come -----------------------------------------------------------------------------------------------------
+
     def _begun(self) -> bool:
         """From here on the request must not be repeated as it is: something of the answer was handed out."""
         return bool(self._token_ids or self._texts or self._reasonings)
@@ -104,12 +207,6 @@ class Answer:
         request.sampling.seed = self._seed
         request.resume_token_ids.extend(self._token_ids)
         return request
-
-    def _repeats(self, request: pb.GenerateRequest) -> None:
-        """`request` is sent next."""
-        self._heard_of_call = False
-        if request is not self._request:
-            self._num_resumes += 1
 
     def _take(self, response: pb.GenerateResponse) -> Piece | None:
         """Adds one message of the stream. None: it was the end."""

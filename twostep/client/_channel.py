@@ -6,6 +6,7 @@ import ipaddress
 import json
 import random
 import re
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,6 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from twostep.client._pool import ConnectionLease, RouterEndpoint
-from twostep.client._trace import trace_metadata
 from twostep.client._types import Compression
 from twostep.errors import (
     Cancelled,
@@ -125,6 +125,23 @@ def trace_of(traceparent: str | None) -> Metadata:
     if not isinstance(traceparent, str) or not _TRACEPARENT.fullmatch(traceparent):
         raise InvalidRequest(f"traceparent is {traceparent!r:.100}; give version-trace-span-flags as W3C's trace context has it")
     return (("traceparent", traceparent),)
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """The context of OpenTelemetry's active span as `traceparent`, and `tracestate` if there is one; nothing without. Never raises, and
+    imports nothing: an application that traces has imported OpenTelemetry's API itself."""
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return ()
+    try:
+        context = api.get_current_span().get_span_context()
+        if not context.is_valid:
+            return ()
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags) & 0xFF:02x}"
+        state = context.trace_state.to_header()
+    except AttributeError:  # another version's API, or a module half imported: a call is not worth losing for it
+        return ()
+    return (("traceparent", parent), ("tracestate", state)) if state else (("traceparent", parent),)
 
 
 def checked_compression(compression: Compression) -> grpc.Compression | None:

@@ -11,9 +11,11 @@ Nothing here is on a request's way but the prefix lookup, which has a deadline o
 
 from __future__ import annotations
 
+import asyncio
+import time
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import Redis
@@ -33,6 +35,9 @@ _MAX_CONNECTIONS = 8
 _SENTINEL_PORT = 26379
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 _HELP = "give for example redis://127.0.0.1:6379/0"
+_AGAIN_S = 0.2
+
+T = TypeVar("T")
 
 
 def connect(url: str) -> Redis:
@@ -67,6 +72,28 @@ async def refuse_cluster(redis: Redis) -> None:
             "--redis-url is of a Redis Cluster, over whose slots one step's keys would lie; give a server that is none (a managed service: "
             "cluster mode off), alone or behind sentinels"
         )
+
+
+async def at_start(redis: Redis, timeout_s: float, work: Callable[[], Awaitable[T]]) -> T:
+    """Returns what `work` does with Redis at the start of a process: later Redis may come and go. Raises SetupError: for `timeout_s` nobody
+    answers, or it is a Redis Cluster."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            await refuse_cluster(redis)
+            return await work()
+        except (RedisError, OSError) as error:
+            if time.monotonic() >= give_up_at:
+                raise SetupError(
+                    f"no Redis at --redis-url takes what it is told within {timeout_s:g} s ({error}); start one (`redis-server`, or "
+                    "`twostep up` brings its own), or give another --redis-url"
+                ) from error
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def wait_for_redis(redis: Redis, timeout_s: float) -> None:
+    """Returns once it answers. Raises SetupError as at_start."""
+    await at_start(redis, timeout_s, redis.ping)
 
 
 def _by_sentinels(url: str, options: dict[str, Any]) -> Redis:

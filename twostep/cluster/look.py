@@ -73,23 +73,15 @@ class WorkerListing:
 async def look(redis: Redis, known: Sequence[str]) -> WorkerListing:
     """Reads all of `known`, and of the others as many as there is room for: a random part, where there are more. Raises RedisError,
     OSError."""
-    names = known[:MAX_WORKERS]
     bounds = (str(MAX_WORKERS), str(MAX_RECORD_BYTES), str(_MAX_NAME_BYTES), str(_MAX_NEW_BYTES))
-    reply = await cast(Awaitable[list[list[bytes | None]]], redis.eval(_LOOK, 1, WORKERS_KEY, WORKER_PREFIX, *bounds, *names))
-    return _read(known, reply)
+    asked = redis.eval(_LOOK, 1, WORKERS_KEY, WORKER_PREFIX, *bounds, *known[:MAX_WORKERS])
+    old, names, new, num_empty = await cast(Awaitable[tuple[list[bytes | None], list[bytes], list[bytes], int]], asked)
+    found = {name: record for name, record in zip(known, old, strict=False) if record is not None}
+    found |= {name.decode(errors="replace"): record for name, record in zip(names, new, strict=True)}
+    return WorkerListing(records=found, num_empty=num_empty)
 
 
 async def tidy(redis: Redis) -> None:
     """Takes names without a record out of the set, a part of them. One that lives is named again by its next heartbeat. Raises RedisError,
     OSError."""
     await cast(Awaitable[int], redis.eval(_TIDY, 1, WORKERS_KEY, WORKER_PREFIX, str(MAX_WORKERS)))
-
-
-def _read(known: Sequence[str], reply: list[list[bytes | None]]) -> WorkerListing:
-    old, names, new, num_empty = reply
-    found = {name: record for name, record in zip(known, old, strict=False) if record is not None}
-    for name, record in zip(names, new, strict=True):
-        assert name is not None
-        assert record is not None
-        found[name.decode(errors="replace")] = record
-    return WorkerListing(records=found, num_empty=cast(int, num_empty))

@@ -16,7 +16,7 @@ Load is what this router has there now, and what it thinks the other routers hav
 older than a queue of prompts on a GPU. So it is taken for its mean over the last seconds, for at least as much, in proportion, as this
 router has there itself, and for more where this router has sent more than elsewhere since. That keeps several routers from all filling
 the same gap at once: each reckons that the others have seen it too. (Dahlin, "Interpreting stale load information", 1999: a report of
-load is worth what has happened since. docs/placement.md has the formulae, tests/router/placement_simulation.py what comes of them.)
+load is worth what has happened since. tests/router/placement_simulation.py shows what comes of it.)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -74,13 +74,10 @@ return 1
 class PrefixChanges(Protocol):
     @property
     def added(self) -> Sequence[bytes]: ...
-
     @property
     def removed(self) -> Sequence[bytes]: ...
-
     @property
     def host_added(self) -> Sequence[bytes]: ...
-
     @property
     def host_removed(self) -> Sequence[bytes]: ...
 
@@ -218,11 +215,8 @@ class Registration:
             if self._connected:
                 self._connected = False
                 log.warning("Redis is away (%s); serving goes on, trying again every %g s", error, HEARTBEAT_S)
-            self._forget_sent()
-
-    def _forget_sent(self) -> None:
-        for announced in (self._in_pool, self._in_host):
-            announced.forget_sent()
+            for announced in (self._in_pool, self._in_host):
+                announced.forget_sent()
 
     async def _beat(self, *, first: bool = False) -> None:
         """Raises NameTaken, RedisError, OSError."""
@@ -237,7 +231,8 @@ class Registration:
         async with self._redis.pipeline(transaction=False) as pipe:
             if before is not None and before.epoch != record.epoch:
                 pipe.delete(*self._keys(before))
-                self._forget_sent()
+                for _, announced in tiers:
+                    announced.forget_sent()
             said = self._signer.sign_object(record.to_json())
             whose = self._life, str(record.epoch), record.address
             pipe.eval(_BEAT, 3, *_claimed(record), *whose, str(int(self._ttl_s * 1000)), said, record.worker_id, str(int(first)))
@@ -315,15 +310,8 @@ class _Announced:
             self._to_add = dict(self._held)
             self._to_remove = {}
             self._resend = False
-        for batch in _batches(self._to_remove):
-            pipe.srem(key, *batch)
-        for batch in _batches(self._to_add):
-            pipe.sadd(key, *batch)
+        for command, prefixes in ((pipe.srem, list(self._to_remove)), (pipe.sadd, list(self._to_add))):
+            for start in range(0, len(prefixes), _BATCH):
+                command(key, *prefixes[start : start + _BATCH])
         self._to_add, self._to_remove = {}, {}
         self.num_sent = len(self._held)
-
-
-def _batches(prefixes: dict[bytes, None]) -> Iterator[list[bytes]]:
-    items = list(prefixes)
-    for start in range(0, len(items), _BATCH):
-        yield items[start : start + _BATCH]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 
-_LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "localhost.localdomain"})
+LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "localhost.localdomain"})
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: it is a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
 
 
 def is_loopback(host: str) -> bool:
     """Returns whether nobody outside this machine reaches what listens there. A name that may stand for any address counts as reached."""
-    if host.lower() in _LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    address = address_of(host)
+    return host.lower() in LOOPBACK_NAMES or (address is not None and address.is_loopback)
 
 
 def open_door(host: str, ports: dict[str, int], *, asks_for_keys: bool, asks_for_certificates: bool) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.errors import SetupError
-from twostep.lab.plan.model_shape import weight_bytes
+from twostep.lab.plan.model import weight_bytes
 from twostep.local import redis_server
 from twostep.local.capacity import CPU_KV_BYTES, need_of, room_for, this_machine
 from twostep.local.gpus import GpuShare, check_device, count_gpus, describe, share_gpus

@@ -8,32 +8,24 @@ from dataclasses import dataclass, field
 from twostep.metrics.family import counter, gauge
 from twostep.metrics.registry import MetricSample, MetricsRegistry
 
+_ROLE = ["worker_role"]
+
 LEADER = gauge("twostep_autoscaler_leader", "1: this replica decides. 0: it answers from what another one has decided.")
-ANSWERING = gauge(
-    "twostep_autoscaler_answering", "1: KEDA gets an answer. 0: there is no decision, or it is too old, and KEDA keeps what there is."
-)
+ANSWERING = gauge("twostep_autoscaler_answering", "1: KEDA gets an answer. 0: no decision, or too old a one; KEDA keeps what there is.")
 AGE = gauge("twostep_autoscaler_decision_age_seconds", "Of the decision that this replica answers from. Missing before the first one.")
-DESIRED_WORKERS = gauge("twostep_autoscaler_desired_workers", "Workers wanted in a role, by the last decision.", ["worker_role"])
+DESIRED_WORKERS = gauge("twostep_autoscaler_desired_workers", "Workers wanted in a role, by the last decision.", _ROLE)
 DESIRED_REPLICAS = gauge(
     "twostep_autoscaler_desired_replicas",
-    "Pods wanted of the Deployment of a role: a worker that has changed its role counts for the Deployment that owns its pod.",
-    ["worker_role"],
+    "Pods wanted of a role's Deployment. A worker that changed its role counts for its pod's.",
+    _ROLE,
 )
-NEEDED = gauge(
-    "twostep_autoscaler_needed_workers",
-    "Workers that the load asks for by itself, without spare, bounds and cool-down. Of the leader.",
-    ["worker_role"],
-)
-WORKERS = gauge("twostep_autoscaler_workers", "Workers that serve a role, as of the last decision. Of the leader.", ["worker_role"])
-PODS = gauge(
-    "twostep_autoscaler_pods",
-    "Pods of the Deployment of a role, those that were asked for and are still to come included.",
-    ["worker_role"],
-)
+NEEDED = gauge("twostep_autoscaler_needed_workers", "Workers that the load asks for, without spare and bounds. Of the leader.", _ROLE)
+WORKERS = gauge("twostep_autoscaler_workers", "Workers that serve a role, as of the last decision. Of the leader.", _ROLE)
+PODS = gauge("twostep_autoscaler_pods", "Pods of a role's Deployment, those asked for and still to come included.", _ROLE)
 COST = gauge("twostep_autoscaler_cost_per_hour", "Of the pods wanted, by the prices that the autoscaler was told.")
 REQUESTS = gauge(
     "twostep_autoscaler_requests_per_second",
-    "Offered load, mean of the last windows over all routers, refused ones included. Of the leader.",
+    "Load offered to all routers of late, refused requests included. Of the leader.",
 )
 ATTAINMENT = gauge(
     "twostep_autoscaler_attainment_ratio",
@@ -41,39 +33,28 @@ ATTAINMENT = gauge(
     ["kind"],
 )
 DECISIONS = counter(
-    "twostep_autoscaler_decisions_total",
-    "Decisions, by kind: hold (nothing changes), up, down (pods of one role or both), shift (more of one, fewer of the other).",
-    ["kind"],
+    "twostep_autoscaler_decisions_total", "Decisions, by kind: hold, up, down, shift (more pods of one role, fewer of the other).", ["kind"]
 )
-LIMITED = counter(
-    "twostep_autoscaler_limited_total",
-    "Decisions that a bound held back, by reason.",
-    ["reason"],
-)
+LIMITED = counter("twostep_autoscaler_limited_total", "Decisions that a bound held back, by reason.", ["reason"])
 SKIPPED = counter(
     "twostep_autoscaler_skipped_total",
     "Looks of the leader that led to no decision, by reason: redis (away), demand (no router has said what is asked of it), workers "
-    "(none of those that are registered counts, or the first are only coming up), lease (lost before the decision stood).",
+    "(none that is registered counts, or the first are only coming up), lease (lost before the decision stood).",
     ["reason"],
 )
 TURNS = counter(
     "twostep_autoscaler_direction_changes_total",
-    "How often the pods wanted of a Deployment turned from growing to shrinking or back.",
-    ["worker_role"],
+    "How often the pods wanted turned from growing to shrinking or back.",
+    _ROLE,
 )
 SWITCHES = counter(
     "twostep_autoscaler_switches_total",
-    "Changes of a worker's role that were asked for, by status: ok, refused (it cannot), failed, left_out (it was the last of its role).",
+    "Role changes that were asked for, by status: ok, refused (it cannot), failed, left_out (it was the last of its role).",
     ["status"],
 )
-PATCHES = counter(
-    "twostep_autoscaler_pod_patches_total",
-    "Pods that were marked as those to go first, or cleared of it, by status: ok, failed.",
-    ["status"],
-)
+PATCHES = counter("twostep_autoscaler_pod_patches_total", "Pods marked to go first, or cleared of it, by status: ok, failed.", ["status"])
 
 _READ = (LEADER, ANSWERING, AGE, DESIRED_WORKERS, DESIRED_REPLICAS, NEEDED, WORKERS, PODS, COST, REQUESTS, ATTAINMENT)
-FAMILIES = (*_READ, DECISIONS, LIMITED, SKIPPED, TURNS, SWITCHES, PATCHES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ RETRIES = counter(
     "twostep_batch_request_retries_total", "Requests of batches asked once more, because there was no room, no worker, or none left."
 )
 
-FAMILIES = (OPEN, JOBS, ENDED, REQUESTS, RETRIES)
 
 RUNNING_STATES = ("validating", "in_progress", "finalizing")
 ENDS = ("completed", "failed", "expired", "cancelled")

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from twostep.metrics import autoscaler, batches, engine, http, process, requests, router, transfer, worker
 from twostep.metrics.family import Family, MetricKind
 
+
+def declared(*modules: ModuleType) -> list[Family]:
+    """Returns the families of these modules, in the order of their declarations, without those that they have from requests.py."""
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return [family for family in found if requests in modules or family not in (requests.RUNNING, requests.WAITING)]
+
+
 # In the page's order: title, who exports it, the families.
 SECTIONS: Sequence[tuple[str, str, Sequence[Family]]] = (
-    ("Every process", "router, prefill and decode worker", (*process.FAMILIES, *requests.FAMILIES)),
-    ("Requests", "router", router.FAMILIES),
-    ("HTTP", "router with an HTTP port", http.FAMILIES),
-    ("Batches", "router with --batch-dir", batches.FAMILIES),
-    ("Engine", "prefill and decode worker", engine.FAMILIES),
-    ("Worker", "prefill and decode worker", worker.FAMILIES),
-    ("Hand-over", "prefill and decode worker, each its own side", transfer.FAMILIES),
-    ("Autoscaler", "autoscaler, beside `twostep_process_info`", autoscaler.FAMILIES),
+    ("Every process", "router, prefill and decode worker", declared(process, requests)),
+    ("Requests", "router", declared(router)),
+    ("HTTP", "router with an HTTP port", declared(http)),
+    ("Batches", "router with --batch-dir", declared(batches)),
+    ("Engine", "prefill and decode worker", declared(engine)),
+    ("Worker", "prefill and decode worker", declared(worker)),
+    ("Hand-over", "prefill and decode worker, each its own side", declared(transfer)),
+    ("Autoscaler", "autoscaler, beside `twostep_process_info`", declared(autoscaler)),
 )
 
 _HEAD = """\
@@ -27,7 +35,7 @@ _HEAD = """\
 
 Every process serves `GET /metrics` in Prometheus' text format (OpenMetrics if asked for) over plain HTTP on `--metrics-port`
 (`TWOSTEP_METRICS_PORT`; `--port` + 2 if not given, any free port if `--port` is 0, -1 for none), on the address given by `--host`. It has
-no TLS and no authentication: nothing secret is in it, but keep the port inside the cluster. `twostep up` prints the addresses.
+no TLS and no authentication: keep the port inside the cluster.
 
 | process | default |
 |---|---|
@@ -36,35 +44,29 @@ no TLS and no authentication: nothing secret is in it, but keep the port inside 
 | decode worker | 50073 |
 | autoscaler | 50083 |
 
-- Threads of their own serve it: it answers while the engine or the event loop is stuck. Whether a process should be restarted is for its
-  health service to say.
-- The KV agent, the helper process that joins Ray for a worker, has no port: its worker asks it once a second and exports what it holds.
+- Threads of their own serve it: it answers while the engine or the event loop is stuck. Whether to restart a process is for its health
+  service to say.
+- The router serves the same at `/metrics` of its HTTP port. The KV agent has no port: its worker exports what it holds.
 - Units are seconds and bytes; counters end in `_total` and count from the process's start. Labels have few values, never a request.
-- A hand-over is also one log line with the request's id (`transfer request=…`, at debug level, failures at info; fields of their own with
-  `--log-json`), and a span of its request's trace ([tracing.md](tracing.md)).
-- The router serves the same at `/metrics` of its HTTP port.
 - Python's process metrics (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`, ...) come along on Linux.
+- A hand-over is also a log line with the request's id and a span of its trace ([tracing.md](tracing.md)).
 
-In [helm/files/](../helm/files), also for use without the chart: a Grafana dashboard (`grafana/twostep.json`), recording and alert rules
-(`prometheus/rules.yaml`, `alerts.yaml`); in [deploy/](../deploy): how to provision them, and a scrape configuration. A test checks them
-against this page. What to do when an alert fires: [runbook.md](runbook.md).
+[helm/files/](../helm/files) has, also for use without the chart, a Grafana dashboard (`grafana/twostep.json`), recording and alert rules
+(`prometheus/rules.yaml`, `alerts.yaml`); [deploy/](../deploy) has a scrape configuration. What to do when an alert fires:
+[runbook.md](runbook.md).
 
-Where vLLM has a metric of the same meaning, the name behind the prefix is the same, or follows from Prometheus' rules for units:
+Behind the prefix, names are vLLM's where one has the same meaning: `time_to_first_token_seconds`, `inter_token_latency_seconds`,
+`e2e_request_latency_seconds`, `request_queue_time_seconds`, `request_time_per_output_token_seconds`, `prompt_tokens_total`,
+`generation_tokens_total`, `request_prompt_tokens` and `request_generation_tokens` of the router; `num_requests_running`,
+`num_requests_waiting`, `num_preemptions_total`, `prefix_cache_queries_total` and `prefix_cache_hits_total` with `role`;
+`http_requests_total{handler, method, status}`. And:
 
 | vLLM | here |
 |---|---|
-| `vllm:time_to_first_token_seconds`, `vllm:inter_token_latency_seconds` | `twostep_` and the same, of the router |
-| `vllm:e2e_request_latency_seconds`, `vllm:request_queue_time_seconds` | `twostep_` and the same, of the router |
-| `vllm:request_time_per_output_token_seconds` | `twostep_request_time_per_output_token_seconds` |
 | `vllm:request_prefill_time_seconds` | `twostep_request_phase_seconds{phase="prefill"}` |
 | `vllm:request_decode_time_seconds` | `twostep_request_phase_seconds{phase="decode"}` |
-| `vllm:num_requests_running`, `vllm:num_requests_waiting`, `vllm:num_preemptions_total` | `twostep_` and the same, with `role` |
-| `vllm:prompt_tokens_total`, `vllm:generation_tokens_total` | `twostep_` and the same, of the router |
-| `vllm:request_prompt_tokens`, `vllm:request_generation_tokens` | `twostep_` and the same, of the router |
 | `vllm:request_success_total{finished_reason=...}` | `twostep_requests_total{status="OK", finish_reason=...}` |
 | `vllm:kv_cache_usage_perc` | `twostep_kv_cache_usage_ratio` |
-| `vllm:prefix_cache_queries_total`, `vllm:prefix_cache_hits_total` | `twostep_` and the same, with `role` |
-| `http_requests_total{handler, method, status}` | `twostep_http_requests_total`, with the same labels |
 
 Questions it answers, in PromQL:
 

@@ -7,31 +7,51 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from twostep.metrics.dashboard_panels import ROWS
-from twostep.metrics.panel import Panel, S
+from twostep.metrics.dashboard_panels import PANELS
 
 _COLUMNS = 24
-_HEIGHT, _STAT_HEIGHT = 8, 4
+# Width and height of what shows lines, and of a number.
+_SIZE, _NUMBER_SIZE = (8, 8), (3, 4)
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_OF_DEPLOYMENT = 'namespace=~"$namespace", job=~"$job"'
+_OF_ROLE = f'{_OF_DEPLOYMENT}, role=~"$role"'
 
 
 def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
-    y = 0
-    for title, row in ROWS:
+    # Where the next panel goes, and the height of those beside it.
+    x = y = height = 0
+    for head, *queries in _blocks():
+        number = len(panels) + 1
+        if head.startswith("= "):
+            x, y, height = 0, y + height, 0
+            row = {"id": number, "type": "row", "title": head[2:], "collapsed": False, "gridPos": _at(0, y, _COLUMNS, 1), "panels": []}
+            panels.append(row)
+            y += 1
+            continue
+        kind, _, rest = head.partition(" ")
+        title, what, about = rest.split(" | ")
+        unit, *options = what.split(" ")
+        width, tall = _NUMBER_SIZE if kind == "number" else _SIZE
+        width = next((int(each.removeprefix("width=")) for each in options if each.startswith("width=")), width)
+        if x + width > _COLUMNS:
+            x, y = 0, y + height
+        height = tall
         panels.append(
-            {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": _at(0, y, _COLUMNS, 1), "panels": []}
+            {
+                "id": number,
+                "type": "stat" if kind == "number" else "timeseries",
+                "title": title,
+                "description": about,
+                "datasource": _DATASOURCE,
+                "gridPos": _at(x, y, width, height),
+                **_panel(kind, unit, options, [query for line in queries for query in _queries(line)]),
+            }
         )
-        y, x, height = y + 1, 0, 0
-        for panel in row:
-            if x + panel.width > _COLUMNS:
-                x, y = 0, y + height
-            height = _STAT_HEIGHT if panel.stat else _HEIGHT
-            panels.append(_panel(panel, len(panels) + 1, _at(x, y, panel.width, height)))
-            x += panel.width
-        y += height
+        x += width
     return {
         "uid": "twostep",
         "title": "Twostep",
@@ -51,38 +71,61 @@ def dashboard() -> dict[str, Any]:
     }
 
 
+def _blocks() -> Iterator[list[str]]:
+    """Yields each row and each panel of the list: its first line, then those of its queries, each whole."""
+    block: list[str] = []
+    for line in PANELS.splitlines():
+        text = line.strip()
+        if line.startswith("    "):
+            block[-1] += f" {text}"
+        elif line.startswith("  "):
+            block.append(text)
+        else:
+            if block:
+                yield block
+            block = [text]
+    yield block
+
+
+def _queries(line: str) -> Iterator[tuple[str, str]]:
+    """Yields PromQL and its legend."""
+    if line.startswith("percentiles "):
+        histogram = line.removeprefix("percentiles ")
+        for share in (0.5, 0.95, 0.99):
+            yield from _queries(f"p{share * 100:g} = histogram_quantile({share:g}, sum by (le) (rate({histogram}_bucket{{S}}[W])))")
+        return
+    legend, _, query = line.rpartition(" = ")
+    yield query.replace("{S", "{" + _OF_DEPLOYMENT).replace("{R", "{" + _OF_ROLE).replace("[W]", "[$__rate_interval]"), legend
+
+
 def _at(x: int, y: int, width: int, height: int) -> dict[str, int]:
     return {"x": x, "y": y, "w": width, "h": height}
 
 
-def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
-    steps = [{"color": colour, "value": None if at == 0 else at} for at, colour in panel.thresholds] or [{"color": "blue", "value": None}]
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "thresholds": {"mode": "absolute", "steps": steps}}
-    if panel.maximum is not None:
-        defaults["max"] = panel.maximum
-    made: dict[str, Any] = {
-        "id": number,
-        "type": "stat" if panel.stat else "timeseries",
-        "title": panel.title,
-        "description": panel.about,
-        "datasource": _DATASOURCE,
-        "gridPos": at,
+def _panel(kind: str, unit: str, options: list[str], queries: list[tuple[str, str]]) -> dict[str, Any]:
+    steps = [step.split(":") for option in options if ":" in option for step in option.split(",")] or [["0", "blue"]]
+    colours = [{"color": colour, "value": float(value) or None} for value, colour in steps]
+    defaults: dict[str, Any] = {"unit": unit, "min": 0, "thresholds": {"mode": "absolute", "steps": colours}}
+    for option in options:
+        if option.startswith("max="):
+            defaults["max"] = float(option.removeprefix("max="))
+    if kind == "number":
+        defaults["color"] = {"mode": "thresholds"}
+        reduce = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+        shown: dict[str, Any] = {"reduceOptions": reduce, "colorMode": "value", "graphMode": "area", "textMode": "auto"}
+    else:
+        fill = {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}} if kind == "areas" else {"fillOpacity": 8}
+        defaults["custom"] = {"drawStyle": "line", "lineWidth": 1, "showPoints": "never", "spanNulls": False, **fill}
+        legend = {"displayMode": "list", "placement": "bottom", "showLegend": True}
+        shown = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+    return {
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": _DATASOURCE, "expr": query, "legendFormat": legend, "range": True, "instant": False}
-            for i, (query, legend) in enumerate(panel.queries)
+            for i, (query, legend) in enumerate(queries)
         ],
+        "options": shown,
     }
-    if panel.stat:
-        defaults["color"] = {"mode": "thresholds"}
-        reduce = {"calcs": ["lastNotNull"], "fields": "", "values": False}
-        made["options"] = {"reduceOptions": reduce, "colorMode": "value", "graphMode": "area", "textMode": "auto"}
-    else:
-        fill = {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}} if panel.stack else {"fillOpacity": 8}
-        defaults["custom"] = {"drawStyle": "line", "lineWidth": 1, "showPoints": "never", "spanNulls": False, **fill}
-        legend = {"displayMode": "list", "placement": "bottom", "showLegend": True}
-        made["options"] = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
-    return made
 
 
 def _variables() -> list[dict[str, Any]]:
@@ -92,7 +135,7 @@ def _variables() -> list[dict[str, Any]]:
     for name, label, query in (
         ("namespace", "Namespace", "label_values(twostep_process_info, namespace)"),
         ("job", "Job", 'label_values(twostep_process_info{namespace=~"$namespace"}, job)'),
-        ("role", "Role", f"label_values(twostep_process_info{{{S}}}, role)"),
+        ("role", "Role", f"label_values(twostep_process_info{{{_OF_DEPLOYMENT}}}, role)"),
     ):
         found.append(
             {

@@ -13,8 +13,6 @@ HTTP_REQUESTS = counter(
 )
 HTTP_STREAMS = gauge("twostep_http_open_streams", "Streams of server-sent events that are open.", ["handler"])
 
-FAMILIES = (HTTP_REQUESTS, HTTP_STREAMS)
-
 
 class HttpMetrics:
     """Belongs to the event loop."""

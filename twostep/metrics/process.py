@@ -16,8 +16,6 @@ SPANS = counter(
     ["status"],
 )
 
-FAMILIES = (INFO, SPANS)
-
 
 def register_process(registry: MetricsRegistry, role: str, tracer: Tracer | None = None) -> ProcessMetrics:
     """`role`: "router", "prefill", "decode" or "autoscaler"."""

@@ -10,5 +10,3 @@ WAITING = gauge(
     "router: requests that wait to be served. Workers: prompts that wait for a place in the batch, and sequences that gave way.",
     ["role"],
 )
-
-FAMILIES = (RUNNING, WAITING)

@@ -17,9 +17,8 @@ REQUESTS = counter(
 )
 REFUSED = counter(
     "twostep_requests_refused_total",
-    "Requests that were refused, or ran out of time, before any worker had begun with them: bounded (too many wait, or too many of the "
-    "tenant's), target_ttft and target_tpot (could not be kept), deadline (passed in the queue), "
-    "quota (an API key's tokens were used up).",
+    "Requests refused, or out of time, before any worker had begun with them: bounded (too many wait, or too many of the tenant's), "
+    "target_ttft and target_tpot (could not be kept), deadline (passed in the queue), quota (an API key's tokens were used up).",
     ["reason", "request_class"],
 )
 SLO = counter(
@@ -36,8 +35,7 @@ SLO_MISSED = counter(
 TTFT = histogram("twostep_time_to_first_token_seconds", "From a request's arrival to its first token.", REQUEST_SECONDS)
 VISIBLE_TTFT = histogram(
     "twostep_time_to_first_visible_token_seconds",
-    "From a request's arrival to the first text of its answer; of models that mark what they think first, that comes later than the first "
-    "token.",
+    "From a request's arrival to the first text of its answer: later than the first token where a model thinks first.",
     REQUEST_SECONDS,
 )
 TPOT = histogram(
@@ -53,12 +51,10 @@ ITL = histogram(
 SECOND_TOKEN = histogram(
     "twostep_second_token_seconds", "From the first token to the second: of prompts handed over, what that adds.", STEP_SECONDS
 )
-E2E = histogram(
-    "twostep_e2e_request_latency_seconds", "From a request's arrival to its last token, of those that ended OK.", REQUEST_SECONDS
-)
+E2E = histogram("twostep_e2e_request_latency_seconds", "From arrival to the last token, of requests that ended OK.", REQUEST_SECONDS)
 QUEUE = histogram(
     "twostep_request_queue_time_seconds",
-    "From a request's arrival until a worker computes its prompt: route and queue.",
+    "Until a worker computes the prompt: route and queue.",
     REQUEST_SECONDS,
     ["request_class"],
 )
@@ -71,17 +67,14 @@ PHASES = histogram(
     ["phase"],
 )
 PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token.")
-CACHED_TOKENS = counter(
-    "twostep_prompt_tokens_cached_total", "Those of them that the workers that computed them had in their prefix cache."
-)
+CACHED_TOKENS = counter("twostep_prompt_tokens_cached_total", "Those of them found in the prefix cache of the worker that computed them.")
 GENERATION_TOKENS = counter("twostep_generation_tokens_total", "Tokens sent to clients.")
 PROMPT_SIZES = histogram("twostep_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
 GENERATION_SIZES = histogram("twostep_request_generation_tokens", "Tokens of an answer, complete or not.", TOKENS)
 ATTEMPTS = counter("twostep_request_attempts_total", "Placements that requests ran on; one for each unless a worker was lost.")
 PLACEMENTS = counter(
     "twostep_request_placements_total",
-    "Attempts that workers took, by the way that was chosen: handed_over (a prefill worker computes the prompt), local (the decode worker "
-    "does itself).",
+    "Attempts that workers took, by path: handed_over (a prefill worker computes the prompt), local (the decode worker does itself).",
     ["path"],
 )
 MIGRATIONS = counter("twostep_request_migrations_total", "How often a request went on elsewhere because a worker was lost.")
@@ -89,41 +82,18 @@ STREAMS = gauge("twostep_router_streams", "Token streams open to decode workers.
 WORKERS = gauge("twostep_router_workers", "Workers that may get new work, by role.", ["worker_role"])
 REFUSED_WORKERS = gauge(
     "twostep_router_refused_workers",
-    "Workers that register and get no request: another model, secret or hash unit, a version too far from the router's, a record that "
-    "cannot be read. `twostep status` says which and why.",
+    "Registered workers that get no request: another model, secret or hash unit, a version too far away, a record that cannot be read. "
+    "`twostep status` says which and why.",
 )
-
 LOAD_RATIO = gauge(
     "twostep_prefill_decode_load_ratio",
-    "Seconds of work that wait on a prefill worker for each second that waits on a decode worker, by the workers' measured curves: above 1 "
+    "Seconds of work that wait on a prefill worker for each second that waits on a decode worker, by their measured curves: above 1 "
     "prefill workers are short, below 1 decode workers are. Missing while neither have any work.",
 )
 REGISTRY_CONNECTED = gauge("twostep_router_registry_connected", "1: Redis answers. 0: requests go to the workers known last.")
 STALLED = gauge("twostep_router_stalled_seconds", "Since the router's event loop last came round; a quarter of a second as a rule.")
 
 _READ = (RUNNING, WAITING, GENERATION_TOKENS, STREAMS, WORKERS, REFUSED_WORKERS, LOAD_RATIO, REGISTRY_CONNECTED, STALLED)
-FAMILIES = (
-    *(
-        REQUESTS,
-        REFUSED,
-        SLO,
-        SLO_ATTAINED,
-        SLO_MISSED,
-        TTFT,
-        VISIBLE_TTFT,
-        TPOT,
-        ITL,
-        SECOND_TOKEN,
-        E2E,
-        QUEUE,
-        PHASES,
-        PROMPT_TOKENS,
-        CACHED_TOKENS,
-        GENERATION_TOKENS,
-    ),
-    *(PROMPT_SIZES, GENERATION_SIZES, ATTEMPTS, PLACEMENTS, MIGRATIONS, STREAMS, WORKERS, REFUSED_WORKERS),
-    *(LOAD_RATIO, REGISTRY_CONNECTED, STALLED),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,7 @@ _BOTH = ["transport", "direction"]
 
 TRANSFERS = counter(
     "twostep_kv_transfers_total",
-    "Hand-overs by the transport that was used, direction (publish: this worker is the source; fetch: it is the reader) and status "
-    "(ok, failed).",
+    "Hand-overs by transport, direction (publish: this worker is the source; fetch: it is the reader) and status (ok, failed).",
     [*_BOTH, "status"],
 )
 FAILURES = counter(
@@ -67,5 +66,3 @@ PROBE = gauge(
     ["transport", "peer"],
 )
 PROBES = counter("twostep_kv_probes_total", "Probe copies by status: ok, failed.", ["transport", "status"])
-
-FAMILIES = (TRANSFERS, FAILURES, RETRIES, BYTES, CHUNKS, BLOCKS, QUEUE, COPY, SCATTER, TOTAL, EXPOSED, RATE, PROBE, PROBES)

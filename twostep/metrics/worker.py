@@ -22,7 +22,7 @@ TRANSPORT_READY = gauge("twostep_kv_transport_ready", "1: the KV transport works
 STORED = gauge("twostep_kv_stored_bytes", "KV published and not dropped yet, in the KV agent and the pool.", ["role", "transport"])
 OBJECTS = gauge("twostep_kv_stored_objects", "Published chunks that are not dropped yet.", ["role", "transport"])
 
-FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, TRANSPORT_READY, STORED, OBJECTS)
+_FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, TRANSPORT_READY, STORED, OBJECTS)
 
 
 class HeldByTransport(Protocol):
@@ -43,7 +43,7 @@ class WorkerMetrics:
 
     def __init__(self, registry: MetricsRegistry, *, role: str) -> None:
         self._role = role
-        self._gauges = {family: registry.gauge(family) for family in FAMILIES}
+        self._gauges = {family: registry.gauge(family) for family in _FAMILIES}
 
     def serve(self, role: str) -> None:
         """The worker has this role from now on: nothing is said of the one before."""

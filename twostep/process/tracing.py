@@ -2,8 +2,8 @@
 imported only where spans are to be sent somewhere.
 
     client's span (its own, in its traceparent)
-      └─ router: the request            route · queue · prefill · hand_over · decode         router/serving/recorder.py
-           ├─ prefill worker: its part  queue · compute · publish                            prefill_worker/tracing.py
+      └─ router: the request            route · queue · prefill · hand_over · decode         router/request/report.py
+           ├─ prefill worker: its part  queue · compute · publish                            prefill_worker/service.py
            └─ decode worker: its part   reserved · fetch · decode                            decode_worker/tracing.py
 
 Trace context travels as W3C headers (https://www.w3.org/TR/trace-context/) in the metadata of every call. Where nothing is traced, a
@@ -12,14 +12,10 @@ process has no Tracer, its requests have no Span, and what came with a call goes
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
-
-from twostep.errors import SetupError
 
 Metadata = tuple[tuple[str, str], ...]
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
@@ -32,13 +28,6 @@ TRACES_FLUSH_S = 3.0
 
 # Version, trace id, parent id, flags. Version ff is invalid, and so are ids of zeros.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
-
-
-class SpanKind(Enum):
-    """SERVER: somebody else's call is what it answers."""
-
-    SERVER = "server"
-    INTERNAL = "internal"
 
 
 class Span(Protocol):
@@ -83,7 +72,7 @@ class SpanCounts:
 class Tracer(Protocol):
     """One process's. Spans are exported by a thread of its own, out of a bounded queue; what does not fit is lost and counted."""
 
-    def start(self, name: str, metadata: Metadata, *, kind: SpanKind = SpanKind.SERVER, at: float | None = None) -> Span:
+    def start(self, name: str, metadata: Metadata, *, at: float | None = None) -> Span:
         """The span of what was asked for with this metadata: a child of its traceparent, or the root of a new trace."""
         ...
 
@@ -98,21 +87,6 @@ class Tracer(Protocol):
     def close(self, timeout_s: float) -> None:
         """Sends what is left, for so long at most. Blocks; spans that end later are lost."""
         ...
-
-
-def start_tracer(endpoint: str, *, role: str, instance: str, version: str) -> Tracer | None:
-    """None without an endpoint, and then nothing of OpenTelemetry is imported. `instance` names the process among those of its role.
-    Raises SetupError: an endpoint that is none, or the extra is missing."""
-    if not endpoint:
-        return None
-    try:
-        otel = importlib.import_module("twostep.process.tracing_otel")
-    except ImportError as error:
-        raise SetupError(
-            f"--otlp-endpoint needs OpenTelemetry ({error}); install twostep[tracing], or leave it and OTEL_EXPORTER_OTLP_ENDPOINT out"
-        ) from error
-    tracer: Tracer = otel.OtelTracer(endpoint, role=role, instance=instance, version=version)
-    return tracer
 
 
 def context_of(given: Iterable[tuple[str, str | bytes]] | None) -> Metadata:

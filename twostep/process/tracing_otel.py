@@ -24,11 +24,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from twostep.errors import SetupError
-from twostep.process.tracing import Attributes, Metadata, SpanCounts, SpanKind
+from twostep.process.tracing import Attributes, Metadata, SpanCounts
 
 log = logging.getLogger(__name__)
 
-_KINDS = {SpanKind.SERVER: trace.SpanKind.SERVER, SpanKind.INTERNAL: trace.SpanKind.INTERNAL}
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NONE: Attributes = {}
 _NS = 1_000_000_000
@@ -68,13 +67,13 @@ class OtelTracer:
         # What the operator says goes before.
         return Resource.create(ours | dict(OTELResourceDetector().detect().attributes))
 
-    def start(self, name: str, metadata: Metadata, *, kind: SpanKind = SpanKind.SERVER, at: float | None = None) -> OtelSpan:
+    def start(self, name: str, metadata: Metadata, *, at: float | None = None) -> OtelSpan:
         parent = _PROPAGATOR.extract(dict(metadata), context=Context())
         # Of one request all instants are shifted alike, so that its spans fit together.
         now = time.monotonic()
         shift_ns = time.time_ns() - int(now * _NS)
         start = int((now if at is None else at) * _NS) + shift_ns
-        span = self._tracer.start_span(name, context=parent, kind=_KINDS[kind], start_time=start)
+        span = self._tracer.start_span(name, context=parent, kind=trace.SpanKind.SERVER, start_time=start)
         return OtelSpan(self._tracer, span, shift_ns)
 
     def counts(self) -> SpanCounts:

@@ -29,17 +29,13 @@ class StopStrings:
         self._beginnings = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
         self._max_held = max((len(stop) - 1 for stop in self._stops), default=0)
         self._held = ""
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        return self._matched
+        self.matched: str | None = None
 
     def push(self, text: str, *, may_end: bool = True) -> StopResult:
         """Takes the next piece, returns what may be sent. After a match everything is swallowed. `may_end` false: a stop string that is
         complete within this piece is text like any other; one that only begins in it may still end the answer."""
-        if self._matched is not None:
-            return StopResult("", self._matched)
+        if self.matched is not None:
+            return StopResult("", self.matched)
         if not self._stops:
             return StopResult(text)
         num_held = len(self._held)
@@ -51,9 +47,9 @@ class StopStrings:
             else []
         )
         if found:
-            _, start, self._matched = min(found)
+            _, start, self.matched = min(found)
             self._held = ""
-            return StopResult(text[:start], self._matched)
+            return StopResult(text[:start], self.matched)
         keep = next((n for n in range(min(self._max_held, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
         self._held = text[len(text) - keep :]
         return StopResult(text[: len(text) - keep])
@@ -61,4 +57,4 @@ class StopStrings:
     def finish(self) -> StopResult:
         """The answer is over: what was held back turned out to be no stop string."""
         text, self._held = self._held, ""
-        return StopResult(text, self._matched)
+        return StopResult(text, self.matched)

@@ -99,73 +99,56 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        self._size: int = inner.get_vocab_size(with_added_tokens=True)
+        # How many ids mean something; the model's own vocabulary may be padded beyond it.
+        self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         vocab = inner.get_vocab(with_added_tokens=False)
         added = inner.get_added_tokens_decoder()
         # Without a normalizer nothing of a text is lost before it is cut into tokens.
         longest = max((*map(len, vocab), *(len(token.content) for token in added.values())), default=1)
         self._longest = longest if inner.normalizer is None else None
-        self._added = frozenset(added)
-        self._special = frozenset(i for i, token in added.items() if token.special)
-        self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
-        control = self._special | (control_ids & self._added)
-        self._added_tokens = AddedTokens(
+        # Ids that the vocabulary writes as they are read, special or not; and those that decode leaves out: ends, markers of chats.
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_by_text: dict[str, int] = {token.content: i for i, token in added.items()}
+        control = self.special_ids | (control_ids & self.added_ids)
+        # What `encode` cuts out of a text.
+        self.added_tokens = AddedTokens(
             {token.content: AddedToken(token.content, i in control, token.single_word) for i, token in added.items()}
         )
-        self._guarded = _Guarded(inner, added, self._added_tokens, frozenset(vocab.values()))
-        # Special ids that decode writes out all the same; they are not among `_special`.
+        self._guarded = _Guarded(inner, added, self.added_tokens, frozenset(vocab.values()))
+        # Special ids that decode writes out all the same; they are not among `special_ids`.
         self._shown: frozenset[int] = frozenset()
-        # Such a decoder joins the tokens' bytes, so that whole characters read the same wherever they stand.
-        self._joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        # Tokens are written in the printable alphabet of byte-level vocabularies. Their decoder joins the tokens' bytes, so that whole
+        # characters read the same wherever they stand.
+        self.joins_bytes = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        # Spaces between words are the decoder's: no token says whether one comes.
+        self.spaces_words = inner.decoder is None or isinstance(inner.decoder, tokenizers.decoders.WordPiece)
         self._whole: dict[int, str | None] = {}
-        self._anchor = self._find_anchor(inner.decoder, vocab.values())
-        self._anchor_chars = len(self.decode(self._anchor)) if self._anchor else 0
+        # Tokens that stand for any text that comes before: `decode` of them and more adds what it adds after any other text. Nothing
+        # where that never matters. None: the decoder looks at neighbours in a way that no token can stand for.
+        self.anchor = self._find_anchor(inner.decoder, vocab.values())
+        self._anchor_chars = len(self.decode(self.anchor)) if self.anchor else 0
 
     @classmethod
     def load(cls, model_dir: Path, control_ids: AbstractSet[int] = frozenset()) -> Tokenizer:
         """`control_ids` as of the constructor. Raises SetupError, naming the file, if tokenizer.json is missing or broken."""
         return cls(read_tokenizer(model_dir), control_ids)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that mean something; the model's own vocabulary may be padded beyond it."""
-        return self._size
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that decode leaves out: end of sequence, chat markers and the like."""
-        return self._special
-
     def showing(self, special_ids: AbstractSet[int]) -> Tokenizer:
         """The same tokenizer, but that `decode` writes these special ids out. What is not special is shown anyway."""
         view = copy.copy(self)
-        view._shown = self._shown | (self._special & special_ids)
-        view._special = self._special - view._shown
+        view._shown = self._shown | (self.special_ids & special_ids)
+        view.special_ids = self.special_ids - view._shown
         view._whole = {}
         return view
 
-    @property
-    def added_ids(self) -> frozenset[int]:
-        """Ids that the vocabulary writes as they are read, special or not."""
-        return self._added
-
-    @property
-    def joins_bytes(self) -> bool:
-        """The vocabulary writes tokens in the printable alphabet of byte-level ones."""
-        return self._joins_bytes
-
     def added_id(self, text: str) -> int | None:
         """The id of a token that is cut out of texts before all others are, special or not: markers of chats, for one."""
-        return self._added_ids.get(text)
+        return self._added_by_text.get(text)
 
     def least_tokens(self, num_chars: int) -> int:
         """A text of so many characters has at least so many tokens: tells what can never fit without tokenizing megabytes."""
         return 0 if self._longest is None else num_chars // self._longest
-
-    @property
-    def added_tokens(self) -> AddedTokens:
-        """Returns what `encode` cuts out of a text."""
-        return self._added_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written out in the text become their ids. `add_special_tokens=False` leaves out
@@ -199,29 +182,18 @@ class Tokenizer:
         """Text of token ids. Ids outside the vocabulary decode to nothing; incomplete UTF-8 to U+FFFD."""
         ids = list(token_ids)
         if self._shown and skip_special_tokens:
-            ids, skip_special_tokens = [i for i in ids if i not in self._special], False
+            ids, skip_special_tokens = [i for i in ids if i not in self.special_ids], False
         if len(ids) > _MAX_HELD_IDS:
             return str(self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    @property
-    def spaces_words(self) -> bool:
-        """Spaces between words are the decoder's: no token says whether one comes."""
-        return self._inner.decoder is None or isinstance(self._inner.decoder, tokenizers.decoders.WordPiece)
-
-    @property
-    def anchor(self) -> tuple[int, ...] | None:
-        """Tokens that stand for any text that comes before: `decode` of them and more adds what it adds after any other text. Nothing
-        where that never matters. None: the decoder looks at neighbours in a way that no token can stand for."""
-        return self._anchor
-
     def decode_after(self, token_ids: Sequence[int]) -> str:
         """Returns what tokens add to a text that ends on a character boundary. Many decoders leave out a space at the beginning of a text,
         which `decode` takes them for."""
-        if not self._anchor:
+        if not self.anchor:
             return self.decode(token_ids)
-        return self.decode((*self._anchor, *token_ids))[self._anchor_chars :]
+        return self.decode((*self.anchor, *token_ids))[self._anchor_chars :]
 
     def whole_text(self, token_id: int) -> str | None:
         """Returns what a token adds to a text that ends on a character boundary, if that is whole characters whatever stands around it:
@@ -232,17 +204,17 @@ class Tokenizer:
         except KeyError:
             pass
         text: str | None = ""
-        if token_id not in self._special and self.token_text(token_id):
-            text = None if self._anchor is None or self.byte_of(token_id) is not None else self.decode_after([token_id])
-            if text is not None and (not text or _REPLACEMENT in text):
+        if token_id not in self.special_ids and self.token_text(token_id):
+            text = None if self.anchor is None or self.byte_of(token_id) is not None else self.decode_after([token_id])
+            if not text or _REPLACEMENT in text:
                 text = None
-        if 0 <= token_id < self._size:
+        if 0 <= token_id < self.vocab_size:
             self._whole[token_id] = text
         return text
 
     def byte_of(self, token_id: int) -> int | None:
         """The byte that a token stands for in a vocabulary that writes what it has no token for in bytes."""
-        found = None if self._joins_bytes else _BYTE_TOKEN.fullmatch(self.token_text(token_id))
+        found = None if self.joins_bytes else _BYTE_TOKEN.fullmatch(self.token_text(token_id))
         return None if found is None else int(found.group(1), 16)
 
     def token_text(self, token_id: int) -> str:
@@ -255,11 +227,11 @@ class Tokenizer:
         return found
 
     def _find_anchor(self, decoder: Any, ids: Iterable[int]) -> tuple[int, ...] | None:
-        if self._joins_bytes:
+        if self.joins_bytes:
             return ()
         if not _adds_alike(None if decoder is None else json.loads(decoder.__getstate__())):
             return None
-        plain = (i for i in sorted(ids) if i not in self._added and self.byte_of(i) is None)
+        plain = (i for i in sorted(ids) if i not in self.added_ids and self.byte_of(i) is None)
         return next(((i,) for i in plain if self.decode([i]).isalnum()), None)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from twostep.engine.batch import Batch, Runner, SamplingRow
 from twostep.engine.fake import FakeRunner
@@ -65,7 +64,16 @@ class StepProbe:
         return StepWorkload(prompt_tokens=sum(self.counts), pairs=pairs)
 
     def num_blocks(self, block_size: int) -> int:
-        return sum(-(-(start + count) // block_size) for start, count in zip(self.starts, self.counts, strict=True))
+        return sum(-(-length // block_size) for length in self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+
+    def fits(self, runner: Runner) -> bool:
+        """Returns whether context and pool have room for it, each block owned by one sequence."""
+        shape = runner.kv_shape
+        return max(self.lengths) < runner.max_model_len and self.num_blocks(shape.block_size) <= shape.num_blocks
 
 
 def calibrate(
@@ -87,7 +95,9 @@ def calibrate(
             batch = _batch(runner, probe)
             runner.launch(batch).result()
             # As it is served: what the step before sampled is this one's input.
-            runner.launch(replace(batch, carried=_all_carried(batch))).result()
+            carried = np.full(len(batch.token_ids), -1, np.int32)
+            carried[batch.query_start[:-1]] = np.arange(len(batch.seq_lens), dtype=np.int32)
+            runner.launch(replace(batch, carried=carried)).result()
     spent = 0.0
     samples: list[StepSample] = []
     for probe in probes(runner, step_tokens, max_num_seqs):
@@ -118,8 +128,7 @@ def calibrate(
 
 
 def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[StepProbe]:
-    """Yields the steps to measure that fit the pool and the context, each block owned by one sequence: first those that are needed, then
-    the others, the cheap ones first."""
+    """Yields the steps to measure that fit: first those that are needed, then the others, the cheap ones first."""
     shape = runner.kv_shape
     longest = max(1, min(step_tokens, runner.max_model_len - 1, shape.num_blocks * shape.block_size))
     chunk = min(256, longest)
@@ -133,10 +142,7 @@ def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Step
         for context in (_SHORT_CONTEXT, *_LONG_CONTEXTS)
     ]
     wanted.sort(key=lambda probe: probe.work.prompt_tokens + 4 * len(probe.counts))
-    for probe in dict.fromkeys((*needed, *wanted)):
-        fits = max(probe.starts) + max(probe.counts) < runner.max_model_len and probe.num_blocks(shape.block_size) <= shape.num_blocks
-        if fits:
-            yield probe
+    yield from (probe for probe in dict.fromkeys((*needed, *wanted)) if probe.fits(runner))
 
 
 def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[StepProbe]:
@@ -146,7 +152,7 @@ def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterato
         chunks = {min(chunk, max(2, step_tokens - count)) for chunk in (*_SHORT_CHUNKS, _SHORT_CONTEXT)} if count > 0 else ()
         for chunk in sorted(chunks):
             probe = StepProbe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (chunk,))
-            if runner.max_model_len > _SHORT_CONTEXT and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks:
+            if probe.fits(runner):
                 yield probe
 
 
@@ -155,15 +161,8 @@ def short_probes(runner: Runner, step_tokens: int) -> Iterator[StepProbe]:
     for count in sorted({min(count, step_tokens) for count in _SHORT_CHUNKS}):
         for start in (0, _SHORT_CONTEXT):
             probe = StepProbe((start,), (count,))
-            if start + count < runner.max_model_len and probe.num_blocks(runner.kv_shape.block_size) <= runner.kv_shape.num_blocks:
+            if probe.fits(runner):
                 yield probe
-
-
-def _all_carried(batch: Batch) -> npt.NDArray[np.int32]:
-    """Each sequence's first token is what the same sequence sampled in the step before."""
-    carried = np.full(len(batch.token_ids), -1, np.int32)
-    carried[batch.query_start[:-1]] = np.arange(len(batch.seq_lens), dtype=np.int32)
-    return carried
 
 
 def _decodes(num_seqs: int, context: int) -> StepProbe:
@@ -188,13 +187,13 @@ def _expected_s(samples: Sequence[StepSample], probe: StepProbe) -> float:
 
 def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: float) -> float:
     """Seconds of such a step; of one alone, where more would take longer than there is time."""
-    first = _timed(lambda: runner.launch(batch).result(), clock)
+    first = _timed(runner, batch, clock)
     if (1 + _REPEATS) * first > left_s:
         return first
     if not runner.overlaps:
-        return min(_timed(lambda: runner.launch(batch).result(), clock) for _ in range(_REPEATS))
+        return min(_timed(runner, batch, clock) for _ in range(_REPEATS))
     # A pause of the host makes no step a long one.
-    alone = min(first, _timed(lambda: runner.launch(batch).result(), clock))
+    alone = min(first, _timed(runner, batch, clock))
     # Two are in flight at any time, as when they are served: what is timed is how long the device takes from one's end to the next one's.
     num_steps = _PIPELINED if alone < _LONG_STEP_S else 1
     flying = [runner.launch(batch), runner.launch(batch)]
@@ -209,9 +208,9 @@ def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: f
     return max(alone / 2, (clock() - begun) / num_steps)
 
 
-def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
+def _timed(runner: Runner, batch: Batch, clock: Callable[[], float]) -> float:
     begun = clock()
-    step()
+    runner.launch(batch).result()
     return max(1e-9, clock() - begun)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from twostep.errors import SetupError
 from twostep.model.loading.store import default_cache_dir
 from twostep.settings.reading import read_settings
 from twostep.settings.service import HASH_UNIT, ROUTER_LEASE_S, traces_endpoint
 from twostep.settings.worker import DEFAULT_PORTS, WorkerSettings
+
+ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +65,27 @@ def parse_config(role: str, argv: Sequence[str] | None = None) -> WorkerConfig:
         pod_owner=config.pod_owner or role,
         cache_dir=default_cache_dir(os.environ),
     )
+
+
+def config_in_role(config: WorkerConfig, role: str) -> WorkerConfig:
+    """Returns this worker's configuration in the other role, or in its own. Raises SetupError where it cannot take the role."""
+    if role == config.role:
+        return config
+    if role == "prefill" and config.kv_transfer == "none":
+        raise SetupError("a prefill worker hands its KV over, and this worker has --kv-transfer none; restart it with auto, say")
+    budget = config.other_step_tokens or config.max_num_batched_tokens
+    return replace(config, role=role, max_num_batched_tokens=budget, other_step_tokens=config.max_num_batched_tokens)
+
+
+def reachable_address(config: WorkerConfig, port: int) -> str:
+    """host:port for others; `port`: the one it listens on."""
+    host, _, given_port = config.advertise_address.rpartition(":")
+    if host and given_port.isdecimal():
+        return config.advertise_address
+    host = config.advertise_address or config.host
+    if host in ("0.0.0.0", "::"):
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError as error:
+            raise SetupError(f"--host {host} is no address that others can use; give --advertise-address") from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,33 +1,61 @@
-"""Defines what a role adds to a worker: its services, what they hold, and how it ends. twostep/worker/roles.py says where edges come
-from."""
+"""Defines what a role adds to a worker: its services, what they hold, and how it ends.
+
+A worker of either role is the same process around the same engine; what differs is its edge. So that it can change its role, each process
+has the edges of both packages, and joins them where it begins (`prefill_worker/__main__.py`, `decode_worker/__main__.py`).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from twostep.engine.engine import Engine
 from twostep.engine.types import LayerProgress, StepOutput
-from twostep.errors import TwostepError
+from twostep.errors import TwostepError, Unavailable
 from twostep.metrics.registry import MetricsRegistry
 from twostep.process.tracing import Tracer
-from twostep.rpc.v1 import worker_pb2
+from twostep.rpc.server import GrpcServer
+from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import ServedModel
 from twostep.worker.requests import RequestReader
 
+# Full name of a service, and what adds it to a server.
+_SERVICES: Mapping[str, Callable[..., None]] = {
+    "twostep.v1.Prefill": prefill_pb2_grpc.add_PrefillServicer_to_server,
+    "twostep.v1.Kv": kv_pb2_grpc.add_KvServicer_to_server,
+    "twostep.v1.Decode": decode_pb2_grpc.add_DecodeServicer_to_server,
+}
+SERVICE_NAMES = tuple(_SERVICES)
 
-class Carried(Protocol):
-    """Holds what one edge of a worker leaves to the next, of either role: the KV transports, running. Its last owner closes it."""
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class KvTransports(Protocol):
+    """A worker's KV transports (kv_transfer/transports.py). They run on from one edge to the next; the worker closes them at its end."""
+
+    @property
+    def ready(self) -> Sequence[Named]:
+        """Those that work now."""
+        ...
+
+    @property
+    def why_none(self) -> str:
+        """Why none works; empty if one does, or none is wanted."""
+        ...
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeParts:
-    """Holds what every edge is made of. `address` returns host:port as others reach the worker, once it listens. `carried` is what the edge
-    before has left; the new one owns it from now on."""
+    """Holds what every edge is made of. `address` returns host:port as others reach the worker, once it listens. `carried`: the transports
+    of the edge before, which this one goes on with."""
 
     config: WorkerConfig
     worker_id: str
@@ -39,11 +67,14 @@ class EdgeParts:
     address: Callable[[], str]
     metrics: MetricsRegistry
     tracer: Tracer | None = None
-    carried: Carried | None = None
+    carried: KvTransports | None = None
 
 
 class Edge(Protocol):
     """Everything runs on the worker's event loop."""
+
+    @property
+    def transports(self) -> KvTransports: ...
 
     @property
     def services(self) -> Mapping[str, object]:
@@ -52,16 +83,6 @@ class Edge(Protocol):
 
     async def start(self) -> None:
         """Raises SetupError."""
-        ...
-
-    @property
-    def ready_transports(self) -> Sequence[str]:
-        """Names of the KV transports that work now."""
-        ...
-
-    @property
-    def why_no_transport(self) -> str:
-        """Why none works; empty if one does, or none is wanted."""
         ...
 
     @property
@@ -88,14 +109,49 @@ class Edge(Protocol):
         """Ends what runs; the routers are told."""
         ...
 
-    async def leave(self) -> Carried:
-        """Ends what runs, waits until it is freed, lets streams end: seconds at most. Idempotent."""
-        ...
-
     async def close(self) -> None:
-        """As `leave`, and ends the transports too. Idempotent."""
+        """Ends what runs, waits until it is freed, lets streams end: seconds at most. The transports run on. Idempotent."""
         ...
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
         """Adds what the edge holds."""
         ...
+
+
+class Switchboard:
+    """The services of both roles, on the server from the start: gRPC takes none later. Calls go to the edge that serves; where there is
+    none for them, the answer is UNAVAILABLE with the reason, as of a worker that is gone."""
+
+    def __init__(self) -> None:
+        self._slots = {name: _Slot() for name in _SERVICES}
+
+    def add_to(self, server: GrpcServer) -> None:
+        for name, add in _SERVICES.items():
+            server.add(self._slots[name], add, name)
+
+    def connect(self, services: Mapping[str, object], reason: str) -> None:
+        """These answer from now on; the other role's calls are refused with `reason`."""
+        for name, slot in self._slots.items():
+            slot.servicer, slot.reason = services.get(name), reason
+
+    def disconnect(self, reason: str) -> None:
+        """Nothing answers from now on; calls that run go on."""
+        for slot in self._slots.values():
+            slot.servicer, slot.reason = None, reason
+
+
+class _Slot:
+    """One service: looks to gRPC like a servicer that has whatever method is asked for."""
+
+    servicer: Any = None
+    reason = "this worker is starting; use another one"
+
+    def __getattr__(self, method: str) -> Callable[[Any, Any], Any]:
+        return functools.partial(self._call, method)
+
+    def _call(self, method: str, request: Any, context: Any) -> Any:
+        """Returns what the servicer's method returns: something to await, or a stream. Raises Unavailable, which the server's guard passes
+        on."""
+        if self.servicer is None:
+            raise Unavailable(self.reason)
+        return getattr(self.servicer, method)(request, context)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.cluster.records import LayoutRecord
@@ -15,7 +14,7 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.grammar import GrammarCompiler
 from twostep.engine.self_test import gives_tokens
 from twostep.errors import InvalidRequest, SetupError
-from twostep.lab.plan.model_shape import weight_bytes
+from twostep.lab.plan.model import weight_bytes
 from twostep.model.loading.store import resolve
 from twostep.process.free_memory import check_memory
 from twostep.process.startup import NoProgress, Progress
@@ -36,25 +35,13 @@ _FAKE_BLOCKS = 4096
 _FAKE_MODEL_LEN = 8192
 
 
-class Ranks(Protocol):
-    """Describes what a runner of several processes can do besides."""
-
-    def watch(self, on_failure: Callable[[Exception], None]) -> None:
-        """`on_failure` is called once, from any thread, when a process has died or hangs: the runner serves nothing any more."""
-        ...
-
-    def close(self) -> None:
-        """Ends the processes."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     name: str
     runner: Runner
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
-    ranks: Ranks | None = None  # None: the runner has no process but this one
+    ranks: ParallelRunner | None = None  # the runner, where it has processes besides this one
     # How long its steps take, as measured at the start; None: not measured.
     curve: StepCurve | None = None
     # Its tokenizer.json, for answers held to a grammar; None: there is none.
@@ -66,17 +53,17 @@ class ServedModel:
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
     """Blocks until the weights are there and a GPU is warm. Raises SetupError with what to change."""
-    config = settle(config)
+    config, progress = settle(config), progress or NoProgress()
     model_dir = resolve(config.model, cache_dir=config.cache_dir, progress=log.info) if config.model else None
-    ranks: Ranks | None = None
+    ranks: ParallelRunner | None = None
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
         _check_memory(config, model_dir)
         if config.tensor_parallel_size > 1:
-            runner = ranks = _parallel_runner(config, model_dir, progress or NoProgress())
+            runner = ranks = _parallel_runner(config, model_dir, progress)
         else:
-            runner = _model_runner(config, model_dir, progress or NoProgress())
+            runner = _model_runner(config, model_dir, progress)
     if not gives_tokens(runner):
         if ranks is not None:
             ranks.close()
@@ -84,8 +71,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
             f"{config.served_model_name} gives no token for any prompt in {runner.kv_shape.dtype}: its logits are not finite. Another "
             "--dtype (bfloat16, float32) may hold its values; else its files are damaged, or the device is"
         )
-    fingerprint = _fingerprint(config, model_dir)
     eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
+    curve = None
     shape = runner.kv_shape
     log.info(
         "%s loaded: %s, %s%d KV blocks of %d tokens (%.0f MiB), context %d",
@@ -97,13 +84,16 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         shape.num_blocks * shape.block_bytes / (1 << 20),
         runner.max_model_len,
     )
+    if config.calibrate:
+        progress.phase("curve")
+        curve = calibrate(runner, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
     return ServedModel(
         name=config.served_model_name,
         runner=runner,
-        layout=layout_of(shape, fingerprint),
+        layout=layout_of(shape, _fingerprint(config, model_dir)),
         eos_token_ids=eos,
         ranks=ranks,
-        curve=_measured_curve(config, runner, progress or NoProgress()) if config.calibrate else None,
+        curve=curve,
         tokenizer_dir=model_dir,
     )
 
@@ -148,11 +138,6 @@ def at_knee(config: WorkerConfig, curve: StepCurve | None) -> WorkerConfig:
     log.info("token budget of a decode worker's step: %d, at the knee of the measured curve (%d at most)", knee, largest)
     own, other = (knee, other) if config.role == "decode" else (own, knee)
     return replace(config, max_num_batched_tokens=own, other_step_tokens=other)
-
-
-def _measured_curve(config: WorkerConfig, runner: Runner, progress: Progress) -> StepCurve:
-    progress.phase("curve")
-    return calibrate(runner, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
 
 
 def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import logging
 import os
 import sys
@@ -79,7 +78,10 @@ async def _serve(config: WorkerConfig, model: ServedModel, secret: bytes, make_e
         failing = asyncio.create_task(worker.engine_failed.wait())
         log.info(start.finish())
         if "triton" in sys.modules:
-            importlib.import_module("twostep.model.kernels.late_compiles").report_compiles()
+            # It needs Triton, which only a GPU's runner has loaded.
+            from twostep.model.kernels.late_compiles import report_compiles  # noqa: PLC0415
+
+            report_compiles()
         collecting = asyncio.create_task(collect_in_quiet_moments(lambda: worker.engine.stats().steps), name="collector")
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from twostep.cluster.records import LayoutRecord
+from twostep.engine.grammar import GrammarCompiler, GrammarState
 from twostep.engine.types import EngineRequest, FinishReason, TokenOutput
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.prefix import PrefixHasher, derive_key
 from twostep.rpc.convert import class_from_proto, sampling_from_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
-from twostep.worker.grammars import Grammars
+from twostep.sampling_params import Grammar
 
 # A client's 128, and what a router adds to make the name unique.
 MAX_ID_CHARS = 160
 # Longer prompts are taken in and hashed in a thread, so many tokens at a time: 128 Ki of them take tens of milliseconds, for
 # which nobody's stream is to wait.
 _MAX_INLINE_TOKENS = 2048
+
+_GRAMMAR_THREADS = 2
+_MAX_PENDING_GRAMMARS = 256
+# The first one loads the tokenizer.
+_GRAMMAR_TIMEOUT_S = 60.0
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -33,6 +40,48 @@ def attempt_id(request_id: str, attempt: int) -> str:
     if attempt < 1:
         raise InvalidRequest("attempt is 0; attempts count from 1")
     return f"{request_id}/{attempt}"
+
+
+class Grammars:
+    """Compiles the grammars of one worker's requests, beside its event loop: what a request waits for before it is queued.
+
+    A compiled grammar is there at once; another one takes a thread, of which there are few, for a millisecond to some tenths of a second.
+    What llguidance spends is bounded by its own limits (twostep/text/grammar.py); whoever waits longer than it should take is refused."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._threads = ThreadPoolExecutor(max_workers=_GRAMMAR_THREADS, thread_name_prefix="compile")
+        self._num_pending = 0
+
+    async def state(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
+        """The grammar after the tokens generated before. Raises InvalidRequest, SetupError, and ResourceExhausted where others' grammars
+        keep the threads busy."""
+        state = self._compiler.cached(grammar)
+        if state is not None and not tokens:
+            return state
+        if self._num_pending >= _MAX_PENDING_GRAMMARS:
+            raise ResourceExhausted(f"{self._num_pending} grammars are being compiled here; try another worker, or later")
+        self._num_pending += 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, grammar, tokens)
+        work.add_done_callback(self._done)
+        try:
+            async with asyncio.timeout(_GRAMMAR_TIMEOUT_S):
+                return await asyncio.shield(work)
+        except TimeoutError as error:
+            raise ResourceExhausted(
+                f"the grammar was not compiled within {_GRAMMAR_TIMEOUT_S:g} s; try another worker, or later"
+            ) from error
+
+    def _work(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
+        return self._compiler.compile(grammar).after(tokens)
+
+    def _done(self, work: asyncio.Future[GrammarState]) -> None:
+        self._num_pending -= 1
+        if not work.cancelled():
+            work.exception()  # perhaps nobody waits for it any more
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from twostep.cluster.records import WorkerLoad
 from twostep.engine.engine import Engine
@@ -15,15 +17,61 @@ from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.server import MetricsServer
 from twostep.metrics.worker import WorkerMetrics
-from twostep.process.tracing import TRACES_FLUSH_S, start_tracer
+from twostep.process.start_tracing import start_tracer
+from twostep.process.tracing import TRACES_FLUSH_S
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
-from twostep.worker.rates import Counts, RateMeter
 
 log = logging.getLogger(__name__)
 
 _SAMPLE_EVERY_S = 1.0
 _SAMPLE_TIMEOUT_S = 5.0
+# Seconds over which heartbeats tell rates.
+_WINDOW_S = 10.0
+# Heartbeats come once a second, a few more where a role changes: closer ones tell nothing new.
+_LEAST_GAP_S = 0.25
+
+Describe = Callable[[], worker_pb2.WorkerStats]
+Fill = Callable[[worker_pb2.WorkerStats], Awaitable[None]]
+
+
+class Counts(NamedTuple):
+    """Since some moment: prompt tokens looked up in the prefix cache and those found there, KV bytes taken from prefill workers, tokens
+    computed."""
+
+    queried_tokens: float = 0
+    hit_tokens: float = 0
+    fetched_bytes: float = 0
+    tokens: float = 0
+
+
+class RateMeter:
+    """observe() with every heartbeat. Instants are seconds of one clock that does not go back."""
+
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
+        # Sums that never fall, oldest first: one that is as old as the window, or older, and those since.
+        self._seen: deque[tuple[float, Counts]] = deque()
+        self._last: Counts | None = None
+
+    def observe(self, counts: Counts, now: float) -> Counts:
+        """Returns the counts a second, over the window or as much of it as has passed. Zeros at first. A number that has become less was
+        reset, and counts from 0."""
+        if self._last is None:
+            self._last = counts
+            self._seen.append((now, Counts()))
+            return Counts()
+        more = (new - old if new >= old else new for new, old in zip(counts, self._last, strict=True))
+        total = Counts(*(sum(each) for each in zip(self._seen[-1][1], more, strict=True)))
+        self._last = counts
+        if len(self._seen) > 1 and now - self._seen[-2][0] < _LEAST_GAP_S:
+            self._seen.pop()
+        self._seen.append((now, total))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= self._window_s:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        elapsed = now - since
+        return Counts(*((new - old) / elapsed for new, old in zip(total, before, strict=True))) if elapsed > 0 else Counts()
 
 
 class Telemetry:
@@ -77,8 +125,8 @@ class Telemetry:
             tokens_per_s=rates.tokens,
         )
 
-    def start(self, describe: Callable[[], worker_pb2.WorkerStats], fill: Callable[[worker_pb2.WorkerStats], Awaitable[None]]) -> None:
-        """`describe` and `fill` as in WorkerService. Raises SetupError if the port is taken."""
+    def start(self, describe: Describe, fill: Fill) -> None:
+        """`describe` says who the worker is, `fill` adds what its edge holds. Raises SetupError if the port is taken."""
         if self._server is not None:
             self._server.start()
             self._sampling = asyncio.create_task(self._sample(describe, fill), name="metrics")
@@ -101,9 +149,7 @@ class Telemetry:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close, TRACES_FLUSH_S)
 
-    async def _sample(
-        self, describe: Callable[[], worker_pb2.WorkerStats], fill: Callable[[worker_pb2.WorkerStats], Awaitable[None]]
-    ) -> None:
+    async def _sample(self, describe: Describe, fill: Fill) -> None:
         complained = False
         while True:
             try:
@@ -113,20 +159,17 @@ class Telemetry:
                         await fill(stats)
                 finally:
                     # What the worker knows by itself is told, whatever a KV agent fails with.
-                    self._set(stats)
+                    self._worker.set(
+                        ready=stats.ready,
+                        num_leases=stats.num_leases,
+                        oldest_lease_s=stats.oldest_lease_s,
+                        num_sequences=stats.num_sequences,
+                        num_streams=stats.num_streams,
+                    )
+                    for held in stats.transports:
+                        self._worker.set_transport(held)
                 complained = False
             except Exception as error:  # noqa: BLE001 - whatever it is, the next second they are asked again
                 log.log(logging.DEBUG if complained else logging.WARNING, "the worker's figures are not to be had now: %r", error)
                 complained = True
             await asyncio.sleep(_SAMPLE_EVERY_S)
-
-    def _set(self, stats: worker_pb2.WorkerStats) -> None:
-        self._worker.set(
-            ready=stats.ready,
-            num_leases=stats.num_leases,
-            oldest_lease_s=stats.oldest_lease_s,
-            num_sequences=stats.num_sequences,
-            num_streams=stats.num_streams,
-        )
-        for held in stats.transports:
-            self._worker.set_transport(held)

@@ -15,44 +15,63 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
 
 from twostep import __version__
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.types import LayerProgress, StepOutput
+from twostep.engine.types import StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
+from twostep.keys.vouch import vouch
 from twostep.prefix import secret_check
 from twostep.rpc.call_signing import CallGate
 from twostep.rpc.health import READINESS
+from twostep.rpc.role_pass import RolePass
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.version_gate import VersionGate
-from twostep.worker.address import reachable_address
-from twostep.worker.config import WorkerConfig
+from twostep.worker.config import ROLES, WorkerConfig, config_in_role, reachable_address
 from twostep.worker.curve_tracker import CurveTracker
-from twostep.worker.edge import Carried, Edge, EdgeParts
+from twostep.worker.edge import SERVICE_NAMES, Edge, EdgeParts, KvTransports, Switchboard
 from twostep.worker.engine_loop import EngineLoop
-from twostep.worker.grammars import Grammars
-from twostep.worker.life import Life
 from twostep.worker.model import ServedModel
-from twostep.worker.readiness import Readiness
-from twostep.worker.requests import RequestReader
-from twostep.worker.roles import ROLES, SERVICE_NAMES, RoleChange, RoleConflict, Switchboard, check_services, config_in_role
-from twostep.worker.service import WorkerService
+from twostep.worker.requests import Grammars, RequestReader
 from twostep.worker.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 # For routers to read how their requests ended, and for calls to return.
 _GOODBYE_S = 2.0
 # Launched steps end within it once nothing is left in them; one that does not hangs.
 _ENGINE_IDLE_S = 10.0
 _IDLE_POLL_S = 0.005
+_POLL_S = 0.02
+
+
+class RoleConflict(Exception):
+    """Another change of the worker is under way, or came in between: a switch, a stop. Says what to do."""
+
+
+async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """False: `timeout_s` passed first."""
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= give_up:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
 
 class Worker:
+    """`config`, `epoch` and `edge` are those of its life in the role that it has now."""
+
     def __init__(self, config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
         """`make_edge` makes that of `parts.config.role`, which may change. `epoch` of its first life (twostep/cluster/epochs.py). Needs a
         running event loop. Raises SetupError."""
@@ -78,14 +97,19 @@ class Worker:
         self.engine.set_curve(model.curve)
         self.telemetry = Telemetry(config, self.engine, self.worker_id)
         self._grammars = Grammars(model.grammar_compiler())
+        self._reader = RequestReader(secret=secret, layout=model.layout, eos_token_ids=model.eos_token_ids, grammars=self._grammars)
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
         self._draining = False
         self._ready = False
         self._stopping = False
-        self._switching: asyncio.Task[RoleChange] | None = None
-        self._life = self._new_life(config, epoch)
-        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, self._on_layers)
+        # It stands in Redis: from now on it may be ready.
+        self._announced = False
+        self._why_of_no_use = ""
+        self._switching: asyncio.Task[worker_pb2.SwitchRoleResponse] | None = None
+        self.config, self.epoch = config, epoch
+        self.edge = self._new_edge(config, epoch)
+        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, lambda progress: self.edge.on_layers(progress))
         self.server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -100,29 +124,15 @@ class Worker:
                 CallGate(secret, lambda: (self.worker_id, self.epoch)).admit,
             ],
         )
-        self._readiness = Readiness(self.worker_id, self.server.health)
         self._board = Switchboard()
         self._connect()
         self._board.add_to(self.server)
         self.server.add(WorkerService(self, secret), worker_pb2_grpc.add_WorkerServicer_to_server, "twostep.v1.Worker")
         self._registration = Registration(config.redis_url, secret=secret, describe=self.record, take_delta=self.engine.take_prefix_delta)
 
-    @property
-    def config(self) -> WorkerConfig:
-        """In its role of now."""
-        return self._life.config
-
-    @property
-    def epoch(self) -> int:
-        return self._life.epoch
-
-    @property
-    def edge(self) -> Edge:
-        return self._life.edge
-
     def record(self) -> WorkerRecord:
         """Returns the record that the worker writes in Redis now."""
-        self._readiness.tell(self._life, self._ready)
+        self._tell_readiness()
         stats, shape, config = self.engine.stats(), self._model.runner.kv_shape, self.config
         curve = self._curve.curve
         self.engine.set_curve(curve)
@@ -142,8 +152,8 @@ class Worker:
             num_host_blocks=self.engine.num_host_blocks,
             ready=self._ready,
             draining=self._draining,
-            not_ready_reason=self._readiness.why_of_no_use,
-            transports=tuple(self.edge.ready_transports),
+            not_ready_reason=self._why_of_no_use,
+            transports=tuple(transport.name for transport in self.edge.transports.ready),
             step_tokens=self.engine.max_num_batched_tokens,
             local_prefill=config.role == "decode" and config.local_prefill,
             curve=curve,
@@ -156,30 +166,24 @@ class Worker:
     async def start(self) -> None:
         """Returns when the worker is ready and registered. Raises SetupError with what to change; everything is stopped then."""
         try:
-            self.telemetry.start(self.describe, self.fill_stats)
+            self.telemetry.start(self.describe, lambda stats: self.edge.fill_stats(stats))
             self._loop.start()
             if self._model.ranks is not None:
                 self._model.ranks.watch(self._loop.fail)
             await self.edge.start()
             port = await self.server.start()
             self.address = reachable_address(self.config, port)
-            await self._look_for_transport(self._life)
+            await self._look_for_transport(self.config, self.edge)
             self._ready = True
             await self._registration.start()
-            self._readiness.announced()
+            self._announced = True
         except BaseException:
             self._ready = False
             await self._stop()
             raise
-        self._readiness.tell(self._life, self._ready)
-        log.info(
-            "%s: %s at %s, health on port %d, metrics on port %d",
-            "not ready yet" if self._readiness.why_of_no_use else "ready",
-            self.worker_id,
-            self.address,
-            self.server.health_port,
-            self.telemetry.port,
-        )
+        self._tell_readiness()
+        how, ports = "not ready yet" if self._why_of_no_use else "ready", (self.server.health_port, self.telemetry.port)
+        log.info("%s: %s at %s, health on port %d, metrics on port %d", how, self.worker_id, self.address, *ports)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Drains: what runs may end within `drain_timeout_s`. Then everything is freed and stopped. A change of roles under way is cut
@@ -191,14 +195,25 @@ class Worker:
         self._refuse(f"{self.worker_id} is draining; use another worker")
         # Its record stays as long as anything runs: to a router, a worker without one is lost as soon as it is silent.
         await self._registration.announce()
-        await self._life.drain(drain_timeout_s, self.engine_failed.is_set)
-        self._life.fail_rest(Unavailable(f"{self.worker_id} stopped before the request was done; try again"))
+        await self._drain(drain_timeout_s, self.engine_failed.is_set)
+        self._fail_rest("stopped")
         await self._stop()
+
+    async def _drain(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
+        """Waits until nothing runs any more, for `timeout_s` at most, or until it is interrupted."""
+        await until(lambda: self.edge.idle or interrupted(), timeout_s)
+
+    def _fail_rest(self, why: str) -> None:
+        """Ends what still runs."""
+        if not self.edge.idle:
+            log.warning("ending what still runs")
+            self.edge.fail_all(Unavailable(f"{self.worker_id} {why} before the request was done; try again"))
 
     async def _stop(self) -> None:
         await self._registration.close()
         # Frees what is left and lets streams end, then the calls have a moment to return.
         await self.edge.close()
+        await self.edge.transports.close()
         await self.server.drain(_GOODBYE_S)
         await self._loop.stop()
         await self.telemetry.close()
@@ -206,7 +221,7 @@ class Worker:
 
     # ---- the other role ---------------------------------------------------------------------------------------------------
 
-    async def switch_role(self, role: str, drain_timeout_s: float) -> RoleChange:
+    async def switch_role(self, role: str, drain_timeout_s: float) -> worker_pb2.SwitchRoleResponse:
         """Returns when it serves that role; what runs may end within `drain_timeout_s` before. Goes on to its end whether or not anybody
         waits for it. Raises InvalidRequest, RoleConflict (another change is under way, or came in between), and SetupError: it cannot
         serve that role, and goes on in the one it had."""
@@ -218,14 +233,14 @@ class Worker:
             raise RoleConflict(f"{self.worker_id} is changing its role already; ask again when it is ready")
         if self._interrupted() or not self._ready:
             raise RoleConflict(f"{self.worker_id} is {'stopping' if self._interrupted() else 'starting'}; it keeps its role")
-        if role == self._life.role:
-            return RoleChange(role=role, epoch=self.epoch)
+        if role == self.config.role:
+            return worker_pb2.SwitchRoleResponse(role=role, epoch=self.epoch)
         config = config_in_role(self.config, role)
         self._switching = asyncio.create_task(self._switch(config, drain_timeout_s), name="role switch")
         self._switching.add_done_callback(self._switched)
         return await asyncio.shield(self._switching)
 
-    async def _switch(self, config: WorkerConfig, drain_timeout_s: float) -> RoleChange:
+    async def _switch(self, config: WorkerConfig, drain_timeout_s: float) -> worker_pb2.SwitchRoleResponse:
         try:
             return await self._change(config, drain_timeout_s)
         except (RoleConflict, SetupError):
@@ -235,42 +250,36 @@ class Worker:
             self._on_engine_failure(error)
             raise
 
-    async def _change(self, config: WorkerConfig, drain_timeout_s: float) -> RoleChange:
-        old, begun = self._life, time.monotonic()
+    async def _change(self, config: WorkerConfig, drain_timeout_s: float) -> worker_pb2.SwitchRoleResponse:
+        old, begun = self.config, time.monotonic()
         reason = f"{self.worker_id} is becoming a {config.role} worker; use another one"
         log.info("%s becomes a %s worker: draining for %g s at most", self.worker_id, config.role, drain_timeout_s)
         self._refuse(reason)
         await self._registration.announce()
-        await old.drain(drain_timeout_s, self._interrupted)
+        await self._drain(drain_timeout_s, self._interrupted)
         self._check_not_interrupted()
-        old.fail_rest(Unavailable(f"{self.worker_id} changed its role before the request was done; try again"))
+        self._fail_rest("changed its role")
         drained = time.monotonic()
         self._board.disconnect(reason)
-        carried = await old.edge.leave()
+        await self.edge.close()
         try:
-            await self._begin(config, carried)
+            await self._begin(config)
         except Exception as error:
             log.exception("%s cannot be a %s worker, and goes back", self.worker_id, config.role)
-            await self._go_back(old.config, carried)
+            try:
+                await self._begin(old, back=True)
+            except Exception as worse:
+                raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {worse}") from worse
+            await self._resume()
             raise SetupError(f"{self.worker_id} is a {old.role} worker still: {error}") from error
         await self._resume()
-        change = RoleChange(role=config.role, epoch=self.epoch, drain_s=drained - begun, switch_s=time.monotonic() - drained)
-        log.info(
-            "ready: %s is a %s worker: drained in %.2f s, switched in %.2f", self.worker_id, config.role, change.drain_s, change.switch_s
-        )
-        return change
+        drain_s, switch_s = drained - begun, time.monotonic() - drained
+        log.info("ready: %s is a %s worker: drained in %.2f s, switched in %.2f", self.worker_id, config.role, drain_s, switch_s)
+        return worker_pb2.SwitchRoleResponse(role=config.role, epoch=self.epoch, drain_s=drain_s, switch_s=switch_s)
 
-    async def _go_back(self, config: WorkerConfig, carried: Carried) -> None:
-        """To the role it had. Raises RoleConflict, and InternalError: it has none any more."""
-        try:
-            await self._begin(config, carried, back=True)
-        except Exception as error:
-            raise InternalError(f"{self.worker_id} can serve neither role now, and ends: {error}") from error
-        await self._resume()
-
-    async def _begin(self, config: WorkerConfig, carried: Carried, *, back: bool = False) -> None:
+    async def _begin(self, config: WorkerConfig, *, back: bool = False) -> None:
         """A new life in the role of `config`, that nobody is told of yet; `back` in the one it had, whether or not KV has a way. Raises
-        SetupError, and then the life before is the present one and has `carried`."""
+        SetupError, and then the life before is the present one."""
         give_up = time.monotonic() + _ENGINE_IDLE_S
         while not await asyncio.to_thread(
             self.engine.reconfigure,
@@ -280,56 +289,75 @@ class Worker:
             if time.monotonic() >= give_up:
                 raise InternalError(f"a step that nobody waits for has not ended in {_ENGINE_IDLE_S:g} s; restart the worker")
             await asyncio.sleep(_IDLE_POLL_S)
-        life = self._new_life(config, await self._registration.new_epoch(self.epoch), carried)
+        epoch = await self._registration.new_epoch(self.epoch)
+        edge = self._new_edge(config, epoch, self.edge.transports)
         try:
-            await life.edge.start()
-            await (self._look_for_transport(life) if back else life.wait_for_transport(self._interrupted))
+            await edge.start()
+            await (self._look_for_transport if back else self._wait_for_transport)(config, edge)
         except BaseException:
-            await life.edge.leave()
+            await edge.close()
             raise
-        self._life = life
+        self.config, self.epoch, self.edge = config, epoch, edge
 
-    async def _look_for_transport(self, life: Life) -> None:
+    async def _wait_for_transport(self, config: WorkerConfig, edge: Edge) -> None:
+        """Raises SetupError with what to look at."""
+        if config.kv_transfer == "none":
+            return
+        if not await until(lambda: bool(edge.transports.ready) or self._interrupted(), config.transport_timeout):
+            raise SetupError(
+                f"no KV transport works after {config.transport_timeout:g} s (--kv-transfer {config.kv_transfer}); "
+                f"is Ray running at --ray-address {config.ray_address}?"
+            )
+
+    async def _look_for_transport(self, config: WorkerConfig, edge: Edge) -> None:
         """Waits for a KV transport, and goes on without one: transports come and go while a worker runs, so one may come later."""
         try:
-            await life.wait_for_transport(self._interrupted)
+            await self._wait_for_transport(config, edge)
         except SetupError as error:
             log.warning("%s goes on all the same: %s", self.worker_id, error.message)
 
     async def _resume(self) -> None:
         self._check_not_interrupted()
         self._connect()
-        self.telemetry.serve(self._life.role)
+        self.telemetry.serve(self.config.role)
         self._draining, self._ready = False, True
         await self._registration.announce()
         # Whatever came meanwhile has said that it is not.
-        self._readiness.tell(self._life, self._ready)
+        self._tell_readiness()
 
-    def _new_life(self, config: WorkerConfig, epoch: int, carried: Carried | None = None) -> Life:
-        """Raises SetupError; `carried` is the caller's still then."""
-        edge = self._make_edge(
-            EdgeParts(
-                config=config,
-                worker_id=self.worker_id,
-                epoch=epoch,
-                secret=self._secret,
-                model=self._model,
-                engine=self.engine,
-                reader=RequestReader(
-                    secret=self._secret, layout=self._model.layout, eos_token_ids=self._model.eos_token_ids, grammars=self._grammars
-                ),
-                address=lambda: self.address,
-                metrics=self.telemetry.registry,
-                tracer=self.telemetry.tracer,
-                carried=carried,
-            )
+    def _tell_readiness(self) -> None:
+        """Tells the health service whether it takes new work, and logs why not: at its start, when it changes its role, and with every
+        heartbeat. A worker that is ready itself is still of no use where KV has no way."""
+        config, transports, why = self.config, self.edge.transports, ""
+        alone = config.role == "decode" and config.local_prefill
+        if self._ready and not (config.kv_transfer == "none" or alone or transports.ready):
+            why = f"no KV transport works (--kv-transfer {config.kv_transfer}): {transports.why_none}"
+        if why and not self._why_of_no_use:
+            log.warning("%s is not ready: %s", self.worker_id, why)
+        elif self._why_of_no_use and not why and self._ready:
+            log.info("%s is ready: KV travels by %s", self.worker_id, ", ".join(transport.name for transport in transports.ready))
+        self._why_of_no_use = why
+        self.server.health.set(READINESS, self._announced and self._ready and not why)
+
+    def _new_edge(self, config: WorkerConfig, epoch: int, carried: KvTransports | None = None) -> Edge:
+        """`carried`: the transports of the life before. Raises SetupError, and then they are as they were."""
+        parts = EdgeParts(
+            config=config,
+            worker_id=self.worker_id,
+            epoch=epoch,
+            secret=self._secret,
+            model=self._model,
+            engine=self.engine,
+            reader=self._reader,
+            address=lambda: self.address,
+            metrics=self.telemetry.registry,
+            tracer=self.telemetry.tracer,
+            carried=carried,
         )
-        check_services(config.role, edge.services)
-        return Life(config=config, epoch=epoch, edge=edge)
+        return self._make_edge(parts)
 
     def _connect(self) -> None:
-        life = self._life
-        self._board.connect(life.edge.services, f"{self.worker_id} is a {life.role} worker now; look it up again")
+        self._board.connect(self.edge.services, f"{self.worker_id} is a {self.config.role} worker now; look it up again")
 
     def _refuse(self, reason: str) -> None:
         self._draining, self._ready = True, False
@@ -344,7 +372,7 @@ class Worker:
         if self._interrupted():
             raise RoleConflict(f"{self.worker_id} stops: it changes its role no more")
 
-    def _switched(self, task: asyncio.Task[RoleChange]) -> None:
+    def _switched(self, task: asyncio.Task[worker_pb2.SwitchRoleResponse]) -> None:
         self._switching = None
         if not task.cancelled() and (error := task.exception()) is not None:
             # Perhaps nobody waits for it any more.
@@ -362,9 +390,6 @@ class Worker:
         if output.num_prefill_tokens and output.num_decode_tokens:
             self._curve.observe_mixed_launch(output.launch_s)
 
-    def _on_layers(self, progress: Sequence[LayerProgress]) -> None:
-        self.edge.on_layers(progress)
-
     def _on_engine_failure(self, error: Exception) -> None:
         self._ready = False
         self.server.health.set(READINESS, False)
@@ -376,9 +401,50 @@ class Worker:
     def describe(self) -> worker_pb2.WorkerStats:
         """Who the worker is now."""
         return worker_pb2.WorkerStats(
-            worker_id=self.worker_id, role=self._life.role, epoch=self.epoch, ready=self._ready, draining=self._draining
+            worker_id=self.worker_id, role=self.config.role, epoch=self.epoch, ready=self._ready, draining=self._draining
         )
 
-    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        """Adds what its edge holds."""
-        await self.edge.fill_stats(stats)
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """The Worker service: what this worker holds right now, for operators and tests, and its change of roles."""
+
+    def __init__(self, worker: Worker, secret: bytes) -> None:
+        """`secret` is the deployment's, whose holders may change the worker's role."""
+        self._worker = worker
+        self._secret = secret
+
+    async def Stats(self, request: worker_pb2.WorkerStatsRequest, context: _Context) -> worker_pb2.WorkerStats:
+        worker = self._worker
+        stats = worker.describe()
+        if request.challenge:
+            stats.vouched = vouch(self._secret, request.challenge, worker_id=worker.worker_id, address=worker.address, epoch=worker.epoch)
+        if request.check_integrity:
+            try:
+                # In a thread: walking a large pool takes milliseconds that the event loop does not have.
+                await asyncio.to_thread(worker.engine.check_integrity)
+            except InternalError as error:
+                stats.integrity_error = error.message
+        engine = worker.engine.stats()
+        stats.num_running = engine.num_running
+        stats.num_waiting = engine.num_waiting
+        stats.num_reserved = engine.num_reserved
+        stats.num_held = engine.num_held
+        stats.num_blocks = engine.num_blocks
+        stats.num_free_blocks = engine.num_free_blocks
+        stats.num_cached_blocks = engine.num_cached_blocks
+        stats.num_host_blocks = engine.num_host_blocks
+        stats.num_host_hit_tokens = engine.num_host_hit_tokens
+        stats.steps = engine.steps
+        stats.num_preemptions = engine.num_preemptions
+        stats.swapped_bytes = engine.swapped_bytes
+        stats.stalled_s = engine.stalled_s
+        await worker.edge.fill_stats(stats)
+        return stats
+
+    async def SwitchRole(self, request: worker_pb2.SwitchRoleRequest, context: _Context) -> worker_pb2.SwitchRoleResponse:
+        RolePass.from_proto(request).verify(self._secret, worker_id=self._worker.worker_id, epoch=self._worker.epoch)
+        try:
+            return await self._worker.switch_role(request.role, request.drain_timeout_s)
+        except RoleConflict as conflict:
+            await context.abort(grpc.StatusCode.ABORTED, str(conflict))
+            raise AssertionError("abort raises") from conflict

@@ -14,15 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from twostep.engine.batch import Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import InternalError, SetupError
-from twostep.lab.bench.energy import EnergyMeter
 from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
-from twostep.lab.bench.room import check_blocks, check_context
 from twostep.sampling_params import SamplingParams
 
 
@@ -37,7 +33,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
-    """One phase of a scenario. `joules_per_token` None: the driver does not say."""
+    """One phase of a scenario."""
 
     tokens: int
     seconds: float
@@ -45,7 +41,6 @@ class PhaseResult:
     mbu: float
     bound: Bound
     floor_s: float  # of a step, for decode; of the whole phase, for prefill
-    joules_per_token: float | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -61,9 +56,7 @@ class ScenarioResult:
     decode: PhaseResult
 
 
-def run_scenario(
-    runner: Runner, shape: ModelShape, limits: DeviceLimits, device: torch.device, scenario: Scenario, budget: int
-) -> ScenarioResult:
+def run_scenario(runner: Runner, shape: ModelShape, limits: DeviceLimits, scenario: Scenario, budget: int) -> ScenarioResult:
     """Raises SetupError if the pool cannot hold the scenario at once."""
     check_room(runner, scenario)
     config = EngineConfig(
@@ -74,8 +67,8 @@ def run_scenario(
         hash_unit=runner.kv_shape.block_size,
     )
     requests = _requests(scenario, runner.vocab_size)
-    ttft, num_steps, prefill_s, prefill_joules = _prefill(Engine(runner, config), requests, device)
-    contexts, gaps, num_tokens, decode_s, decode_joules = _decode(Engine(runner, config), requests, device)
+    ttft, num_steps, prefill_s = _prefill(Engine(runner, config), requests)
+    contexts, gaps, num_tokens, decode_s = _decode(Engine(runner, config), requests)
     if not gaps:
         raise SetupError(f"no step decoded all {scenario.batch} sequences; give more --output-tokens, or a smaller --batch-size")
     num_prompt_tokens = scenario.batch * scenario.prompt_tokens
@@ -90,42 +83,33 @@ def run_scenario(
             work_s=prefill_s,
             tokens=num_prompt_tokens,
             seconds=prefill_s,
-            joules=prefill_joules,
         ),
         decode=_phase(
-            shape.decode([round(statistics.fmean(contexts))] * scenario.batch),
-            limits,
-            work_s=tpot,
-            tokens=num_tokens,
-            seconds=decode_s,
-            joules=decode_joules,
+            shape.decode([round(statistics.fmean(contexts))] * scenario.batch), limits, work_s=tpot, tokens=num_tokens, seconds=decode_s
         ),
     )
 
 
-def _prefill(engine: Engine, requests: Sequence[EngineRequest], device: torch.device) -> tuple[list[float], int, float, float | None]:
-    """Time to each first token, number of steps, seconds, joules."""
+def _prefill(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[list[float], int, float]:
+    """Time to each first token, number of steps, seconds."""
     ttft: list[float] = []
     num_steps = 0
-    with EnergyMeter(device) as energy:
-        began = time.perf_counter()
-        for request in requests:
-            engine.submit(request, hold=True)
-        while len(ttft) < len(requests):
-            output = _step(engine)
-            num_steps += output.num_prefill_tokens > 0
-            ttft += [time.perf_counter() - began] * len(output.tokens)
-        seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    for request in requests:
+        engine.submit(request, hold=True)
+    while len(ttft) < len(requests):
+        output = _step(engine)
+        num_steps += output.num_prefill_tokens > 0
+        ttft += [time.perf_counter() - began] * len(output.tokens)
+    seconds = time.perf_counter() - began
     for request in requests:
         engine.release(request.seq_id)
     engine.settle_launched()
-    return ttft, num_steps, seconds, energy.joules
+    return ttft, num_steps, seconds
 
 
-def _decode(
-    engine: Engine, requests: Sequence[EngineRequest], device: torch.device
-) -> tuple[list[int], list[float], int, float, float | None]:
-    """Context and duration of each step in which all decode, tokens of all steps, seconds, joules."""
+def _decode(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[list[int], list[float], int, float]:
+    """Context and duration of each step in which all decode, tokens of all steps, seconds."""
     for request in requests:
         engine.submit(request)
     lengths = {request.seq_id: len(request.token_ids) for request in requests}
@@ -136,20 +120,18 @@ def _decode(
             waiting.discard(token.seq_id)
             lengths[token.seq_id] += 1
     contexts, gaps, num_tokens = [], [], 0
-    with EnergyMeter(device) as energy:
-        began = last = time.perf_counter()
-        while engine.stats().num_running:
-            output = _step(engine)
-            now = time.perf_counter()
-            num_tokens += len(output.tokens)
-            if len(output.tokens) == len(requests):
-                contexts.append(round(statistics.fmean(lengths.values())))
-                gaps.append(now - last)
-            for token in output.tokens:
-                lengths[token.seq_id] += 1
-            last = now
-        seconds = last - began
-    return contexts, gaps, num_tokens, seconds, energy.joules
+    began = last = time.perf_counter()
+    while engine.stats().num_running:
+        output = _step(engine)
+        now = time.perf_counter()
+        num_tokens += len(output.tokens)
+        if len(output.tokens) == len(requests):
+            contexts.append(round(statistics.fmean(lengths.values())))
+            gaps.append(now - last)
+        for token in output.tokens:
+            lengths[token.seq_id] += 1
+        last = now
+    return contexts, gaps, num_tokens, last - began
 
 
 def _step(engine: Engine) -> StepOutput:
@@ -159,7 +141,7 @@ def _step(engine: Engine) -> StepOutput:
     return output
 
 
-def _phase(work: Work, limits: DeviceLimits, *, work_s: float, tokens: int, seconds: float, joules: float | None) -> PhaseResult:
+def _phase(work: Work, limits: DeviceLimits, *, work_s: float, tokens: int, seconds: float) -> PhaseResult:
     """`work` took `work_s`; the phase as a whole made `tokens` in `seconds`."""
     return PhaseResult(
         tokens=tokens,
@@ -168,7 +150,6 @@ def _phase(work: Work, limits: DeviceLimits, *, work_s: float, tokens: int, seco
         mbu=work.mbu(work_s, limits),
         bound=work.bound(limits),
         floor_s=work.floor_s(limits),
-        joules_per_token=None if joules is None or not tokens else joules / tokens,
     )
 
 
@@ -186,8 +167,22 @@ def _requests(scenario: Scenario, vocab_size: int) -> list[EngineRequest]:
     ]
 
 
+def check_context(prompt_tokens: int, output_tokens: int, longest: int) -> None:
+    """`longest`: tokens of the model's context. Raises SetupError."""
+    if prompt_tokens + output_tokens > longest:
+        raise SetupError(
+            f"{prompt_tokens} + {output_tokens} tokens are more than the model's context of {longest}; "
+            "lower --input-tokens or --output-tokens"
+        )
+
+
 def check_room(runner: Runner, scenario: Scenario) -> None:
     """Raises SetupError if the pool cannot hold the scenario at once."""
     check_context(scenario.prompt_tokens, scenario.output_tokens, runner.max_model_len)
-    tokens, shape = scenario.prompt_tokens + scenario.output_tokens, runner.kv_shape
-    check_blocks(scenario.batch, tokens, block_size=shape.block_size, num_blocks=shape.num_blocks)
+    shape = runner.kv_shape
+    needed = scenario.batch * -(-(scenario.prompt_tokens + scenario.output_tokens) // shape.block_size)
+    if needed > shape.num_blocks:
+        raise SetupError(
+            f"a batch of {scenario.batch} needs {needed} KV blocks and the pool has {shape.num_blocks}; give a smaller --batch-size, "
+            "fewer tokens, or --kv-cache-memory-bytes"
+        )

@@ -1,4 +1,4 @@
-"""Counts by arithmetic how much a step has to do, and how near to the card's limits it came.
+"""Counts by arithmetic how much a step has to do, measures what the device can do, and says how near to its limits a step came.
 
     work        FLOPs and bytes that the model itself asks for, however they are computed
     MFU         model FLOPs utilization (Chowdhery et al., PaLM, 2022, appendix B): FLOPs / (seconds * the card's FLOPs per second)
@@ -11,14 +11,21 @@ values. Activations, norms and sampling are left out: small, and nothing that a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import torch
 
 from twostep.engine.batch import KvShape
 from twostep.model.families.config import ModelConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# What is measured with. Beyond every cache; on a GPU, large enough that starting the kernel does not count.
+_READ_BYTES = {"cuda": 4 << 30, "cpu": 512 << 20}
+_MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+_REPEATS = 7
 
 
 class Bound(Enum):
@@ -44,9 +51,6 @@ class DeviceLimits:
 class Work:
     flops: float
     num_bytes: float
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
 
     def mfu(self, seconds: float, limits: DeviceLimits) -> float:
         return self.flops / seconds / limits.flops_per_s
@@ -112,15 +116,11 @@ class ModelShape:
 
     def _keys(self, context: int) -> int:
         """Keys that a query attends to, over all layers."""
-        return sum(min(context, window) if window else context for window in self._windows)
+        return sum(min(context, window) if window else context for window in self.config.windows)
 
     def _causal_keys(self, length: int) -> int:
         """The same for all queries of a prompt together."""
-        return sum(_causal(min(length, window) if window else length, length) for window in self._windows)
-
-    @property
-    def _windows(self) -> Iterable[int]:
-        return self.config.windows
+        return sum(_causal(min(length, window) if window else length, length) for window in self.config.windows)
 
     def _attention_flops(self, keys: int) -> float:
         return 4.0 * self.config.num_heads * self.config.head_dim * keys
@@ -132,3 +132,45 @@ class ModelShape:
 def _causal(window: int, length: int) -> int:
     """Sum of min(i, window) for i from 1 to length."""
     return window * (window + 1) // 2 + window * (length - window)
+
+
+# ---- what this device can do ------------------------------------------------------------------------------------------------
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
+    """The best of some repeats of a reduction over memory and of a square product of random matrices in `dtype`. On a GPU it needs
+    about 5 GB, less where less is free."""
+    with torch.inference_mode():
+        return DeviceLimits(_read_rate(device), _matmul_rate(device, dtype))
+
+
+def _read_rate(device: torch.device) -> float:
+    num_bytes = _READ_BYTES[device.type]
+    if device.type == "cuda":
+        num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 2)
+    words = torch.ones(max(1, num_bytes // 4), dtype=torch.int32, device=device)
+    return words.numel() * 4 / _best_s(lambda: words.amax(), device)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = _MATMUL_SIZE[device.type]
+    # Zeros would flatter: they draw less power, and clocks stay higher.
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / _best_s(lambda: a @ b, device)
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    work()
+    times = []
+    for _ in range(_REPEATS):
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

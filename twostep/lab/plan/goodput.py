@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import sub
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput
-from twostep.lab.plan.workload import PlannedWorkload, fields_of, number_of
+from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput, latency_of_times
+from twostep.lab.bench.serve.sweep import Search, Tried, knee
+from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import (
     ClusterObserver,
     PlacementRule,
@@ -28,15 +28,6 @@ LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
 
 
-def parse_slo(text: str) -> LatencyTargets:
-    """`ttft=500,tpot=10,gap=25` in milliseconds, any of them. Raises InvalidRequest."""
-    fields = fields_of(text, ("ttft", "tpot", "gap", "e2e"), "the targets")
-    values = {f"{name}_ms": number_of(name, value) for name, value in fields.items()}
-    if any(value <= 0 for value in values.values()):
-        raise InvalidRequest(f"--slo {text}: targets are milliseconds above 0, as in ttft=500,tpot=10,gap=25")
-    return LatencyTargets(**values)
-
-
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
     """A request and when each of its tokens was at the client, in seconds since the start."""
@@ -46,14 +37,8 @@ class ServedRequest:
 
     @property
     def latency(self) -> Latency:
-        times, arrival = self.token_times, self.request.arrival_s
-        gaps = map(sub, times[1:], times)
-        return Latency(
-            ttft_s=times[0] - arrival,
-            tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
-            longest_gap_s=max(gaps, default=None),
-            e2e_s=times[-1] - arrival,
-        )
+        times = self.token_times
+        return latency_of_times(times, num_tokens=len(times), sent_s=self.request.arrival_s, ended_s=times[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,24 +176,11 @@ def try_rate(
     return try_requests(deployment, workload.requests(rate, seconds, seed=seed), seconds, targets, to_the_end=to_the_end)
 
 
-def find_knee(meets: Callable[[float], bool], *, guess: float, precision: float = 0.01, most_tries: int = 40, least: float = 1e-3) -> float:
-    """The highest rate that meets its targets, to `precision` of itself; 0.0 where not even `least` does. Doubling or halving from `guess`,
-    then bisection (in ratios): rates below the knee are taken to meet them."""
-    low, high = 0.0, float("inf")
-    rate = max(guess, least)
-    for _ in range(most_tries):
-        if meets(rate):
-            low = rate
-        else:
-            high = rate
-        if low == 0.0:
-            if rate <= least:
-                return 0.0
-            rate = max(least, rate / 2)
-        elif high == float("inf"):
-            rate = low * 2
-        elif high / low <= 1 + precision:
-            break
-        else:
-            rate = (low * high) ** 0.5
-    return low
+def find_knee(meets: Callable[[float], bool], *, guess: float, precision: float = 0.01) -> float:
+    """The highest rate that meets its targets, to `precision` of itself; 0.0 where none from `guess` down does. Rates below the knee are
+    taken to meet them."""
+    search = Search(first=guess, resolution=precision, max_points=40, max_halvings=20)
+    tried: list[Tried] = []
+    while (rate := search.next_rate(tried)) is not None:
+        tried.append(Tried(rate, meets(rate)))
+    return knee(tried) or 0.0

@@ -1,28 +1,51 @@
-"""The machines that a plan is for, put together from a preset, curves, a model and sizes: what each worker's engine is, and its memory."""
+"""The machines that a plan is for: what each worker's engine is, its memory, and how KV travels. They come from a preset, from step curves
+in a file, or from the workers that are registered in Redis."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-from twostep.cluster.records import WorkerRecord
+from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import SetupError
-from twostep.lab.plan.memory import WorkerMemory, worker_memory
-from twostep.lab.plan.model_shape import PlannedModel
-from twostep.lab.plan.presets import Preset, load_preset
-from twostep.lab.simulator.cluster import SimulatedDeployment
+from twostep.lab.plan.model import DEFAULT_RUNTIME_BYTES, PlannedModel, WorkerMemory, worker_memory
+from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
-from twostep.step_curve import StepWorkload, chunk_pairs
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
+_FOLDER = Path(__file__).parent / "presets"
+_REDIS_TIMEOUT_S = 5.0
 # A step by which curves are put in order: a chunk of a prompt beside some decodes.
 _USUAL = StepWorkload(prompt_tokens=512, pairs=chunk_pairs(512, 0), decodes=32, context=32 * 2048)
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What is known of a machine and perhaps a model. `base` has the workers' specs without their blocks, and the hand-over without the
+    bytes of a token; its numbers of workers do not matter."""
+
+    name: str
+    base: SimulatedDeployment
+    model: PlannedModel | None = None
+    gpu_memory_bytes: int = 0
+    runtime_bytes: int = DEFAULT_RUNTIME_BYTES
+
+    def with_specs(self, *, prefill: dict[str, Any], decode: dict[str, Any]) -> Preset:
+        """The same with these fields of its workers' specs."""
+        assert self.base.prefill is not None
+        base = replace(self.base, prefill=replace(self.base.prefill, **prefill), decode=replace(self.base.decode, **decode))
+        return replace(self, base=base)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`base` has the workers' specs (its numbers of workers do not matter). `memory` is None where workers publish their blocks themselves;
-    `gpus` is how many each worker takes."""
+    """`base` has all of the workers' specs. `memory` is None where workers publish their blocks themselves; `gpus` is how many each worker
+    takes."""
 
     name: str
     base: SimulatedDeployment
@@ -31,32 +54,10 @@ class Machine:
     gpus: int = 1
 
 
-def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, block_size: int = 16, gpus: int = 1) -> Machine:
+def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, gpus: int = 1) -> Machine:
     """Workers of a preset's curves and bounds, with what the memory holds."""
-    common = EngineSpec(
-        curve=preset.decode,
-        mixed=preset.mixed,
-        step_tokens=preset.decode_tokens,
-        max_num_seqs=preset.max_num_seqs,
-        num_blocks=memory.num_blocks,
-        block_size=block_size,
-        look_ahead=preset.look_ahead,
-        ahead_s=preset.decode_ahead_s,
-    )
-    return Machine(
-        name=preset.name,
-        base=SimulatedDeployment(
-            num_prefill=1,
-            num_decode=1,
-            prefill=replace(common, curve=preset.prefill, mixed=None, step_tokens=preset.prefill_tokens, ahead_s=preset.prefill_ahead_s),
-            decode=common,
-            hand_over=replace(preset.hand_over, kv_token_bytes=model.kv_token_bytes),
-            edge_s=preset.edge_s,
-        ),
-        model=model,
-        memory=memory,
-        gpus=gpus,
-    )
+    blocks = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
+    return _machine(preset.with_specs(prefill=blocks, decode=blocks), model, memory, gpus)
 
 
 def machine_of_preset(name: str) -> Machine:
@@ -64,21 +65,17 @@ def machine_of_preset(name: str) -> Machine:
     preset = load_preset(name)
     if preset.model is None or not preset.gpu_memory_bytes:
         raise SetupError(f"the preset {name} names no model and no memory; give one like h200-llama-3.1-8b")
-    memory = worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes)
-    return machine_of(preset, preset.model, memory)
+    return machine_of(preset, preset.model, worker_memory(preset.model, preset.gpu_memory_bytes, runtime_bytes=preset.runtime_bytes))
 
 
 def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machine:
     """Workers like those that run: of the ready ones of each role, the one whose steps take the middle of all times, so that one curve
-    gone wrong does not decide. `preset` says how KV travels and what the edge adds. Raises SetupError where a role has none."""
-    found: dict[str, list[WorkerRecord]] = {"decode": [], "prefill": []}
-    for record in records:
-        if record.ready and not record.draining and record.curve is not None:
-            found.setdefault(record.role, []).append(record)
-    if not found["decode"]:
+    gone wrong does not decide. `preset` says how KV travels and what the edge adds. Raises SetupError where no decode worker is ready."""
+    there = [r for r in records if r.ready and not r.draining and r.curve is not None]
+    decodes = [r for r in there if r.role == "decode"]
+    if not decodes:
         raise SetupError("no ready decode worker there has published a step curve yet; wait for its warm-up, or give --preset or --curve")
-    decode = _typical(found["decode"])
-    prefill = _typical(found["prefill"] or found["decode"])
+    decode, prefill = _typical(decodes), _typical([r for r in there if r.role == "prefill"] or decodes)
     layout = decode.layout
     model = PlannedModel(
         name=decode.model,
@@ -89,43 +86,132 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         item_bytes=_ITEM_BYTES.get(layout.dtype, 2) if layout.quantization == "none" else 1,
         scale_bytes=0 if layout.quantization == "none" else 2,
     )
-    specs = [
-        replace(_spec(record), look_ahead=preset.look_ahead, ahead_s=ahead_s)
-        for record, ahead_s in ((prefill, preset.prefill_ahead_s), (decode, preset.decode_ahead_s))
-    ]
-    return Machine(
-        name=f"workers like {prefill.worker_id} and {decode.worker_id}",
-        base=SimulatedDeployment(
-            num_prefill=1,
-            num_decode=1,
-            prefill=specs[0],
-            decode=specs[1],
-            hand_over=replace(preset.hand_over, kv_token_bytes=model.kv_token_bytes),
-            edge_s=preset.edge_s,
-        ),
-        model=model,
-        memory=None,
-        gpus=layout.tp_size,
-    )
+    known = preset.with_specs(prefill=_published(prefill), decode=_published(decode))
+    return _machine(replace(known, name=f"workers like {prefill.worker_id} and {decode.worker_id}"), model, None, layout.tp_size)
+
+
+def _machine(preset: Preset, model: PlannedModel, memory: WorkerMemory | None, gpus: int) -> Machine:
+    base = replace(preset.base, hand_over=replace(preset.base.hand_over, kv_token_bytes=model.kv_token_bytes))
+    return Machine(name=preset.name, base=base, model=model, memory=memory, gpus=gpus)
 
 
 def _typical(records: Iterable[WorkerRecord]) -> WorkerRecord:
     """The lower one of the middle two, of an even number."""
-    ordered = sorted(records, key=lambda record: (_usual_step_s(record), record.worker_id))
+
+    def usual_step(record: WorkerRecord) -> tuple[float, str]:
+        assert record.curve is not None
+        return record.curve.step_s(_USUAL), record.worker_id
+
+    ordered = sorted(records, key=usual_step)
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _usual_step_s(record: WorkerRecord) -> float:
-    assert record.curve is not None
-    return record.curve.step_s(_USUAL)
+def _published(record: WorkerRecord) -> dict[str, Any]:
+    return {
+        "curve": record.curve,
+        "mixed": None,
+        "step_tokens": record.step_tokens,
+        "max_num_seqs": record.max_num_seqs,
+        "num_blocks": record.num_blocks,
+        "block_size": record.layout.block_size,
+    }
 
 
-def _spec(record: WorkerRecord) -> EngineSpec:
-    assert record.curve is not None
-    return EngineSpec(
-        curve=record.curve,
-        step_tokens=record.step_tokens,
-        max_num_seqs=record.max_num_seqs,
-        num_blocks=record.num_blocks,
-        block_size=record.layout.block_size,
-    )
+def registered_workers(url: str) -> list[WorkerRecord]:
+    """Records of the workers that are in Redis now. Raises SetupError if it does not answer or no worker is there; InvalidRequest for
+    records of another version."""
+    try:
+        import redis  # noqa: PLC0415 - only --redis-url needs the package
+    except ModuleNotFoundError as error:
+        raise SetupError("--redis-url needs the package redis, which this installation lacks; install 'twostep[router]'") from error
+    try:
+        with redis.Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S) as client:
+            names = sorted(member.decode() for member in client.smembers(WORKERS_KEY))
+            raw = client.mget([worker_key(name) for name in names]) if names else []
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise SetupError(f"no Redis answers at {url}: {error}; give the URL that the workers have") from error
+    records = [WorkerRecord.from_json(text) for text in raw if text is not None]
+    if not records:
+        raise SetupError(f"no worker is registered at {url}; start some, or give --preset or --curve")
+    return records
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------------
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def load_preset(name: str) -> Preset:
+    """One that comes with this package, or a file of the same form. Raises SetupError."""
+    path = _FOLDER / f"{name}.json"
+    path = path if path.is_file() else Path(name)
+    if not path.is_file():
+        raise SetupError(f"there is no preset {name!r}; known are {', '.join(preset_names())}, or give a file like them, or --curve")
+    raw = _read_object(path)
+    curves, tokens, ahead = raw.get("curves", raw), raw.get("step_tokens", {}), raw.get("ahead_s", {})
+    try:
+        prefill = EngineSpec(
+            curve=_curve(curves["prefill"], path),
+            step_tokens=int(tokens.get("prefill", 8192)),
+            max_num_seqs=int(raw.get("max_num_seqs", 256)),
+            look_ahead=bool(raw.get("look_ahead", True)),
+            ahead_s=float(ahead.get("prefill", math.inf)),
+        )
+        decode = replace(
+            prefill,
+            curve=_curve(curves["decode"], path),
+            # Steps with prompts among decodes; None: as `decode` says.
+            mixed=_curve(curves["mixed"], path) if "mixed" in curves else None,
+            step_tokens=int(tokens.get("decode", 2048)),
+            ahead_s=float(ahead.get("decode", math.inf)),
+        )
+        hand_over, edge_s = HandOverCost(**raw.get("hand_over", {})), float(raw.get("edge_s", 0.0))
+        return Preset(
+            name=str(raw.get("name", path.stem)),
+            base=SimulatedDeployment(num_prefill=1, num_decode=1, prefill=prefill, decode=decode, hand_over=hand_over, edge_s=edge_s),
+            model=PlannedModel(**raw["model"]) if "model" in raw else None,
+            gpu_memory_bytes=int(raw.get("gpu_memory_bytes", 0)),
+            runtime_bytes=int(raw.get("runtime_bytes", DEFAULT_RUNTIME_BYTES)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SetupError(f"{path} is no preset ({error!r}); take one that comes with twostep/lab/plan/presets as a pattern") from error
+
+
+def read_curves(path: Path) -> tuple[StepCurve, StepCurve]:
+    """Reads the curves of a prefill and of a decode worker: one curve for both, or an object with `prefill` and `decode`, or a preset.
+    Raises SetupError."""
+    raw = _read_object(path)
+    raw = raw.get("curves", raw)
+    if isinstance(raw, dict) and "prefill" in raw and "decode" in raw:
+        return _curve(raw["prefill"], path), _curve(raw["decode"], path)
+    curve = _curve(raw, path)
+    return curve, curve
+
+
+def _curve(raw: object, path: Path) -> StepCurve:
+    """Raises SetupError for anything but non-negative numbers under StepCurve's names."""
+    names = [field.name for field in fields(StepCurve)]
+    if not isinstance(raw, dict) or not set(raw) <= set(names) or not {"fixed_s", "per_row_s"} <= set(raw):
+        raise SetupError(
+            f"{path}: a curve is a JSON object with fixed_s and per_row_s, and perhaps {', '.join(names[2:])}; or give one each of "
+            "`prefill` and `decode`"
+        )
+    wrong = [k for k, v in raw.items() if isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < math.inf]
+    if wrong or not raw["fixed_s"] + raw["per_row_s"]:
+        raise SetupError(f"{path}: {', '.join(wrong) or 'fixed_s or per_row_s'} must be numbers from 0 up, and steps take some time")
+    return StepCurve(**raw)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Raises SetupError unless it is a readable JSON object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetupError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise SetupError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    return raw

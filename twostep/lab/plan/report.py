@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from twostep.lab.bench.serve.metrics import Distribution
-from twostep.lab.plan.goodput import WorkerUse
 from twostep.lab.plan.machine import Machine
-from twostep.lab.plan.memory import TokensInFlight, gib, in_flight
+from twostep.lab.plan.model import gib
 from twostep.lab.plan.planner import Option, Plan, Question
+
+_TITLES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "longest_gap_s": "longest gap"}
 
 
 def option_json(option: Option, question: Question, machine: Machine) -> dict[str, Any]:
@@ -32,49 +33,30 @@ def option_json(option: Option, question: Question, machine: Machine) -> dict[st
         "goodput_per_s_per_gpu": option.goodput_per_worker / machine.gpus,
         "planned_rate": trial.rate,
         "share_kept": trial.goodput.attainment,
-        "ttft_s": asdict(Distribution.of(x.ttft_s for x in trial.latencies)),
-        "tpot_s": asdict(Distribution.of(x.tpot_s for x in trial.latencies if x.tpot_s is not None)),
-        "longest_gap_s": asdict(Distribution.of(x.longest_gap_s for x in trial.latencies if x.longest_gap_s is not None)),
+        **{name: asdict(values) for name, values in _latencies(option).items()},
         "cost_per_hour": option.hour,
         "cost_per_request": per_request,
         "cost_per_million_tokens": 1e6 * per_request / (mean_in + mean_out),
         "cost_per_million_output_tokens": 1e6 * per_request / mean_out,
-        "roles": {role: _role_json(role, option, question, machine) for role in roles},
+        "roles": {role: _role_json(role, option, machine) for role in roles},
     }
 
 
-def _role_json(role: str, option: Option, question: Question, machine: Machine) -> dict[str, Any]:
+def _role_json(role: str, option: Option, machine: Machine) -> dict[str, Any]:
     uses = [use for use in option.trial.run.workers if use.role == role]
     spec = option.deployment.prefill if role == "prefill" else option.deployment.decode
     assert spec is not None
-    token_bytes = machine.model.kv_token_bytes / machine.gpus
     peak = max(use.peak_blocks for use in uses) * spec.block_size
-    there = _in_flight(role, option, question)
     return {
         "workers": len(uses),
         "busy": _mean([use.busy for use in uses]),
         "sequences_decoding": _mean([use.decodes for use in uses]),
         "peak_sequences_decoding": max(use.peak_decodes for use in uses),
         "preemptions": sum(use.num_preemptions for use in uses),
-        "tokens_in_flight_by_littles_law": there.tokens,
-        "kv_bytes_by_littles_law": there.tokens * token_bytes,
         "peak_tokens": peak,
-        "peak_kv_bytes": peak * token_bytes,
-        "pool_tokens": spec.num_blocks * spec.block_size,
+        "peak_kv_bytes": peak * machine.model.kv_token_bytes / machine.gpus,
+        "pool_tokens": spec.num_tokens,
     }
-
-
-def _in_flight(role: str, option: Option, question: Question) -> TokensInFlight:
-    """Counts for one worker of the role."""
-    trial, deployment = option.trial, option.deployment
-    ttft = Distribution.of(x.ttft_s for x in trial.latencies).mean
-    tpots = [x.tpot_s for x in trial.latencies if x.tpot_s is not None]
-    tpot = sum(tpots) / len(tpots) if tpots else 0.0
-    sample = question.workload.sample()
-    if role == "prefill":
-        return in_flight(sample, trial.rate / deployment.num_prefill, seconds_per_token=0.0, seconds_before=ttft)
-    # A decode worker reserves a prompt's blocks before it is computed.
-    return in_flight(sample, trial.rate / deployment.num_decode, seconds_per_token=tpot, seconds_before=ttft)
 
 
 def plan_json(plan: Plan, question: Question, machine: Machine) -> dict[str, Any]:
@@ -95,40 +77,56 @@ def plan_json(plan: Plan, question: Question, machine: Machine) -> dict[str, Any
     }
 
 
-def plan_text(plan: Plan, question: Question, machine: Machine, currency: str = "") -> str:
-    best = plan.best
+def plan_text(plan: Plan, question: Question, machine: Machine) -> str:
+    best, model, memory = plan.best, machine.model, machine.memory
     deployment = best.deployment
+    chosen = option_json(best, question, machine)
     split = f"P:D {deployment.num_prefill}:{deployment.num_decode}"
     what = "no split: every worker computes prompts and decodes" if deployment.aggregated else split
     lines = [
         f"workload     {question.workload}",
         f"targets      {question.targets}, of 95 % of the requests",
-        f"machine      {machine.name}, {machine.model.name}",
+        f"machine      {machine.name}, {model.name}",
         "",
         f"recommended  {deployment.name}   ({what})",
         f"             {best.goodput:.3g} requests/s kept to the targets, {best.goodput_per_worker / machine.gpus:.3g} per GPU",
-        *_verdict(plan),
+        f"             {_verdict(plan)}",
         "",
         *_table(plan, question, machine),
         "",
         f"{deployment.name} at {best.trial.rate:.4g} requests/s: {best.trial.goodput.attainment:.1%} of "
         f"{best.trial.goodput.num_requests} simulated requests kept all targets",
-        *_latencies(best),
-        *_uses(best.trial.run.workers),
-        "",
-        *_memory(best, question, machine),
     ]
+    for name, d in _latencies(best).items():
+        if d.count:
+            title = _TITLES[name]
+            lines.append(f"  {title:<12} p50 {d.p50 * 1e3:.1f}, p95 {d.p95 * 1e3:.1f}, p99 {d.p99 * 1e3:.1f} ms")
+    for role, use in chosen["roles"].items():
+        line = f"  {role:<12} {use['workers']} x busy {use['busy']:.2f}"
+        if role != "prefill":
+            line += f", {use['sequences_decoding']:.1f} sequences decoding at once, {use['peak_sequences_decoding']} at most"
+        lines.append(line + (f", {use['preemptions']} gave way for want of memory" if use["preemptions"] else ""))
+    lines += ["", f"memory       KV of a token: {model.formula}"]
+    if memory is not None:
+        lines.append(
+            f"             a GPU of {gib(memory.gpu_bytes)}, {memory.utilization:.0%} of it: weights {gib(memory.weight_bytes)}, "
+            f"steps and libraries {gib(memory.runtime_bytes)}, "
+            f"KV {gib(memory.num_tokens * memory.kv_token_bytes)} = {memory.num_tokens:,} tokens"
+        )
+    for role, use in chosen["roles"].items():
+        lines.append(
+            f"             each {role} worker needs {gib(use['peak_kv_bytes'])} at most, "
+            f"{use['peak_tokens'] / use['pool_tokens']:.0%} of its pool"
+        )
     return "\n".join(lines)
 
 
-def _verdict(plan: Plan) -> list[str]:
-    if plan.aggregated is None:
-        return ["             without separate prefill workers the targets are kept at no rate"]
-    if plan.disaggregated is None:
-        return ["             with separate prefill workers the targets are kept at no rate"]
-    gain = plan.gain or 0.0
-    how = f"{abs(gain):.0%} {'more' if gain >= 0 else 'less'}"
-    return [f"             disaggregated gives {how} goodput for the money than {plan.aggregated.deployment.name}"]
+def _verdict(plan: Plan) -> str:
+    if plan.aggregated is None or plan.gain is None:
+        with_or_without = "without" if plan.aggregated is None else "with"
+        return f"{with_or_without} separate prefill workers the targets are kept at no rate"
+    how = f"{abs(plan.gain):.0%} {'more' if plan.gain >= 0 else 'less'}"
+    return f"disaggregated gives {how} goodput for the money than {plan.aggregated.deployment.name}"
 
 
 def _table(plan: Plan, question: Question, machine: Machine) -> list[str]:
@@ -155,48 +153,13 @@ def _table(plan: Plan, question: Question, machine: Machine) -> list[str]:
     ]
 
 
-def _latencies(option: Option) -> list[str]:
-    figures = (
-        ("TTFT", [x.ttft_s for x in option.trial.latencies]),
-        ("TPOT", [x.tpot_s for x in option.trial.latencies if x.tpot_s is not None]),
-        ("longest gap", [x.longest_gap_s for x in option.trial.latencies if x.longest_gap_s is not None]),
-    )
-    return [f"  {name:<12} p50 {d.p50 * 1e3:.1f}, p95 {d.p95 * 1e3:.1f}, p99 {d.p99 * 1e3:.1f} ms" for name, d in _given(figures)]
-
-
-def _given(figures: Sequence[tuple[str, list[float]]]) -> list[tuple[str, Distribution]]:
-    return [(name, Distribution.of(values)) for name, values in figures if values]
-
-
-def _uses(uses: Sequence[WorkerUse]) -> list[str]:
-    lines = []
-    for role in dict.fromkeys(use.role for use in uses):
-        these = [use for use in uses if use.role == role]
-        line = f"  {role:<12} {len(these)} x busy {_mean([use.busy for use in these]):.2f}"
-        if role != "prefill":
-            most = max(use.peak_decodes for use in these)
-            line += f", {_mean([use.decodes for use in these]):.1f} sequences decoding at once, {most} at most"
-        preempted = sum(use.num_preemptions for use in these)
-        lines.append(line + (f", {preempted} gave way for want of memory" if preempted else ""))
-    return lines
-
-
-def _memory(option: Option, question: Question, machine: Machine) -> list[str]:
-    model, memory = machine.model, machine.memory
-    lines = [f"memory       KV of a token: {model.formula}"]
-    if memory is not None:
-        lines += [
-            f"             a GPU of {gib(memory.gpu_bytes)}, {memory.utilization:.0%} of it: weights {gib(memory.weight_bytes)}, "
-            f"steps and libraries {gib(memory.runtime_bytes)}, "
-            f"KV {gib(memory.num_blocks * memory.block_size * memory.kv_token_bytes)} = {memory.num_tokens:,} tokens"
-        ]
-    for role, raw in option_json(option, question, machine)["roles"].items():
-        lines.append(
-            f"             each {role} worker needs {gib(raw['kv_bytes_by_littles_law'])} on average "
-            f"({raw['tokens_in_flight_by_littles_law']:,.0f} tokens by Little's law), {gib(raw['peak_kv_bytes'])} at most "
-            f"({raw['peak_tokens'] / raw['pool_tokens']:.0%} of its pool)"
-        )
-    return lines
+def _latencies(option: Option) -> dict[str, Distribution]:
+    found = option.trial.latencies
+    return {
+        "ttft_s": Distribution.of(x.ttft_s for x in found),
+        "tpot_s": Distribution.of(x.tpot_s for x in found if x.tpot_s is not None),
+        "longest_gap_s": Distribution.of(x.longest_gap_s for x in found if x.longest_gap_s is not None),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

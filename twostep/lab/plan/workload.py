@@ -10,13 +10,13 @@ workload, rate and seed give the same requests.
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.arrivals import Arrivals, until
+from twostep.lab.bench.serve.arrivals import Arrivals
 from twostep.lab.bench.serve.lengths import (
     DOCUMENT_OUTPUT,
     DOCUMENT_PROMPT,
@@ -49,9 +49,9 @@ class PlannedWorkload:
     def requests(self, rate: float, seconds: float, *, seed: int = 0) -> list[SimulatedRequest]:
         """All that arrive within `seconds` at `rate` requests a second, in order. Another rate with the same seed has the same requests,
         nearer to each other or further apart: rates can be compared."""
-        arrivals = Arrivals(kind="poisson" if self.burstiness == 1 else "gamma", rate=rate, burstiness=self.burstiness)
         lengths = random.Random(f"lengths/{seed}")
-        return [self._request(at, lengths) for at in until(arrivals.times(str(seed)), seconds)]
+        arrivals = Arrivals(rate=rate, burstiness=self.burstiness)
+        return [self._request(at, lengths) for at in arrivals.until(str(seed), seconds)]
 
     def sample(self, count: int = 2000) -> list[SimulatedRequest]:
         """Some of its requests, to reckon averages from."""
@@ -70,27 +70,27 @@ class PlannedWorkload:
 
 def parse_workload(text: str) -> PlannedWorkload:
     """Raises InvalidRequest with what is wrong and an example."""
-    fields = fields_of(text, ("prompts", "outputs", "cached", "burstiness"), "a workload")
+    fields: dict[str, str] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, value = part.partition("=")
+        if not value or name not in ("prompts", "outputs", "cached", "burstiness") or name in fields:
+            raise InvalidRequest(
+                f"{part!r} is no part of a workload; give prompts=…, outputs=…, and perhaps cached=… and burstiness=…, each once"
+            )
+        fields[name] = value
     missing = [name for name in ("prompts", "outputs") if name not in fields]
     if missing:
         raise InvalidRequest(f"the workload {text!r} lacks {' and '.join(missing)}; give for example {_EXAMPLE}")
-    cached = number_of("cached", fields.get("cached", "0"))
-    burstiness = number_of("burstiness", fields.get("burstiness", "1"))
-    if not 0 <= cached <= 1:
-        raise InvalidRequest(f"cached={cached:g} is no share of a prompt; give 0 to 1")
-    if not 0.01 <= burstiness <= 1000:
-        raise InvalidRequest(f"burstiness={burstiness:g} is out of range; give 1 for Poisson, less (to 0.01) for bursts, more for evenness")
     return PlannedWorkload(
-        prompts=parse_lengths("prompts", fields["prompts"]),
-        outputs=parse_lengths("outputs", fields["outputs"]),
-        cached=cached,
-        burstiness=burstiness,
+        prompts=_lengths("prompts", fields["prompts"]),
+        outputs=_lengths("outputs", fields["outputs"]),
+        cached=_number("cached", fields.get("cached", "0"), 0, 1, "a share of each prompt"),
+        burstiness=_number("burstiness", fields.get("burstiness", "1"), 0.01, 1000, "1 is Poisson, less comes in bursts, more evenly"),
         text=text,
     )
 
 
-def parse_lengths(name: str, text: str) -> Lengths:
-    """Reads the lengths of `prompts` or `outputs`. Raises InvalidRequest."""
+def _lengths(name: str, text: str) -> Lengths:
     if (published := _PUBLISHED[name].get(text)) is not None:
         return published
     if match := re.fullmatch(r"\d+", text):
@@ -106,24 +106,11 @@ def parse_lengths(name: str, text: str) -> Lengths:
     raise InvalidRequest(f"{name}={text} is no length in tokens; give 512, 2600+-30%, 2600~30%, 1200..2600, or one of {known}")
 
 
-def fields_of(text: str, known: Sequence[str], what: str) -> dict[str, str]:
-    """`a=1,b=2` as a dict. Raises InvalidRequest for unknown, repeated or malformed ones."""
-    fields: dict[str, str] = {}
-    for part in text.replace(" ", "").split(","):
-        name, equals, value = part.partition("=")
-        if not equals or not value or name not in known or name in fields:
-            names = ", ".join(f"{name}=…" for name in known)
-            raise InvalidRequest(f"{part!r} is no part of {what}; give some of {names}, each once, with commas")
-        fields[name] = value
-    return fields
-
-
-def number_of(name: str, text: str) -> float:
-    """Raises InvalidRequest unless it is a finite number."""
+def _number(name: str, text: str, least: float, most: float, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = float("nan")
-    if value != value or abs(value) == float("inf"):
-        raise InvalidRequest(f"{name}={text} is not a number; give one such as {name}=0.5")
+        value = math.nan
+    if not least <= value <= most:
+        raise InvalidRequest(f"{name}={text}: give a number from {least:g} to {most:g}; it is {what}")
     return value

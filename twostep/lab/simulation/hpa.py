@@ -6,24 +6,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 DEFAULT_TOLERANCE = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The rules of one direction. `pods` and `percent` may be added or taken in each `period_s`, whichever is more; None: no such
-    policy."""
-
-    stabilization_s: float
-    percent: float | None = 100.0
-    pods: int | None = None
-    period_s: float = 15.0
-
-
-UP = Rules(stabilization_s=0.0, pods=4)
-DOWN = Rules(stabilization_s=300.0)
+_PERIOD_S = 15.0
 
 
 def pods_metric(current: int, values: Sequence[float], num_missing: int, target: float, tolerance: float = DEFAULT_TOLERANCE) -> int:
@@ -43,45 +28,35 @@ def pods_metric(current: int, values: Sequence[float], num_missing: int, target:
     return current if (new_ratio < 1 and wanted > current) or (new_ratio > 1 and wanted < current) else wanted
 
 
-def average_value(current: int, total: float, target: float, tolerance: float = DEFAULT_TOLERANCE) -> int:
-    """Replicas for one number of the whole (type External or Object, AverageValue): KEDA's way. From nothing, one for each target."""
-    if current and abs(1 - total / (target * current)) <= tolerance:
+def average_value(current: int, total: float, tolerance: float = DEFAULT_TOLERANCE) -> int:
+    """Replicas for one number of the whole (type External or Object, AverageValue) with a target of 1: KEDA's way."""
+    if current and abs(1 - total / current) <= tolerance:
         return current
-    return math.ceil(total / target)
+    return math.ceil(total)
 
 
 class Hpa:
-    """One HPA's memory: what it recommended and did lately. Instants of one clock."""
+    """One HPA's memory: what it recommended and did lately. Instants of one clock. Up at once, by 100 % or by `up_pods`, whichever is more,
+    in 15 s; down to the most that was recommended within `settle_s`."""
 
-    def __init__(self, *, least: int, most: int, up: Rules = UP, down: Rules = DOWN) -> None:
-        self._least, self._most = least, most
-        self._up, self._down = up, down
+    def __init__(self, *, least: int, most: int, up_pods: int = 4, settle_s: float = 300.0) -> None:
+        self._least, self._most, self._up_pods, self._settle_s = least, most, up_pods, settle_s
         self._recommended: deque[tuple[float, int]] = deque()
         self._changes: deque[tuple[float, int]] = deque()
 
     def follow(self, now: float, current: int, wanted: int) -> int:
         """Replicas to have, where the metrics ask for `wanted`."""
-        window = max(self._up.stabilization_s, self._down.stabilization_s)
-        self._recommended.append((now, wanted))
-        while self._recommended[0][0] < now - window:
-            self._recommended.popleft()
-        # Up to the least that was asked for of late, down to the most.
-        low = min(value for at, value in self._recommended if at >= now - self._up.stabilization_s)
-        high = max(value for at, value in self._recommended if at >= now - self._down.stabilization_s)
-        wanted = min(max(current, low), high)
-        wanted = self._paced(now, current, min(max(wanted, self._least), self._most))
-        if wanted != current:
-            self._changes.append((now, wanted - current))
-        return wanted
-
-    def _paced(self, now: float, current: int, wanted: int) -> int:
-        longest = max(self._up.period_s, self._down.period_s)
-        while self._changes and self._changes[0][0] <= now - longest:
-            self._changes.popleft()
-        rules = self._up if wanted > current else self._down
-        before = current - sum(change for at, change in self._changes if at > now - rules.period_s)
-        shares = [] if rules.percent is None else [before * rules.percent / 100]
-        steps = shares if rules.pods is None else [*shares, float(rules.pods)]
+        recommended, changes = self._recommended, self._changes
+        recommended.append((now, wanted))
+        while recommended[0][0] < now - self._settle_s:
+            recommended.popleft()
+        while changes and changes[0][0] <= now - _PERIOD_S:
+            changes.popleft()
+        wanted = max(wanted, min(current, max(value for _, value in recommended)))
+        wanted = min(max(wanted, self._least), self._most)
         if wanted > current:
-            return max(current, min(wanted, math.ceil(before + max(steps))))
-        return min(current, max(wanted, math.floor(before - max(steps)))) if wanted < current else current
+            before = current - sum(change for _, change in changes)
+            wanted = max(current, min(wanted, before + max(before, self._up_pods)))
+        if wanted != current:
+            changes.append((now, wanted - current))
+        return wanted

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from twostep.autoscaler.model import ROLES, PolicyConfig, Role
@@ -17,6 +17,8 @@ from twostep.lab.simulator.cluster import ClusterObserver, SimulatedRequest
 
 # Intervals in a row that keep the target: then it is back.
 _STEADY = 2
+# Instants, and the pods that a role was to have from then on.
+Asked = list[tuple[float, int]]
 
 
 @dataclass(slots=True)
@@ -25,8 +27,7 @@ class Totals:
 
     arrived: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    uncached_squares: int = 0
+    prompt_squares: int = 0
     refused: int = 0
     ended: int = 0
     output_tokens: int = 0
@@ -40,7 +41,7 @@ class RequestLedger(ClusterObserver):
     def __init__(self, *, ttft_ms: float, tpot_ms: float, edge_s: float = 0.0) -> None:
         self.totals = Totals()
         self.pod_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
-        self.losses: list[tuple[float, Role]] = []
+        self.lost_at: list[float] = []
         self.closed = False  # nothing more is paid
         self.kept = 0
         self._ttft_s, self._tpot_s, self._edge_s = ttft_ms / 1e3, tpot_ms / 1e3, edge_s
@@ -50,8 +51,7 @@ class RequestLedger(ClusterObserver):
         totals = self.totals
         totals.arrived += 1
         totals.prompt_tokens += request.num_prompt
-        totals.cached_tokens += request.num_cached
-        totals.uncached_squares += (request.num_prompt - request.num_cached) ** 2
+        totals.prompt_squares += request.num_prompt**2
         self._came.append(request.arrival_s)
 
     def ended(self, request: SimulatedRequest, token_times: Sequence[float]) -> None:
@@ -73,24 +73,10 @@ class RequestLedger(ClusterObserver):
         if not self.closed:
             self.pod_s[role] += seconds
 
-    def lost(self, now: float, role: Role) -> None:
-        self.losses.append((now, role))
-
     def kept_shares(self, interval_s: float) -> list[float | None]:
         """Returns the share of the requests that came in each interval which was kept; None: none came."""
         came, kept = (Counter(int(at / interval_s) for at in found) for found in (self._came, self._kept))
         return [kept[i] / came[i] if came[i] else None for i in range(max(came, default=-1) + 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One interval as it is drawn: pods asked for and workers that serve, of each role."""
-
-    at_s: float
-    requests_per_s: float
-    wanted: Mapping[Role, int]
-    serving: Mapping[Role, int]
-    pods: Mapping[Role, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,47 +87,27 @@ class ScalingOutcome:
     name: str
     num_requests: int
     attainment: float
-    worst_minute: float
     gpu_hours: float
-    cost: float
-    mean_gpus: float
-    peak_gpus: int
     reversals: int
-    num_changes: int
     recoveries: tuple[int, ...]
     refused: int
-    kept_shares: Sequence[float | None] = field(default=(), repr=False)
-    moments: Sequence[Moment] = field(default=(), repr=False)
-    losses: Sequence[tuple[float, Role]] = field(default=(), repr=False)
 
 
-def judge(name: str, ledger: RequestLedger, moments: Sequence[Moment], policy: PolicyConfig, seconds: float) -> ScalingOutcome:
+def judge(name: str, ledger: RequestLedger, asked: Mapping[Role, Asked], policy: PolicyConfig) -> ScalingOutcome:
     shares = ledger.kept_shares(policy.interval_s)
-    minutes = [share for share in ledger.kept_shares(60.0) if share is not None]
     num = ledger.totals.arrived
-    gpus = {role: max(1, policy.pool(role).gpus_per_worker) for role in ROLES}
-    hours = {role: ledger.pod_s[role] / 3600 for role in ROLES}
-    series = [[(moment.at_s, moment.wanted[role]) for moment in moments] for role in ROLES]
     return ScalingOutcome(
         name=name,
         num_requests=num,
         attainment=ledger.kept / num if num else 1.0,
-        worst_minute=min(minutes, default=1.0),
-        gpu_hours=sum(hours[role] * gpus[role] for role in ROLES),
-        cost=sum(hours[role] * policy.pool(role).worker_hour for role in ROLES),
-        mean_gpus=sum(hours[role] * gpus[role] for role in ROLES) * 3600 / seconds,
-        peak_gpus=max((sum(moment.pods[role] * gpus[role] for role in ROLES) for moment in moments), default=0),
-        reversals=max(most_reversals(one, policy.cool_down_s) for one in series),
-        num_changes=sum(a[1] != b[1] for one in series for a, b in pairwise(one)),
-        recoveries=tuple(recovery(shares, int(at / policy.interval_s), policy.attainment) for at, _ in ledger.losses),
+        gpu_hours=sum(ledger.pod_s[role] * max(1, policy.pool(role).gpus_per_worker) for role in ROLES) / 3600,
+        reversals=max(most_reversals(one, policy.cool_down_s) for one in asked.values()),
+        recoveries=tuple(recovery(shares, int(at / policy.interval_s), policy.attainment) for at in ledger.lost_at),
         refused=ledger.totals.refused,
-        kept_shares=shares,
-        moments=moments,
-        losses=tuple(ledger.losses),
     )
 
 
-def most_reversals(series: Sequence[tuple[float, int]], window_s: float) -> int:
+def most_reversals(series: Asked, window_s: float) -> int:
     """The most changes of direction that lie within `window_s`. A change of direction is a step up after a step down, or the other way
     round, however long after it; it happens when the second step does."""
     turns: list[float] = []

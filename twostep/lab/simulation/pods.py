@@ -169,7 +169,7 @@ class PodCluster(SimulatedCluster):
         assert pod.worker is not None
         pod.worker.lost_at = now
         pod.alive = False
-        self.ledger.lost(now, role)
+        self.ledger.lost_at.append(now)
         self.ledger.paid(pod.owner, now - pod.created_at)
         self._create(pod.owner, now, cold_start_s=self.config.cold_start_s)
         self.at(now + self.config.detect_s, self._notice, pod)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from twostep.autoscaler.decision_log import head_of, line_of
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
-from twostep.lab.simulation.outcome import Moment, RequestLedger, ScalingOutcome, judge
+from twostep.lab.bench.serve.metrics import LatencyTargets
+from twostep.lab.plan.planner import decode_rate, prompt_work_s
+from twostep.lab.simulation.outcome import Asked, RequestLedger, ScalingOutcome, judge
 from twostep.lab.simulation.pods import PodCluster, PodsConfig
 from twostep.lab.simulation.sampling import AGE_S, Sampler
 from twostep.lab.simulation.scalers import JointPolicy, Scaler
 from twostep.lab.simulation.traces import LoadTrace
 from twostep.lab.simulator.cluster import SimulatedRequest
-from twostep.step_curve import chunk_pairs
 
 # How long answers have after the trace's end; nothing is decided and nothing paid in it.
 _AFTER_S = 120.0
-# Share of what a worker can do that the fleet at the beginning is to use.
+# Share of what a worker can do that the fleet at the beginning is to use, and the requests that say what that is.
 _FIRST_UTILIZATION = 0.6
+_FIRST_REQUESTS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +38,10 @@ def simulate(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedReq
     policy = setting.policy
     ledger = RequestLedger(ttft_ms=policy.ttft_ms, tpot_ms=policy.tpot_ms, edge_s=setting.cluster.deployment.edge_s)
     cluster = PodCluster(setting.cluster, requests, ledger, seed=seed)
-    cluster.start_with(scaler.start(0.0) or fitting(setting, trace, 0.0))
+    cluster.start_with(_fitting(setting, trace.rate.at(0.0), requests[:_FIRST_REQUESTS]))
     cluster.plan_losses(trace.losses)
     sampler = Sampler(cluster, window_s=policy.window_s)
-    moments: list[Moment] = []
+    asked: dict[Role, Asked] = {role: [] for role in ROLES}
 
     def look(now: float, _: Any) -> None:
         sample = sampler.sample(now)
@@ -49,7 +51,8 @@ def simulate(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedReq
 
     def act(now: float, sample: Any) -> None:
         scaler.act(now, sample, cluster)
-        moments.append(_moment(now, trace, cluster))
+        for role in ROLES:
+            asked[role].append((now, cluster.replicas[role]))
 
     def close(now: float, _: Any) -> None:
         cluster.pay(now)
@@ -58,35 +61,19 @@ def simulate(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedReq
     cluster.at(policy.interval_s - AGE_S, look)
     cluster.at(trace.seconds, close)
     cluster.run(trace.seconds + _AFTER_S)
-    return judge(scaler.name, ledger, moments, policy, trace.seconds)
+    return judge(scaler.name, ledger, asked, policy)
 
 
-def fitting(setting: Setting, trace: LoadTrace, second: float) -> Mapping[Role, int]:
-    """A fleet that carries what the trace offers at `second`, reckoned from its means."""
+def _fitting(setting: Setting, rate: float, sample: Sequence[SimulatedRequest]) -> dict[Role, int]:
+    """A fleet that carries `rate` requests a second like those of `sample`."""
     deployment, policy = setting.cluster.deployment, setting.policy
-    prefill, decode = deployment.spec_of("prefill"), deployment.spec_of("decode")
-    rate, prompt, output = trace.rate.at(second), trace.prompts.at(second), trace.outputs.at(second)
-    uncached = prompt * (1 - trace.cached)
-    pairs = chunk_pairs(round(uncached), round(prompt - uncached))
-    prompt_s = prefill.curve.per_row_s * round(uncached) + prefill.curve.per_pair_s * pairs
-    prompt_s += prefill.curve.fixed_s * uncached / prefill.step_tokens
-    tpot_s = policy.tpot_ms / 1e3
-    context = prompt + output / 2
-    each = decode.curve.per_sequence_s + decode.curve.per_context_s * context
-    seats = min(decode.max_num_seqs, decode.num_tokens / context, max(1.0, (tpot_s - decode.curve.fixed_s) / each))
-    needed = {"prefill": rate * prompt_s, "decode": rate * output * tpot_s / seats}
+    if not sample:
+        return dict.fromkeys(ROLES, 1)
+    needed = {
+        "prefill": rate * prompt_work_s(deployment.spec_of("prefill"), sample),
+        "decode": rate / decode_rate(deployment.spec_of("decode"), sample, LatencyTargets(tpot_ms=policy.tpot_ms)),
+    }
     return {role: min(policy.pool(role).max_workers, max(1, math.ceil(needed[role] / _FIRST_UTILIZATION))) for role in ROLES}
-
-
-def _moment(now: float, trace: LoadTrace, cluster: PodCluster) -> Moment:
-    pods = cluster.pods.values()
-    return Moment(
-        at_s=now,
-        requests_per_s=trace.rate.at(now),
-        wanted=dict(cluster.replicas),
-        serving={role: sum(pod.serving and pod.role == role for pod in pods) for role in ROLES},
-        pods={role: sum(pod.alive and pod.owner == role for pod in pods) for role in ROLES},
-    )
 
 
 def decision_lines(setting: Setting, trace: LoadTrace, requests: Sequence[SimulatedRequest], *, seed: int) -> list[str]:

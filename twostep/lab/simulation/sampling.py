@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from twostep.autoscaler.model import ROLES, Observation, Role, Traffic, WorkerView
 from twostep.cluster.records import HEARTBEAT_S
@@ -23,7 +23,6 @@ class PodMetrics:
     KV pool."""
 
     busy: float = 0.0
-    queued_tokens: float = 0.0
     tokens_per_s: float = 0.0
     seats: float = 0.0
     pool: float = 0.0
@@ -49,36 +48,33 @@ class _Meter:
     token_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Window:
-    before: deque[tuple[float, Totals]] = field(default_factory=deque)
-    means: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.5)
-
-
 class Sampler:
     def __init__(self, cluster: PodCluster, *, window_s: float) -> None:
         self._cluster = cluster
         self._window_s = window_s
-        self._window = _Window()
-        self._window.before.append((0.0, replace(cluster.ledger.totals)))
+        self._before = deque([(0.0, Totals())])
+        # Of the window; where nothing came or ended in it, of the one before: mean prompt, its squared variation, mean answer.
+        self._prompt, self._scv, self._output = 0.0, 0.5, 0.0
         self._meters: dict[int, _Meter] = {}
         self._sampled_at = 0.0
 
     def sample(self, now: float) -> ClusterSample:
         """For a decision that is taken AGE_S later."""
         elapsed = max(1e-9, now - self._sampled_at)
-        pods: dict[Role, list[PodMetrics]] = {"prefill": [], "decode": []}
-        starting: dict[Role, int] = {"prefill": 0, "decode": 0}
+        pods: dict[Role, list[PodMetrics]] = {role: [] for role in ROLES}
+        starting: dict[Role, int] = dict.fromkeys(ROLES, 0)
         views: list[WorkerView] = []
         meters: dict[int, _Meter] = {}
         for pod in self._cluster.pods.values():
             if pod.worker is None:
                 starting[pod.owner] += pod.alive and not pod.terminating
                 continue
-            meter = _meter(pod.worker.engine, now)
+            engine = pod.worker.engine
+            # A step counts when it is launched: what is left of it is not over yet.
+            busy_s = engine.busy_s - max(0.0, engine.free_at_s - now)
+            meters[pod.number] = meter = _Meter(engine, busy_s, engine.num_tokens, engine.sequence_s, engine.token_s)
             metrics = self._metrics(pod, meter, elapsed)
-            meters[pod.number] = meter
-            views.append(_view(pod, pod.worker.engine, metrics))
+            views.append(_view(pod, engine, metrics))
             if not pod.terminating:
                 pods[pod.owner].append(metrics)
         self._meters, self._sampled_at = meters, now
@@ -93,38 +89,33 @@ class Sampler:
         seconds = min(elapsed, max(1e-9, self._sampled_at + elapsed - pod.ready_at))
         return PodMetrics(
             busy=(meter.busy_s - before.busy_s) / seconds,
-            queued_tokens=meter.engine.queued_tokens,
             tokens_per_s=(meter.num_tokens - before.num_tokens) / seconds,
             seats=(meter.sequence_s - before.sequence_s) / seconds / spec.max_num_seqs,
             pool=(meter.token_s - before.token_s) / seconds / spec.num_tokens,
         )
 
     def _traffic(self, now: float) -> Traffic:
-        before, totals = self._window.before, replace(self._cluster.ledger.totals)
+        before, totals = self._before, replace(self._cluster.ledger.totals)
         while len(before) > 1 and before[1][0] <= now - self._window_s:
             before.popleft()
         since, old = before[0]
         before.append((now, totals))
         seconds = max(1e-9, now - since)
         came, ended = totals.arrived - old.arrived, totals.ended - old.ended
-        prompt, cached, output, scv = self._window.means
         if came:
-            prompt, cached = (totals.prompt_tokens - old.prompt_tokens) / came, (totals.cached_tokens - old.cached_tokens) / came
-            mean = prompt - cached
-            scv = max(0.0, (totals.uncached_squares - old.uncached_squares) / came / (mean * mean) - 1)
+            self._prompt = (totals.prompt_tokens - old.prompt_tokens) / came
+            self._scv = max(0.0, (totals.prompt_squares - old.prompt_squares) / came / self._prompt**2 - 1)
         if ended:
-            output = (totals.output_tokens - old.output_tokens) / ended
-        self._window.means = (prompt, cached, output, scv)
+            self._output = (totals.output_tokens - old.output_tokens) / ended
         return Traffic(
             requests_per_s=came / seconds,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            output_tokens=output,
+            prompt_tokens=self._prompt,
+            output_tokens=self._output,
             refused_per_s=(totals.refused - old.refused) / seconds,
             queued_requests=self._cluster.num_waiting,
             ttft_met=(totals.ttft_kept - old.ttft_kept) / ended if ended else None,
             tpot_met=(totals.tpot_kept - old.tpot_kept) / ended if ended else None,
-            prompt_scv=scv,
+            prompt_scv=self._scv,
         )
 
 
@@ -149,15 +140,4 @@ def _view(pod: SimulatedPod, engine: SimulatedEngine, metrics: PodMetrics) -> Wo
         context_tokens=engine.context,
         tokens_per_s=metrics.tokens_per_s,
         started_s=pod.first_ready_at,
-    )
-
-
-def _meter(engine: SimulatedEngine, now: float) -> _Meter:
-    # A step counts when it is launched: what is left of it is not over yet.
-    return _Meter(
-        engine,
-        busy_s=engine.busy_s - max(0.0, engine.free_at_s - now),
-        num_tokens=engine.num_tokens,
-        sequence_s=engine.sequence_s,
-        token_s=engine.token_s,
     )

@@ -1,4 +1,4 @@
-"""Blocks out of a peer's pool into this one, and checksums of blocks (kv_transfer/sum64.py), on a GPU.
+"""Blocks out of a peer's pool into this one, and checksums of blocks (kv_transfer/checksums.py), on a GPU.
 
     source pool (a peer's, over NVLink)      target pool
     block 7   [ piece 0 | piece 1 | … ]  ──▶  block 2        a program copies every num_programs-th piece; while one is summed and

@@ -1,4 +1,4 @@
-"""The hand-over's checksum where the bytes are in registers anyway (definition and oracle: kv_transfer/sum64.py).
+"""The hand-over's checksum where the bytes are in registers anyway (definition and oracle: kv_transfer/checksums.py).
 
 A block's sum is the sum of `mix` over its 64-bit words, modulo 2^64: any order, any split, so that each program adds what it alone has
 seen. Twenty instructions for eight bytes, beside memory that takes longer.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# kv_transfer.sum64 has the same numbers.
+# kv_transfer.checksums has the same numbers.
 _STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)

@@ -2,7 +2,7 @@
 
 tensor  int64 [block, layer, slot, part]        a part: what one program of the KV write (triton_elementwise.py) stores of a token
         └───────┬─────────────────────┘
-         their sum is the block's (kv_transfer/sum64.py): 0.2 % of the pool's memory in Llama-3.1-8B's shape
+         their sum is the block's (kv_transfer/checksums.py): 0.2 % of the pool's memory in Llama-3.1-8B's shape
 
 Always those of the bytes that are there, also in slots of earlier sequences: what writes a slot in another way calls `refresh`.
 Kept of numbers only; blocks of quantized KV are summed when they are published.

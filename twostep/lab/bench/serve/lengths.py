@@ -101,6 +101,3 @@ SHAREGPT_PROMPT = LogNormal(1730, 5696, 4, 32_768)
 SHAREGPT_OUTPUT = LogNormal(415, 834, 4, 4_096)
 DOCUMENT_PROMPT = LogNormal(7059, 12_985, 512, 65_536)
 DOCUMENT_OUTPUT = LogNormal(208, 371, 4, 2_048)
-# Long and short prompts side by side: what stalls whom.
-LONG_PROMPT = Uniform(1200, 2600)
-SHORT_PROMPT = Uniform(60, 128)

@@ -1,4 +1,4 @@
-"""One load, ready to be put on a target at any rate: workload, arrival process and extent together."""
+"""One load, ready to be put on a router at any rate: workload, arrivals and extent together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from itertools import chain
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.arrivals import Arrivals
-from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.record import RequestRecord
 from twostep.lab.bench.serve.runner import Extent, LoadRunner, RunProgress, RunResult
 from twostep.lab.bench.serve.summary import Windows
-from twostep.lab.bench.serve.target import LoadTarget, TargetModel
-from twostep.lab.bench.serve.traces import RequestTrace
-from twostep.lab.bench.serve.workloads import BenchSession, MultiTurn, Workload, fitted
-
-_MAX_LEFT_OUT = 10_000
+from twostep.lab.bench.serve.target import RouterTarget, TargetModel
+from twostep.lab.bench.serve.workloads import BenchSession, MultiTurn, PromptContent, RequestTrace, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +30,6 @@ class TraceTimes:
 
     speed: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.speed < float("inf"):
-            raise InvalidRequest(f"the trace's speed is {self.speed:g}; give a factor above 0")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLoad:
@@ -45,22 +37,16 @@ class ServeLoad:
     arrivals: Arrivals | Users | TraceTimes
     extent: Extent
     seed: str
-    max_model_len: int = 0  # longer sessions are cut to it; 0: what the server tells
+    max_model_len: int = 0  # longer sessions are cut to it; 0: what the router tells
 
     def __post_init__(self) -> None:
-        if isinstance(self.arrivals, Arrivals) and math.isinf(self.arrivals.rate) and self.extent.duration_s:
+        if self.rate is not None and math.isinf(self.rate) and self.extent.duration_s:
             raise InvalidRequest("a rate of inf sends all requests at once: say how many with --num-requests instead of a duration")
 
     @property
     def rate(self) -> float | None:
         """Sessions per second; None: no such thing is given."""
-        match self.arrivals:
-            case Arrivals(rate=rate):
-                return rate
-            case TraceTimes(speed=speed):
-                return None if (natural := self._trace_rate()) is None else natural * speed
-            case Users():
-                return None
+        return self.arrivals.rate if isinstance(self.arrivals, Arrivals) else None
 
     @property
     def label(self) -> str:
@@ -69,54 +55,38 @@ class ServeLoad:
                 return f"{count} users"
             case TraceTimes(speed=speed):
                 return f"trace at {speed:.3g} times its speed"
-            case Arrivals(kind=kind, rate=rate, burstiness=burstiness):
-                how = {"poisson": "Poisson", "constant": "evenly", "gamma": f"gamma, burstiness {burstiness:g}"}[kind]
-                return f"{rate:.4g} requests/s ({how})"
+            case Arrivals(rate=rate):
+                return f"{rate:.4g} requests/s (Poisson)"
 
     def at_rate(self, rate: float) -> ServeLoad:
-        """The same at another rate. Raises InvalidRequest for a closed loop, which has none to set."""
-        match self.arrivals:
-            case Arrivals():
-                return replace(self, arrivals=replace(self.arrivals, rate=rate))
-            case TraceTimes():
-                natural = self._trace_rate()
-                if natural is not None:
-                    return replace(self, arrivals=TraceTimes(rate / natural))
-        raise InvalidRequest("users that wait for their answers have no arrival rate: sweep without --concurrency")
-
-    def _trace_rate(self) -> float | None:
-        return self.workload.rate if isinstance(self.workload, RequestTrace) else None
+        """The same at another rate. Raises InvalidRequest where there is none to set."""
+        if not isinstance(self.arrivals, Arrivals):
+            raise InvalidRequest("neither users that wait for their answers nor a trace's own times have a rate to vary: give --rate")
+        return replace(self, arrivals=replace(self.arrivals, rate=rate))
 
     def sessions(self, served: TargetModel, run: str) -> Iterator[BenchSession]:
         """Lengths depend on the seed alone, and are the same for every run; what the prompts say differs from run to run, so that none
         finds another's in a cache."""
         content = PromptContent(f"{self.seed}/{run}", served.alphabet)
         length = min((n for n in (self.max_model_len, served.max_model_len) if n), default=0)
-        left_out = 0
-        for session in self.workload.sessions(content, random.Random(f"lengths/{self.seed}")):
-            cut = fitted(session, length)
-            left_out = 0 if cut.turns else left_out + 1
-            if cut.turns:
-                yield cut
-            elif left_out >= _MAX_LEFT_OUT:
-                raise InvalidRequest(
-                    f"none of {left_out} texts in a row fits a context of {length} tokens; give others, or a longer context"
-                )
+        return (session.fitted(length) for session in self.workload.sessions(content, random.Random(f"lengths/{self.seed}")))
 
     def num_measured(self) -> int | None:
         """Requests that will be measured, where that can be known before."""
-        if isinstance(self.workload, MultiTurn) or isinstance(self.arrivals, Users):
+        if isinstance(self.workload, MultiTurn) or not isinstance(self.arrivals, Arrivals):
             return None
         if self.extent.num_requests:
             most = len(self.workload.requests) if isinstance(self.workload, RequestTrace) else self.extent.num_requests
             return min(most, self.extent.num_requests)
-        if isinstance(self.arrivals, TraceTimes):
-            requests = self.workload.requests if isinstance(self.workload, RequestTrace) else ()
-            return sum(self.extent.measures(r.arrival_s / self.arrivals.speed) for r in requests)
         return sum(map(self.extent.measures, self.arrivals.within(self.seed, self.extent.end_s)))
 
     async def put_on(
-        self, target: LoadTarget, served: TargetModel, run: str, progress: RunProgress, stop: Callable[[RequestRecord], bool] | None = None
+        self,
+        target: RouterTarget,
+        served: TargetModel,
+        run: str,
+        progress: RunProgress,
+        stop: Callable[[RequestRecord], bool] | None = None,
     ) -> tuple[RunResult, Windows]:
         """Runs it once. Returns when the last answer is there, or when `stop` says that there is no point in going on."""
         sessions = self.sessions(served, run)
@@ -125,7 +95,7 @@ class ServeLoad:
             case Users(count):
                 result = await runner.closed_loop(sessions, count)
             case TraceTimes(speed=speed):
-                result = await runner.open_loop(((s.arrival_s or 0.0) / speed, s) for s in sessions)
+                result = await runner.open_loop((s.arrival_s / speed, s) for s in sessions)
             case Arrivals() as arrivals:
                 length_s = self.extent.end_s
                 times = arrivals.times(self.seed) if math.isinf(length_s) else chain(arrivals.within(self.seed, length_s), (length_s,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import sub
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.record import RequestRecord
@@ -70,21 +70,25 @@ class Latency:
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
     """Inter-token latencies: times between consecutive messages."""
-    return [later - earlier for earlier, later in pairwise(times_s)]
+    return list(map(sub, times_s[1:], times_s))
+
+
+def latency_of_times(times_s: Sequence[float], *, num_tokens: int, sent_s: float, ended_s: float) -> Latency:
+    """`times_s`: when each message came, one at least."""
+    first, last = times_s[0], times_s[-1]
+    return Latency(
+        ttft_s=first - sent_s,
+        tpot_s=(last - first) / (num_tokens - 1) if num_tokens > 1 else None,
+        longest_gap_s=max(gaps_s(times_s), default=None),
+        e2e_s=ended_s - sent_s,
+    )
 
 
 def latency_of(record: RequestRecord) -> Latency | None:
     """None: it was not answered, or without a token."""
-    times = record.times_s
-    if not record.completed or not times:
+    if not record.completed or not record.times_s:
         return None
-    tokens = record.output_tokens
-    return Latency(
-        ttft_s=times[0] - record.sent_s,
-        tpot_s=(times[-1] - times[0]) / (tokens - 1) if tokens > 1 else None,
-        longest_gap_s=max(gaps_s(times)) if len(times) > 1 else None,
-        e2e_s=record.ended_s - record.sent_s,
-    )
+    return latency_of_times(record.times_s, num_tokens=record.output_tokens, sent_s=record.sent_s, ended_s=record.ended_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +102,18 @@ class LatencyTargets:
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> LatencyTargets:
-        """`ttft:500 tpot:10 gap:25 e2e:2000`, any of them (vLLM's name for the last, `e2el`, will do). Raises InvalidRequest."""
+        """`ttft:500 tpot:10 gap:25 e2e:2000`, any of them, with spaces or commas between, `=` as good as a colon (vLLM's name for the last,
+        `e2el`, will do). Raises InvalidRequest."""
         found: dict[str, float] = {}
         for word in (part for group in words for part in group.replace(",", " ").split()):
-            name, _, value = word.partition(":")
+            name, _, value = word.replace("=", ":").partition(":")
             field = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "gap_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}.get(name.lower())
             try:
                 number = float(value)
             except ValueError:
                 number = math.nan
             if field is None or not 0 < number < math.inf:
-                raise InvalidRequest(f"target {word!r}: give ttft, tpot, gap or e2e, a colon and milliseconds above 0, as in ttft:500")
+                raise InvalidRequest(f"target {word!r}: give ttft, tpot, gap or e2e and milliseconds above 0, as in ttft:500")
             if field in found:
                 raise InvalidRequest(f"target {name} is given twice; give it once")
             found[field] = number
@@ -176,49 +181,3 @@ def goodput(latencies: Sequence[Latency | None], targets: LatencyTargets, window
         for name in names:
             missed[name] = missed.get(name, 0) + 1
     return Goodput(num_requests=len(latencies), num_met=met, window_s=window_s, num_gpus=num_gpus, missed=missed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """The machines' prices while they serve, by the hour, in whichever currency."""
-
-    prefill_gpus: float
-    decode_gpus: float
-    prefill_gpu_hour: float
-    decode_gpu_hour: float
-
-    @property
-    def prefill_per_s(self) -> float:
-        return self.prefill_gpus * self.prefill_gpu_hour / 3600
-
-    @property
-    def decode_per_s(self) -> float:
-        return self.decode_gpus * self.decode_gpu_hour / 3600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """NaN where there is nothing to divide by."""
-
-    prefill_per_request: float
-    decode_per_request: float
-    per_request: float  # prefill and decode GPUs' price over the window / requests completed in it
-    per_good_request: float  # the same / requests that kept all targets
-    prefill_per_million_input_tokens: float
-    decode_per_million_output_tokens: float
-
-
-def cost(prices: Prices, *, requests_per_s: float, good_per_s: float, input_tokens_per_s: float, output_tokens_per_s: float) -> Cost:
-    prefill, decode = prices.prefill_per_s, prices.decode_per_s
-    return Cost(
-        prefill_per_request=_ratio(prefill, requests_per_s),
-        decode_per_request=_ratio(decode, requests_per_s),
-        per_request=_ratio(prefill + decode, requests_per_s),
-        per_good_request=_ratio(prefill + decode, good_per_s),
-        prefill_per_million_input_tokens=1e6 * _ratio(prefill, input_tokens_per_s),
-        decode_per_million_output_tokens=1e6 * _ratio(decode, output_tokens_per_s),
-    )
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else math.nan

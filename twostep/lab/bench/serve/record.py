@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-REFUSED = "refused"  # kind of a refusal for lack of room (RESOURCE_EXHAUSTED, HTTP 429); every other kind is an error
+REFUSED = "refused"  # kind of a refusal for lack of room (RESOURCE_EXHAUSTED); every other kind is an error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,17 +20,15 @@ class RequestRecord:
     turn: int = 0
     scheduled_s: float  # when it was to be sent: the arrival process's time, or, after an answer, that of its end plus the time to think
     measured: bool = True  # False: it came during warm-up or cool-down, and counts for nothing but what the machine had to do
-    prompt_tokens: int  # as the server counts, or, where it does not tell, as the prompt was made
+    prompt_tokens: int
     max_tokens: int
     sent_s: float = math.nan
     ended_s: float = math.nan
     times_s: array[float] = field(default_factory=lambda: array("d"))  # when each message that carried tokens arrived
     num_tokens: array[int] = field(default_factory=lambda: array("I"))  # how many tokens each of them carried
-    told_output_tokens: int | None = None  # the server's own count, if it tells
     cached_tokens: int = 0
     finish_reason: str = ""
-    phases: Mapping[str, float] | None = None  # the server's own account of where the time went, seconds by name (Twostep only)
-    quoted_tokens: int | None = None  # how many tokens of an answer that should repeat a passage did, from the first on
+    phases: Mapping[str, float] | None = None  # the router's own account of where the time went, seconds by name
     error: str = ""  # empty: answered. Else its kind, of which there are few; `message` says the rest.
     message: str = ""
     retry_after_s: float | None = None
@@ -41,7 +39,7 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        return sum(self.num_tokens) if self.told_output_tokens is None else self.told_output_tokens
+        return sum(self.num_tokens)
 
     @property
     def slip_s(self) -> float:
@@ -69,8 +67,6 @@ class RequestRecord:
             out["tokens_per_message"] = list(self.num_tokens)
         if self.phases is not None:
             out["phases"] = {name: _rounded(seconds) for name, seconds in self.phases.items()}
-        if self.quoted_tokens is not None:
-            out["quoted_tokens"] = self.quoted_tokens
         if self.error:
             out |= {"error": self.error, "message": self.message}
         if self.retry_after_s is not None:
@@ -93,12 +89,10 @@ class RequestRecord:
             prompt_tokens=saved["prompt_tokens"],
             cached_tokens=saved["cached_tokens"],
             max_tokens=saved["max_tokens"],
-            told_output_tokens=saved["output_tokens"],
             times_s=times,
             num_tokens=array("I", saved.get("tokens_per_message", [1] * len(times))),
             finish_reason=saved["finish_reason"],
             phases=saved.get("phases"),
-            quoted_tokens=saved.get("quoted_tokens"),
             error=saved.get("error", ""),
             message=saved.get("message", ""),
             retry_after_s=saved.get("retry_after_s"),

@@ -40,8 +40,6 @@ def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measu
             f"recorded times may be {result.loop_lag_s.p99 * 1e3:.1f} ms late (event loop's lag, p99; bound {max_slip_s * 1e3:g} ms): "
             f"this generator took {result.cpu_share:.0%} of a core; run it on a machine with more free cores"
         )
-    if summary.short_answers:
-        found.append(f"{summary.short_answers} answers had fewer tokens than asked for: the server knows no ignore_eos")
     if measured_s is not None and measured_s < 60 and not result.stopped:
         found.append(f"goodput is defined over at least 60 s; this was measured over {measured_s:.0f} s")
     if not summary.num_requests:
@@ -54,7 +52,7 @@ def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measu
     return tuple(found)
 
 
-def table(point: Point, targets: LatencyTargets, currency: str = "") -> str:
+def table(point: Point, targets: LatencyTargets) -> str:
     """Everything about one run."""
     s, work = point.summary, point.summary.throughput
     lines = [
@@ -66,8 +64,6 @@ def table(point: Point, targets: LatencyTargets, currency: str = "") -> str:
         f"per user {_figure(s.user_tokens_per_s.p50, ',.1f')} (slowest {_figure(s.user_tokens_per_s.min, ',.1f')})",
         f"  prompts      {_span(s.prompt_tokens)} tokens, {_figure(s.cached_share, '.0%')} cached; answers {_span(s.output_tokens)}",
     ]
-    if not math.isnan(s.quoted_share):
-        lines.append(f"  quoted       {s.quoted_share:.0%} of the answers' tokens")
     if s.goodput is not None:
         g = s.goodput
         per_gpu = "" if g.per_s_per_gpu is None else f", {_figure(g.per_s_per_gpu, ',.3f')} requests/s per GPU"
@@ -84,21 +80,6 @@ def table(point: Point, targets: LatencyTargets, currency: str = "") -> str:
     if s.phases_s:
         lines += ["", _row("phases, ms", [*_PERCENTILES])]
         lines += [_row(name.removesuffix("_s"), _milliseconds(values)) for name, values in s.phases_s.items()]
-    if s.ttft_by_prompt:
-        lines += ["", _row("TTFT by prompt", ["requests", "cached", "p50", "p90", "p95", "p99"])]
-        for b in s.ttft_by_prompt:
-            t = b.ttft_s
-            times = [_ms(value) for value in (t.p50, t.p90, t.p95, t.p99)]
-            lines.append(_row(f"{b.low:,}-{b.high - 1:,}", [f"{t.count}", f"{b.mean_cached_tokens:,.0f}", *times]))
-    if s.cost is not None:
-        c = s.cost
-        lines += [
-            "",
-            f"  cost         {currency}{_money(c.per_request)} per request (prefill {_money(c.prefill_per_request)}, "
-            f"decode {_money(c.decode_per_request)}), {currency}{_money(c.per_good_request)} per request that kept the targets",
-            f"               {currency}{_money(c.prefill_per_million_input_tokens)} of prefill per million input tokens, "
-            f"{currency}{_money(c.decode_per_million_output_tokens)} of decode per million output tokens",
-        ]
     lag = point.result.loop_lag_s
     lines += [
         "",
@@ -194,10 +175,6 @@ def _figure(value: float, form: str) -> str:
 
 def _ms(seconds: float) -> str:
     return _figure(seconds * 1e3, ",.1f")
-
-
-def _money(amount: float) -> str:
-    return _figure(amount, ",.4g")
 
 
 def _span(values: Distribution) -> str:

@@ -6,12 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from twostep.lab.bench.serve.metrics import Cost, Distribution, Goodput, Latency, LatencyTargets, Prices, cost, gaps_s, goodput, latency_of
+from twostep.lab.bench.serve.metrics import Distribution, Goodput, LatencyTargets, gaps_s, goodput, latency_of
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
-
-_MAX_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class Windows:
     """`arrivals`: in which measured requests came; goodput and the offered rate refer to it. `busy`: in which work is counted;
-    throughput and cost refer to it. They differ only where a number of requests, not a duration, ends the run."""
+    throughput refers to it. They differ only where a number of requests, not a duration, ends the run."""
 
     arrivals: Window
     busy: Window
@@ -79,16 +76,6 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthBin:
-    """Requests whose prompt has from `low` tokens to fewer than `high`."""
-
-    low: int
-    high: int
-    mean_cached_tokens: float
-    ttft_s: Distribution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     num_requests: int  # measured ones; figures below are theirs, unless they say otherwise
     num_completed: int
@@ -108,11 +95,7 @@ class Summary:
     prompt_tokens: Distribution
     output_tokens: Distribution
     cached_share: float  # prompt tokens that came out of a cache / all prompt tokens, where the server tells
-    short_answers: int  # completed ones with fewer tokens than were asked for
-    quoted_share: float  # in answers that should repeat a passage: tokens that did / tokens. NaN: none should.
     phases_s: dict[str, Distribution]
-    ttft_by_prompt: list[LengthBin]
-    cost: Cost | None
     slip_s: Distribution
 
 
@@ -122,19 +105,14 @@ def summarize(
     *,
     targets: LatencyTargets | None = None,
     num_gpus: int | None = None,
-    prices: Prices | None = None,
 ) -> Summary:
     measured = [r for r in records if r.measured]
     latencies = [latency_of(r) for r in measured]
-    answered = [(r, latency) for r, latency in zip(measured, latencies, strict=True) if latency is not None]
-    done = [latency for _, latency in answered]
+    done = [latency for latency in latencies if latency is not None]
     completed = [r for r in measured if r.completed]
     errors = Counter(r.error for r in measured if r.error)
-    work = throughput(records, windows.busy)
     good = goodput(latencies, targets, windows.arrivals.length_s, num_gpus) if targets else None
     prompts = sum(r.prompt_tokens for r in completed)
-    quoting = [r for r in completed if r.quoted_tokens is not None]
-    quotable = sum(r.output_tokens for r in quoting)
     return Summary(
         num_requests=len(measured),
         num_completed=len(completed),
@@ -142,7 +120,7 @@ def summarize(
         errors=dict(errors.most_common()),
         error_messages={r.error: r.message for r in reversed(measured) if r.error},
         offered_rate=len(measured) / windows.arrivals.length_s if windows.arrivals.length_s > 0 else math.nan,
-        throughput=work,
+        throughput=throughput(records, windows.busy),
         goodput=good,
         ttft_s=Distribution.of(x.ttft_s for x in done),
         tpot_s=Distribution.of(_there(x.tpot_s for x in done)),
@@ -153,19 +131,7 @@ def summarize(
         prompt_tokens=Distribution.of(r.prompt_tokens for r in completed),
         output_tokens=Distribution.of(r.output_tokens for r in completed),
         cached_share=sum(r.cached_tokens for r in completed) / prompts if prompts else math.nan,
-        short_answers=sum(r.output_tokens < r.max_tokens for r in completed),
-        quoted_share=sum(r.quoted_tokens or 0 for r in quoting) / quotable if quotable else math.nan,
         phases_s=_phases(completed),
-        ttft_by_prompt=ttft_by_prompt(answered),
-        cost=cost(
-            prices,
-            requests_per_s=work.requests_per_s,
-            good_per_s=math.nan if good is None else good.per_s,
-            input_tokens_per_s=work.input_tokens_per_s,
-            output_tokens_per_s=work.output_tokens_per_s,
-        )
-        if prices
-        else None,
         slip_s=Distribution.of(r.slip_s for r in records if not math.isnan(r.sent_s)),
     )
 
@@ -182,11 +148,7 @@ def throughput(records: Iterable[RequestRecord], window: Window) -> Throughput:
             under_way += max(0.0, min(r.ended_s, window.end_s) - max(r.sent_s, window.start_s))
         if r.times_s and r.times_s[0] in window:
             prompts += r.prompt_tokens
-        if r.times_s and window.start_s <= r.times_s[0] and r.times_s[-1] < window.end_s:
-            # The server's count, where it tells one: a message over HTTP does not say how many tokens it carries.
-            tokens += r.output_tokens
-        else:
-            tokens += sum(n for at, n in zip(r.times_s, r.num_tokens, strict=True) if at in window)
+        tokens += sum(n for at, n in zip(r.times_s, r.num_tokens, strict=True) if at in window)
     length = window.length_s
     if length <= 0:
         nan = math.nan
@@ -198,33 +160,6 @@ def throughput(records: Iterable[RequestRecord], window: Window) -> Throughput:
         output_tokens_per_s=tokens / length,
         mean_concurrency=under_way / length,
     )
-
-
-def ttft_by_prompt(answered: Sequence[tuple[RequestRecord, Latency]]) -> list[LengthBin]:
-    """At most ten bins between the shortest and the longest prompt; of equal ratio where these lie further apart than 1 to 8, else of
-    equal width. Empty ones are left out."""
-    if not answered:
-        return []
-    bins = []
-    for low, high in pairwise(bin_edges([r.prompt_tokens for r, _ in answered])):
-        inside = [(r, latency) for r, latency in answered if low <= r.prompt_tokens < high]
-        if inside:
-            cached = math.fsum(r.cached_tokens for r, _ in inside) / len(inside)
-            times = Distribution.of(latency.ttft_s for _, latency in inside)
-            bins.append(LengthBin(low=low, high=high, mean_cached_tokens=cached, ttft_s=times))
-    return bins
-
-
-def bin_edges(lengths: Sequence[int], max_bins: int = _MAX_BINS) -> list[int]:
-    """Ascending whole numbers; the first is the least length, the last is above the greatest."""
-    low, high = min(lengths), max(lengths) + 1
-    num = min(max_bins, high - low)
-    if low > 0 and high / low > 8:
-        edges = [round(low * (high / low) ** (i / num)) for i in range(num + 1)]
-    else:
-        edges = [round(low + (high - low) * i / num) for i in range(num + 1)]
-    edges[0], edges[-1] = low, high
-    return sorted(set(edges))
 
 
 def _phases(completed: Sequence[RequestRecord]) -> dict[str, Distribution]:

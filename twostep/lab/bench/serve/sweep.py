@@ -1,4 +1,4 @@
-"""Which arrival rate to try next on the way to the goodput knee. Pure."""
+"""Which arrival rate to try next on the way to the goodput knee: the highest at which targets are kept. Pure."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class Search:
     def __post_init__(self) -> None:
         if not 0 < self.first < float("inf"):
             raise InvalidRequest(f"the sweep begins at {self.first:g} requests per second; give a rate above 0")
-        if not 0.001 <= self.resolution < 1 or self.max_points < 1:
-            raise InvalidRequest("the sweep's resolution is from 0.001 to 1, and it has at least one point")
 
     def next_rate(self, tried: Sequence[Tried]) -> float | None:
         """None: done; `knee` has the result."""

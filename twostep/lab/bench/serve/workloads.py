@@ -1,4 +1,4 @@
-"""Draws what requests ask for: endless, seeded sequences of sessions. Pure.
+"""Draws what requests ask for: seeded sequences of sessions, and prompts of token ids that begin differently from one another. Pure.
 
 A *session* is one conversation: its turns follow one another, each after the answer to the one before and a time to think; each turn's
 prompt is everything said so far and something new. Most workloads' sessions have one turn.
@@ -6,45 +6,81 @@ prompt is everything said so far and something new. Most workloads' sessions hav
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.content import PromptContent
 from twostep.lab.bench.serve.lengths import Lengths
 
 MAX_TURNS = 180
+MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
+_POOL = 1 << 17
+# So many tokens at a prompt's beginning are drawn one by one, so that no two prompts begin alike.
+_HEAD = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text out of a file."""
+class PromptContent:
+    """Draws from an alphabet: ids that the model has and that mean nothing special.
 
-    text: str
-    token_ids: array[int]
+    A long prompt is a slice, at a random place, of a pool drawn once: drawing each of its thousands of tokens would take the load
+    generator longer than sending them."""
+
+    def __init__(self, seed: str, alphabet: Sequence[int]) -> None:
+        if len(alphabet) < 2:
+            raise InvalidRequest("prompts need an alphabet of at least two token ids")
+        self._seed = seed
+        self._alphabet = alphabet
+        self._rng = random.Random(f"prompts/{seed}")
+        self._pool: array[int] = array("I", random.Random(f"pool/{seed}").choices(alphabet, k=_POOL))
+
+    def draw(self, num_tokens: int) -> array[int]:
+        """The next random tokens. Lengths are drawn elsewhere, so that runs of different seeds can have the same."""
+        return self._draw(self._rng, num_tokens)
+
+    def block(self, name: str, num_tokens: int) -> array[int]:
+        """Always the same for the same name; of two lengths, the shorter is a beginning of the longer."""
+        return self._draw(random.Random(f"block/{self._seed}/{name}"), num_tokens)
+
+    def _draw(self, rng: random.Random, num_tokens: int) -> array[int]:
+        out: array[int] = array("I", rng.choices(self._alphabet, k=min(num_tokens, _HEAD)))
+        while len(out) < num_tokens:
+            start = rng.randrange(_POOL)
+            out.extend(self._pool[start : start + num_tokens - len(out)])
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    prompt: array[int] | Text  # the new part of it: ids of the workload's alphabet, or a text
+    prompt: array[int]  # the new part of it
     output_tokens: int
     think_s: float = 0.0  # after the answer to the turn before
-    passage_tokens: int | None = None
-    """The prompt says a passage of so many tokens again and again, and the answer is expected to go on with it."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt.token_ids if isinstance(self.prompt, Text) else self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSession:
     turns: tuple[SessionTurn, ...]
-    arrival_s: float | None = None  # its time in the trace it is from, from 0
+    arrival_s: float = 0.0  # its time in the trace it is from
+
+    def fitted(self, max_model_len: int) -> BenchSession:
+        """Cut to a context: an answer to the half of it, then prompts to what is left, then turns that no longer fit. 0: nothing is
+        cut."""
+        if not max_model_len:
+            return self
+        turns: list[SessionTurn] = []
+        total = 0
+        for turn in self.turns:
+            output = min(turn.output_tokens, max_model_len // 2)
+            room = max_model_len - output - total
+            if len(turn.prompt) > room and turns:
+                break
+            turns.append(replace(turn, prompt=turn.prompt[:room], output_tokens=output))
+            total += len(turns[-1].prompt) + output
+        return replace(self, turns=tuple(turns))
 
 
 class Workload(Protocol):
@@ -65,67 +101,24 @@ class RandomPrompts:
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         while True:
             prompt, output = self.prompt.draw(rng), self.output.draw(rng)
-            yield one_turn(content.draw(prompt), output)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrompts:
-    """Long and short prompts side by side: a `long_share` of them is long."""
-
-    long: Lengths
-    short: Lengths
-    output: Lengths
-    long_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.long_share <= 1:
-            raise InvalidRequest(f"the share of long prompts is {self.long_share:g}; give 0 to 1")
-
-    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
-        while True:
-            lengths = self.long if rng.random() < self.long_share else self.short
-            prompt, output = lengths.draw(rng), self.output.draw(rng)
-            yield one_turn(content.draw(prompt), output)
+            yield _one_turn(content.draw(prompt), output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixPrompts:
-    """Each prompt begins with one of `num_prefixes` texts, the k-th chosen with a weight of 1/k^zipf, and goes on with one of its own."""
+    """Each prompt begins with one of `num_prefixes` texts, all equally likely, and goes on with one of its own."""
 
     prefix_tokens: int
     num_prefixes: int
     suffix: Lengths
     output: Lengths
-    zipf: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.prefix_tokens < 1 or self.num_prefixes < 1 or self.zipf < 0:
-            raise InvalidRequest("a shared prefix has at least one token, there is at least one, and its Zipf exponent is 0 or more")
 
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         prefixes = [content.block(f"prefix/{i}", self.prefix_tokens) for i in range(self.num_prefixes)]
-        weights = list(accumulate((k + 1) ** -self.zipf for k in range(self.num_prefixes)))
         while True:
-            prefix = rng.choices(prefixes, cum_weights=weights)[0]
+            prefix = rng.choice(prefixes)
             suffix, output = self.suffix.draw(rng), self.output.draw(rng)
-            yield one_turn(prefix + content.draw(suffix), output)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quoting:
-    """Answers that repeat the prompt, as those of editing and of retrieval do: the prompt is a passage, said again and again and broken
-    off in the middle, and a language model goes on with it. What speculation by prompt look-up lives on."""
-
-    prompt: Lengths
-    output: Lengths
-
-    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
-        while True:
-            prompt, output = self.prompt.draw(rng), self.output.draw(rng)
-            # Said at least once and a half, so that there is something to go by.
-            passage = content.draw(max(1, prompt * 2 // 3))
-            ids = (passage * (prompt // len(passage) + 1))[:prompt]
-            yield BenchSession(turns=(SessionTurn(prompt=ids, output_tokens=output, passage_tokens=len(passage)),))
+            yield _one_turn(prefix + content.draw(suffix), output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,72 +130,80 @@ class MultiTurn:
     output: Lengths
     system_tokens: int = 0
     think_s: float = 0.0
-    max_total_tokens: int = 0  # A conversation ends before it would outgrow this; 0: no limit
-
-    def __post_init__(self) -> None:
-        if self.system_tokens < 0 or self.think_s < 0:
-            raise InvalidRequest("the system prompt's tokens and the time to think are 0 or more")
 
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         system = content.block("system", self.system_tokens)
         while True:
             turns: list[SessionTurn] = []
-            total = 0
             for i in range(min(MAX_TURNS, self.turns.draw(rng))):
                 message, output = self.message.draw(rng), self.output.draw(rng)
                 think = rng.expovariate(1 / self.think_s) if i and self.think_s else 0.0
                 ids = content.draw(message) if i else system + content.draw(message)
-                total += len(ids) + output
-                if turns and self.max_total_tokens and total > self.max_total_tokens:
-                    break
                 turns.append(SessionTurn(prompt=ids, output_tokens=output, think_s=think))
             yield BenchSession(turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedSessions:
-    """Sessions that are known beforehand, out of a file."""
+class TraceRequest:
+    """One line of a trace."""
 
-    items: Sequence[BenchSession] = field(repr=False)
-    repeat: bool = False  # begin again after the last. Never with the file's own arrival times.
+    arrival_s: float  # from the trace's first request
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[
+        int, ...
+    ] = ()  # one for each block of 512 tokens of the prompt, the last, maybe partial, included; equal ids: equal text
+
+    def prompt(self, content: PromptContent) -> array[int]:
+        """Blocks by their hash ids; what has none is of its own."""
+        prompt: array[int] = array("I")
+        for hash_id in self.hash_ids:
+            prompt.extend(content.block(f"{hash_id}", min(MOONCAKE_BLOCK, max(0, self.input_tokens - len(prompt)))))
+        prompt.extend(content.draw(self.input_tokens - len(prompt)))
+        return prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """Each request once, in the order of their times."""
+
+    requests: tuple[TraceRequest, ...] = field(repr=False)
 
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
-        while True:
-            yield from self.items
-            if not self.repeat or not self.items:
-                return
+        for request in self.requests:
+            yield _one_turn(request.prompt(content), request.output_tokens, request.arrival_s)
 
 
-def one_turn(prompt: array[int] | Text, output_tokens: int, arrival_s: float | None = None) -> BenchSession:
+def read_trace(path: Path) -> RequestTrace:
+    """Mooncake's form: JSONL of timestamp (ms), input_length, output_length, hash_ids. Raises InvalidRequest naming the line."""
+    found: list[TraceRequest] = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read ({error}); give a trace as --dataset-path") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            found.append(
+                TraceRequest(
+                    arrival_s=float(row["timestamp"]) / 1e3,
+                    # Real traces have a few lines of 0 tokens: failed requests, which still came.
+                    input_tokens=max(1, int(row["input_length"])),
+                    output_tokens=max(1, int(row["output_length"])),
+                    hash_ids=tuple(int(i) for i in row.get("hash_ids") or ()),
+                )
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequest(
+                f"{path}, line {number}: {error!r}; a mooncake trace has JSON of timestamp, input_length, output_length, hash_ids"
+            ) from error
+    if not found:
+        raise InvalidRequest(f"{path} has no requests; give a mooncake trace")
+    found.sort(key=lambda r: r.arrival_s)
+    return RequestTrace(requests=tuple(replace(r, arrival_s=r.arrival_s - found[0].arrival_s) for r in found))
+
+
+def _one_turn(prompt: array[int], output_tokens: int, arrival_s: float = 0.0) -> BenchSession:
     return BenchSession(turns=(SessionTurn(prompt=prompt, output_tokens=output_tokens),), arrival_s=arrival_s)
-
-
-def num_quoted(turn: SessionTurn, answer: Sequence[int]) -> int:
-    """Tokens of an answer, from its first on, that go on with the passage that the prompt says again and again."""
-    if isinstance(turn.prompt, Text) or turn.passage_tokens is None:
-        return 0
-    start = len(turn.prompt)
-    expected = (turn.prompt[(start + i) % turn.passage_tokens] for i in range(len(answer)))
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=True)))
-
-
-def fitted(session: BenchSession, max_model_len: int) -> BenchSession:
-    """Cut to a context: an answer to the half of it, then prompts to what is left, then turns that no longer fit. 0: nothing is cut."""
-    if not max_model_len:
-        return session
-    turns: list[SessionTurn] = []
-    total = 0
-    for turn in session.turns:
-        output = min(turn.output_tokens, max_model_len // 2)
-        room = max_model_len - output - total
-        if turn.num_tokens > room and turns:
-            break
-        prompt = turn.prompt
-        if turn.num_tokens > room:
-            if isinstance(prompt, Text):
-                return BenchSession(turns=(), arrival_s=session.arrival_s)
-            prompt = prompt[:room]
-        fits = SessionTurn(prompt=prompt, output_tokens=output, think_s=turn.think_s, passage_tokens=turn.passage_tokens)
-        total += fits.num_tokens + output
-        turns.append(fits)
-    return BenchSession(turns=tuple(turns), arrival_s=session.arrival_s)

@@ -1,0 +1,177 @@
+"""How many bytes a model's weights and a token's KV take, read from config.json and the weight files' headers alone, without torch; and how
+a worker's memory is divided into weights, what its steps need, and KV blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostep.checkpoint.directory import read_header, read_json, weight_files
+from twostep.errors import InvalidRequest, SetupError
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A quantized vector of one token and head is a byte a number and a bfloat16 scale.
+_SCALE_BYTES = 2
+GIB = 1 << 30
+# Libraries, the largest step and captured graphs, where they have not been measured: an H200 with Llama-3.1-8B's shape and steps of 8192
+# tokens took 0.8 + 1.4 + 0.6 GiB.
+DEFAULT_RUNTIME_BYTES = 3 * GIB
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """`item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides (quantized KV only)."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    weight_bytes: int
+    item_bytes: int = 2
+    scale_bytes: int = 0
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """2 · layers · kv_heads · head_dim · bytes, and for quantized KV the scales."""
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.item_bytes + self.scale_bytes)
+
+    @property
+    def formula(self) -> str:
+        """How kv_token_bytes comes about, with numbers."""
+        vector = f"{self.head_dim} · {self.item_bytes}"
+        vector = f"({vector} + {self.scale_bytes})" if self.scale_bytes else vector
+        names = "2 · layers · kv_heads · " + ("(head_dim · bytes + scale)" if self.scale_bytes else "head_dim · bytes")
+        return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
+
+
+def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto") -> PlannedModel:
+    """Weights in `dtype` ("auto": as config.json says). Raises SetupError, naming the file and what is missing in it."""
+    return model_of(read_json(model_dir / "config.json"), model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+
+
+def weight_bytes(model_dir: Path, dtype: str) -> int:
+    """Returns the size of the weights once they are loaded; 0 where that is not known before."""
+    try:
+        return read_model(model_dir, dtype=dtype).weight_bytes
+    except SetupError:
+        # Whoever loads it says what is wrong with it.
+        return 0
+
+
+def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto") -> PlannedModel:
+    """`config` is that of `model_dir`, whose weight files are looked at if they are there, and else counted from the shape."""
+    path = model_dir / "config.json"
+
+    def number(*names: str, default: int | None = None) -> int:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SetupError(f"{path} has no usable {' or '.join(names)} ({value!r}); give the directory of a decoder model")
+        return value
+
+    num_layers = number("num_hidden_layers")
+    num_heads = number("num_attention_heads")
+    hidden = number("hidden_size")
+    num_kv_heads = number("num_key_value_heads", default=num_heads)
+    head_dim = number("head_dim", default=hidden // num_heads)
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if stored not in _ITEM_BYTES:
+        raise SetupError(f"{path} says dtype {stored}; planned can be {', '.join(_ITEM_BYTES)}: use the unquantized model")
+    item_bytes = _ITEM_BYTES[stored if dtype == "auto" else dtype]
+    intermediate = number("intermediate_size", "ffn_dim")
+    # OPT's MLP has two matrices, Llama's and its relatives' three.
+    num_mlp = 2 if "ffn_dim" in config else 3
+    layer = hidden * head_dim * 2 * (num_heads + num_kv_heads) + num_mlp * hidden * intermediate
+    # What transformers takes for granted: an OPT's are tied.
+    tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
+    params = num_layers * layer + number("vocab_size") * hidden * (1 if tied else 2)
+    on_disk = _bytes_on_disk(model_dir)
+    weight_bytes = params * item_bytes if on_disk is None else on_disk * item_bytes // _ITEM_BYTES[stored]
+    quantized = kv_cache_dtype != "auto"
+    return PlannedModel(
+        name=model_dir.name,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        weight_bytes=weight_bytes,
+        item_bytes=1 if quantized else item_bytes,
+        scale_bytes=_SCALE_BYTES if quantized else 0,
+    )
+
+
+def _bytes_on_disk(model_dir: Path) -> int | None:
+    """Returns the size of the weights; None: they are not there."""
+    if not any(model_dir.glob("*.safetensors")):
+        return None
+    return sum(header.num_bytes - header.data_start for header in map(read_header, weight_files(model_dir)))
+
+
+# ---- a worker's memory ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """Bytes of one GPU of a worker that may use `utilization` of it."""
+
+    gpu_bytes: int
+    utilization: float
+    weight_bytes: int
+    runtime_bytes: int
+    kv_token_bytes: int
+    block_size: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return int(self.gpu_bytes * self.utilization) - self.weight_bytes - self.runtime_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool_bytes // (self.kv_token_bytes * self.block_size)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+def worker_memory(
+    model: PlannedModel,
+    gpu_bytes: int,
+    *,
+    utilization: float = 0.9,
+    runtime_bytes: int = DEFAULT_RUNTIME_BYTES,
+    block_size: int = 16,
+    tensor_parallel_size: int = 1,
+) -> WorkerMemory:
+    """Raises SetupError if no KV fits beside the weights, with how much is missing."""
+    memory = WorkerMemory(
+        gpu_bytes=gpu_bytes,
+        utilization=utilization,
+        weight_bytes=-(-model.weight_bytes // tensor_parallel_size),
+        runtime_bytes=runtime_bytes,
+        kv_token_bytes=-(-model.kv_token_bytes // tensor_parallel_size),
+        block_size=block_size,
+    )
+    if memory.num_blocks < 1:
+        raise SetupError(
+            f"{model.name} does not fit: weights {gib(memory.weight_bytes)} and steps {gib(runtime_bytes)} leave nothing for KV in "
+            f"{utilization:g} of {gib(gpu_bytes)}; take larger GPUs or a higher --tensor-parallel-size"
+        )
+    return memory
+
+
+def parse_bytes(text: str) -> int:
+    """`141GiB`, `80GB`, `24e9`. Raises InvalidRequest."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    try:
+        amount = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    except (ValueError, OverflowError):
+        amount = 0
+    if amount < 1:
+        raise InvalidRequest(f"{text!r} is no amount of memory; give one such as 141GiB or 80GB")
+    return amount
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB"
