@@ -100,9 +100,6 @@ class BlankRunner:
     def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
         return lambda: None
 
-    def copy_block(self, source: int, target: int) -> None:
-        self._cache.copy_block(source, target)
-
 
 @dataclass(frozen=True, slots=True)
 class Done:

@@ -42,8 +42,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.mirror: set[bytes] = set()
         self.generations = [0] * num_blocks
 
-    # ---- the model --------------------------------------------------------------------------------------------------
-
     def count(self, block: int) -> int:
         return sum(owner.blocks.count(block) for owner in self.owners)
 
@@ -70,8 +68,6 @@ class PoolMachine(RuleBasedStateMachine):
         for block in blocks:
             assert not self.count(block)
             self.generations[block] += 1
-
-    # ---- what an engine does ----------------------------------------------------------------------------------------
 
     @rule(content=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), spare=st.integers(0, 2))
     def take(self, content: Content, spare: int) -> None:
@@ -128,8 +124,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.mirror = (self.mirror | set(delta.added)) - set(delta.removed)
         assert self.mirror == set(self.pool.findable())
 
-    # ---- always -----------------------------------------------------------------------------------------------------
-
     @invariant()
     def adds_up(self) -> None:
         blocks = range(self.num_blocks)
@@ -156,18 +150,6 @@ TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, de
 def chain(pool: BlockPool, count: int) -> list[int]:
     blocks = pool.allocate(count)
     return [pool.register(block, bytes([i]), i) for i, block in enumerate(blocks)]
-
-
-def test_the_delta_is_net() -> None:
-    pool = BlockPool(2, block_size=16, hash_unit=32)
-    pool.free(chain(pool, 2))
-    assert pool.take_delta().added == [b"\x01"], "only hash-unit boundaries are announced"
-    pool.free(pool.allocate(2))
-    pool.free(chain(pool, 2))
-    delta = pool.take_delta()
-    assert (delta.added, delta.removed) == ([], []), "removed and added again is no change"
-    pool.allocate(2)
-    assert pool.take_delta().removed == [b"\x01"]
 
 
 def test_integrity_finds_an_owner_too_many_or_too_few() -> None:

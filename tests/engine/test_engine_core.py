@@ -185,22 +185,6 @@ def test_of_a_wholly_cached_prompt_the_last_block_is_computed_again(num_blocks: 
     assert_idle(engine)
 
 
-def test_prefix_delta_speaks_of_hash_units() -> None:
-    engine = make_engine(num_blocks=8, hash_unit=16)
-    ids = prompt(40)
-    hashes = prefix_hashes(KEY, ids, 16)
-    generate(engine, [make_request("a", ids, max_tokens=1)])
-    delta = engine.take_prefix_delta()
-    assert list(delta.added) == hashes
-    assert list(delta.removed) == []
-    assert list(engine.cached_prefixes()) == hashes
-    assert not engine.take_prefix_delta().added
-    generate(engine, [make_request("b", prompt(60, 2), max_tokens=1)])
-    delta = engine.take_prefix_delta()
-    assert set(delta.removed) == set(hashes)
-    assert set(engine.cached_prefixes()) == set(delta.added) == set(prefix_hashes(KEY, prompt(60, 2), 16))
-
-
 # ---- hold and release -----------------------------------------------------------------------------------------------
 
 

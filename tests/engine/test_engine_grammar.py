@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_helpers import HookedRunner, assert_idle, engine_of, expected_answer, make_request, move_blocks
+from engine_helpers import HookedRunner, assert_idle, engine_of, expected_answer, make_request
 from grammar_cases import EOS, OTHER_EOS, VOCAB, Case, Reference, cases, object_case, regex_case, save_tokenizer, schema_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from twostep.engine.engine import Engine
 from twostep.engine.generate import generate
 from twostep.engine.grammar import AllowedTokens, GrammarCompiler, LiveGrammar
 from twostep.engine.types import EngineRequest, FailureKind, FinishReason, StepOutput
-from twostep.errors import InvalidRequest, SetupError
+from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.grammar import source_of
@@ -129,36 +129,6 @@ def test_any_batch_gives_the_answers_worked_out(
         if case is not None and reason is FinishReason.STOP:
             case.judge(reference.text(answer[:-1]))
     assert_idle(engine)
-
-
-@settings(max_examples=20)
-@given(case=cases(), prompt=st.lists(st.integers(3, 300), min_size=1, max_size=30), cut=st.integers(0, 12))
-def test_hand_over_and_migration_replay_the_tokens(
-    compiler: GrammarCompiler, reference: Reference, case: Case, prompt: list[int], cut: int
-) -> None:
-    """The first token from one engine, those up to the cut from another, and the rest from a third."""
-    request = ask(compiler, case, prompt=prompt)
-    answer, reason = want(reference, request)
-    prefill, decode = make_engine(), make_engine(look_ahead=True)
-    prefill.submit(request, hold=True)
-    tokens = [_first(prefill)]
-    if tokens[-1].finish_reason is None:
-        reservation = decode.reserve(request)
-        move_blocks(prefill, prefill.block_ids("a"), decode, reservation.block_ids)
-        decode.commit("a", [tokens[0].token_id])
-        while tokens[-1].finish_reason is None and len(tokens) < cut:
-            assert decode.wait_for_work(WAIT_S)
-            tokens += decode.step().tokens
-        decode.cancel("a")
-        decode.settle_launched()
-        assert_idle(decode)
-    prefill.release("a")
-    assert_idle(prefill)
-    if tokens[-1].finish_reason is None:
-        so_far = [token.token_id for token in tokens]
-        rest = replace(request, token_ids=[*prompt, *so_far], num_prompt_tokens=len(prompt), grammar=None)
-        tokens += generate(make_engine(), [constrained(compiler, case, rest)])[0]
-    assert ([token.token_id for token in tokens], tokens[-1].finish_reason) == (answer, reason)
 
 
 def _first(engine: Engine) -> Any:
@@ -419,12 +389,3 @@ def test_what_is_no_grammar_is_refused(compiler: GrammarCompiler, kind: GrammarK
 def test_tokens_of_another_answer_are_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest):
         compiler.compile(Grammar(GrammarKind.REGEX, "[0-9]+")).after([70, 71])
-
-
-def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
-    for model_dir in (None, tmp_path):
-        with pytest.raises(SetupError):
-            GrammarCompiler(model_dir, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SetupError):
-        GrammarCompiler(tmp_path, vocab_size=VOCAB, eos_token_ids=frozenset()).compile(Grammar(GrammarKind.JSON_OBJECT))

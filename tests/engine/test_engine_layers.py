@@ -49,6 +49,7 @@ def test_marks_are_about_so_many_bytes_apart(num_layers: int, num_tokens: int, m
         assert shape.layer_bytes * num_tokens * num_layers // shape.block_size < 3 * mark_bytes or num_layers == 1
         return
     assert marks[-1] == num_layers
+    assert num_layers * num_tokens * shape.layer_bytes >= 2 * mark_bytes * shape.block_size, "else the step's end says it soon enough"
     gaps = np.diff([0, *marks])
     assert (gaps[:-1] * num_tokens * shape.layer_bytes >= mark_bytes * shape.block_size).all()
     assert gaps[-1] <= gaps[0]

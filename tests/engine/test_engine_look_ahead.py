@@ -100,6 +100,22 @@ def test_a_cancelled_sequence_keeps_its_blocks_until_its_last_step_is_settled() 
     assert_idle(engine)
 
 
+def test_nothing_is_carried_from_a_launch_that_failed() -> None:
+    engine = make_engine()
+    batches: list[Batch] = []
+
+    def launching(batch: Batch) -> None:
+        batches.append(batch)
+        if len(batches) == 2:
+            raise RuntimeError("on purpose")
+
+    hooked(engine).launching = launching
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=6))
+    assert [len(engine.step().failures) for _ in range(2)] == [0, 1]
+    assert [batch.carried is not None for batch in batches] == [False, True], "what was to go on is over, and never launched again"
+    assert_idle(engine)
+
+
 def test_settle_launched_leaves_nothing_in_flight() -> None:
     engine = make_engine()
     request = make_request("a", [1, 2, 3])

@@ -169,6 +169,28 @@ def test_blocks_the_batch_sequences_that_came_last_are_preempted(look_ahead: boo
     run.finish()
 
 
+def test_blocks_for_several_urgent_prompts_come_free_at_once() -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100, look_ahead=True))
+    run.submit(*(request(f"b{i}", BATCH, 36, max_tokens=12) for i in range(3)))
+    while len(run.tokens()) < 2:
+        pass
+    run.submit(*(request(f"s{i}", STANDARD, 28) for i in range(3)))
+    for _ in range(3):
+        run.step()
+    assert {"s0", "s1", "s2"} <= run.got.keys()
+    run.finish()
+
+
+def test_blocks_that_batch_sequences_share_come_free_with_the_last_of_them() -> None:
+    run = Run(make_engine(num_blocks=30, max_num_batched_tokens=100))
+    for i in range(2):
+        run.submit(make_request(f"b{i}", [*range(60), i], max_tokens=30, request_class=BATCH))
+        run.step()
+    run.submit(request("s", STANDARD, 90))
+    assert run.tokens() == {"s"}
+    run.finish()
+
+
 def test_none_is_preempted_for_what_will_not_fit_all_the_same() -> None:
     engine = make_engine(num_blocks=30, max_num_batched_tokens=60)
     run = Run(engine)

@@ -87,9 +87,6 @@ def test_a_prompt_for_which_just_the_least_chunk_fits_gets_it() -> None:
     assert named(plan) == [("d", 1), ("a", 5), ("b", 4)]
 
 
-# ---- invariants -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     num_decodes: int
@@ -247,59 +244,3 @@ def test_an_urgent_prompt_always_makes_progress(case: Case) -> None:
         assert plan.prompts
         room = case.budget - case.num_decodes
         assert plan.prompts[0].num_tokens >= min(case.min_chunk, case.sizes[plan.prompts[0].item], room)
-
-
-# ---- over many steps ------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from(list(RequestClass))), min_size=1, max_size=20),
-    st.integers(1, 8), st.integers(0, 40), st.booleans(),
-)  # fmt: skip
-def test_every_prompt_ends_and_in_order(requests: list[tuple[int, int, RequestClass]], max_seqs: int, extra: int, paced: bool) -> None:
-    """(prompt, answer) lengths; the budget is the smallest allowed, or some more."""
-    budget = max_seqs + extra
-    waiting = sorted(range(len(requests)), key=lambda i: (requests[i][2], i))
-    prompts: dict[int, int] = {}
-    decodes: dict[int, int] = {}
-    started: list[int] = []
-    work = sum(prompt + answer for prompt, answer, _ in requests)
-    for _ in range(work + 1):
-        if not waiting and not prompts and not decodes:
-            break
-        running = [*prompts, *decodes]
-        urgent = [i for i in decodes if requests[i][2] < BATCH]
-        plan = plan_step(
-            decodes=urgent,
-            batch_decodes=[BatchDecode(i, 50) for i in decodes if requests[i][2] == BATCH],
-            prompts=sorted((RunningPrompt(i, n, 0, requests[i][2]) for i, n in prompts.items()), key=lambda p: p.rank),
-            waiting=[WaitingPrompt(i, requests[i][0], 0, 0, requests[i][2]) for i in waiting],
-            budget=budget,
-            max_seqs=max_seqs,
-            capacity=Capacity(max_seqs - sum(requests[i][2] < BATCH for i in running), 0),
-            batch_capacity=Capacity(max_seqs - len(running), 0),
-            num_context=50 * len(urgent),
-            time_limit=StepTimeLimit(curve=CURVE, max_step_s=5.1e-3, min_chunk=4) if paced and urgent else None,
-        )
-        assert list(plan.decodes[: len(urgent)]) == urgent, "no urgent decode misses a step"
-        assert plan.decodes or plan.prompts, "no step is empty while there is work"
-        if any(requests[i][2] < BATCH for i in prompts):
-            assert plan.prompts, "urgent prompts make progress in every step"
-        for item in plan.decodes:
-            decodes[item] -= 1
-        for chunk in plan.prompts:
-            if chunk.item in waiting:
-                waiting.remove(chunk.item)
-                prompts[chunk.item] = requests[chunk.item][0]
-                started.append(chunk.item)
-            prompts[chunk.item] -= chunk.num_tokens
-        for i in [i for i, left in prompts.items() if not left]:
-            del prompts[i]
-            decodes[i] = requests[i][1]
-        decodes = {i: left for i, left in decodes.items() if left > 0}
-    assert not waiting
-    assert not prompts
-    assert not decodes
-    for known in RequestClass:
-        of_class = [i for i in started if requests[i][2] == known]
-        assert of_class == sorted(of_class)

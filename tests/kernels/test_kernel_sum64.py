@@ -99,7 +99,6 @@ def test_steps_keep_the_sums_of_what_they_write(
 
     # What is written in other ways.
     cache.write_blocks([4, 1], np.random.default_rng(0).integers(0, 256, (2, shape.block_bytes), np.uint8))
-    cache.copy_block(4, 2)
     lengths = torch.tensor([2 * block_size, block_size + 1], dtype=torch.int32, device=DEVICE)
     tables = torch.tensor([[0, 1, 4], [2, 3, 4]], dtype=torch.int32, device=DEVICE)
     if block_size > 1:

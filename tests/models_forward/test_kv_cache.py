@@ -74,11 +74,6 @@ def test_layers_are_parts_of_blocks(dtype: str, block_size: int, head_dim: int, 
             cache.read_blocks([0], np.empty((1, wrong.num_layers * shape.layer_bytes), np.uint8), wrong)
 
 
-def test_copy_block(cache: KvCache) -> None:
-    cache.copy_block(2, 3)
-    assert torch.equal(cache.tensor[3], cache.tensor[2])
-
-
 def test_no_blocks_is_no_work(cache: KvCache) -> None:
     cache.read_blocks([], np.empty((0, SHAPE.block_bytes), np.uint8))
     cache.write_blocks([], np.empty((0, SHAPE.block_bytes), np.uint8))

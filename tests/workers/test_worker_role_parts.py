@@ -27,6 +27,7 @@ from twostep.metrics.worker import WorkerMetrics
 from twostep.rpc.v1 import worker_pb2
 from twostep.rpc.worker_role import PASS_LIFE_S, RolePass
 from twostep.sampling_params import SamplingParams
+from twostep.step_curve import StepWorkload
 from twostep.worker import model as worker_model
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role
 from twostep.worker.edge import EdgeParts, Switchboard
@@ -234,7 +235,7 @@ def test_gauges_follow_the_role_and_counters_stay_where_they_were_counted() -> N
         for metrics in every:
             metrics.serve(role)
         steps[0] += num_steps
-        engine.on_step(StepOutput(step=1, num_prefill_tokens=num_tokens))
+        engine.on_step(StepOutput(step=1, workload=StepWorkload(prompt_tokens=num_tokens)))
         worker.set(ready=True, num_leases=1, oldest_lease_s=0.0, num_sequences=2, num_streams=0)
         return {
             (sample.name, sample.labels["role"], sample.labels.get("kind", "")): sample.value

@@ -34,8 +34,6 @@ class BlockManager:
         self.num_host_hit_tokens = 0
         self._block_size = block_size
 
-    # ---- looking ----------------------------------------------------------------------------------------------------
-
     def num_now(self, sequence: EngineSequence) -> int:
         """Returns the blocks that its tokens take."""
         return -(-len(sequence.tokens) // self._block_size)
@@ -78,8 +76,6 @@ class BlockManager:
         sequence.matched_in_host = self.tier.lookup(hashes, len(cached))
         sequence.num_matched = (len(cached) + len(sequence.matched_in_host)) * self._block_size
         return self.num_to_admit(sequence) - len(cached) + self.pool.num_unowned(cached)
-
-    # ---- giving -----------------------------------------------------------------------------------------------------
 
     def admit(self, sequences: Sequence[EngineSequence]) -> None:
         """Gives waiting and preempted sequences, just matched, the blocks for their tokens."""
@@ -151,8 +147,6 @@ class BlockManager:
                 sequence.num_computed = sequence.num_planned = num_intact
             else:
                 sequence.num_intact = num_intact
-
-    # ---- taking back ------------------------------------------------------------------------------------------------
 
     def free(self, sequence: EngineSequence) -> None:
         """Takes all its blocks. It begins anew."""

@@ -94,8 +94,6 @@ class BlockPool:
         self._change = NetChange()
         self._watcher: CacheWatcher | None = None
 
-    # ---- looking ----------------------------------------------------------------------------------------------------
-
     @property
     def num_free(self) -> int:
         """Blocks with neither owner nor content."""
@@ -149,8 +147,6 @@ class BlockPool:
         """Returns how many of them count as available now: sharing them takes so much room."""
         return sum(1 for block in blocks if not self._num_owners[block])
 
-    # ---- owning -----------------------------------------------------------------------------------------------------
-
     def share(self, blocks: Iterable[int]) -> None:
         """Adds an owner to each of these blocks, owned or cached."""
         for block in blocks:
@@ -194,8 +190,6 @@ class BlockPool:
                     self._lru[block] = None
                     if self._watcher is not None:
                         self._watcher.on_cached(block)
-
-    # ---- prefixes ---------------------------------------------------------------------------------------------------
 
     def register(self, block: int, digest: bytes, index: int, *, exchange: bool = True) -> int:
         """Makes an owned block, `index`-th of its sequence, full and computed, findable as `digest`. The blocks before
@@ -246,8 +240,6 @@ class BlockPool:
     def findable(self) -> list[bytes]:
         """Returns all findable hashes at hash-unit boundaries."""
         return [digest for digest, block in self._block_of.items() if self._boundary[block]]
-
-    # ---- proof ------------------------------------------------------------------------------------------------------
 
     def check_integrity(self, owners: Iterable[Sequence[int] | npt.NDArray[np.int32]]) -> None:
         """`owners`: the block lists of everything that owns some. O(blocks). Raises InternalError naming what does not add up."""

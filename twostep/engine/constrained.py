@@ -39,8 +39,6 @@ class ConstrainedSequences:
     """The engine's lock guards it. The scheduler says what becomes of its sequences, the engine has their masks made."""
 
     def __init__(self) -> None:
-        # How many there are, in whatever state: without any, a step costs nothing here.
-        self._count = 0
         # Those whose next mask is not known: they are in no step that samples.
         self.unready: set[EngineSequence] = set()
         # After which tokens masks are to be made.
@@ -49,16 +47,9 @@ class ConstrainedSequences:
         # Threads are made from the first sequence on.
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="grammar")
 
-    def add(self, sequence: EngineSequence) -> None:
-        self._count += sequence.constraint is not None
-
     def ended(self, sequence: EngineSequence) -> None:
         """It waits for no mask any more."""
         self.unready.discard(sequence)
-
-    def remove(self, sequence: EngineSequence) -> None:
-        """It is in no step any more."""
-        self._count -= sequence.constraint is not None
 
     @property
     def waiting(self) -> bool:
@@ -69,18 +60,13 @@ class ConstrainedSequences:
     def failed(self) -> bool:
         return bool(self._failures)
 
-    def take_masks(self, work: StepWork) -> None:
-        """Gives a step just planned its masks. A sequence that samples in it is ready again once it is known what, and what may follow
-        that."""
-        for row, sequence in enumerate(_sampling(work) if self._count else ()):
-            if sequence.constraint is not None:
-                work.masks.append((row, sequence.constraint.take()))
-                self.unready.add(sequence)
+    def planned(self, work: StepWork) -> None:
+        """A sequence that samples in this step is ready again once it is known what, and what may follow that."""
+        self.unready.update(sequence for _, sequence, _ in work.masks)
 
     def follow(self, work: StepWork) -> None:
         """A step is settled: those of it that go on are to be advanced."""
-        sampling = _sampling(work)
-        for sequence in (sampling[row] for row, _ in work.masks):
+        for _, sequence, _ in work.masks:
             if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
                 self.advance(sequence, sequence.tokens[-1:])
             else:
@@ -146,8 +132,3 @@ def _result(constraint: Constraint, allowed: AllowedTokens) -> Advanced:
         return Advanced(None, f"the answer's grammar cannot be followed any further: {allowed.failure}; make it simpler")
     mask = constraint.mask_after(allowed)
     return Advanced(mask, "" if mask is not None else DEAD_END)
-
-
-def _sampling(work: StepWork) -> list[EngineSequence]:
-    """Returns the step's sequences by sampled row."""
-    return [sequence for sequence, complete in zip(work.sequences, work.sampled, strict=True) if complete]

@@ -271,18 +271,14 @@ class Engine:
             since = max(launched.since, self._ended_at)
             begin_seen, self._end_seen = self._end_seen or launched.since > self._ended_at, collected.blocked_s >= UNSEEN_S
             self._ended_at = ended_at
-            done = launched.workload
             if sampled is not None:
-                self._pacing.settled(done, ended_at - since, collected.blocked_s)
+                self._pacing.settled(launched.workload, ended_at - since, collected.blocked_s)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,
             progress=result.progress,
             failures=[*result.failures, *failures],
-            num_prefill_tokens=done.prompt_tokens,
-            num_decode_tokens=done.decodes,
-            num_pairs=done.pairs,
-            num_context_tokens=done.context,
+            workload=launched.workload,
             duration_s=ended_at - since,
             ended_at=ended_at,
             launch_s=launched.launch_s,

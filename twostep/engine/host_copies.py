@@ -135,16 +135,16 @@ class HostCopies:
             return False
         with self._changed:
             load = self._tier.take_load()
-            save = self._tier.take_save(self._max_blocks) if load is None else None
+            saves = self._tier.take_saves(self._max_blocks) if load is None else ()
         if load is not None:
             ok = self._tried(lambda: self._slabs.copy_back(load.rows, load.blocks))
             with self._changed:
                 self._on_loaded(load, ok)
-        elif save is not None:
-            ok = self._tried(lambda: self._slabs.copy_out(save.blocks, save.rows))
+        elif saves:
+            ok = self._tried(lambda: self._slabs.copy_out([save.block for save in saves], [save.row for save in saves]))
             with self._changed:
-                self._tier.saved(save, ok=ok)
-        return load is not None or save is not None
+                self._tier.saved(saves, ok=ok)
+        return load is not None or bool(saves)
 
     def _tried(self, copy: Callable[[], None]) -> bool:
         """Returns whether it succeeded; the first of several failures in a row is logged."""

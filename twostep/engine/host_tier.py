@@ -48,27 +48,14 @@ class _Entry:
     dropped: bool = False
 
 
-class _SavedBlock(NamedTuple):
+class SavedBlock(NamedTuple):
+    """A block of the pool that is to be copied to a row. It has no owner: what counts is its generation afterwards."""
+
     row: int
     block: int
     generation: int
     digest: bytes
     reused: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostSave:
-    """Blocks of the pool that are to be copied to rows. They have no owner: what counts are their generations afterwards."""
-
-    copies: Sequence[_SavedBlock]
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        return [copy.block for copy in self.copies]
-
-    @property
-    def rows(self) -> Sequence[int]:
-        return [copy.row for copy in self.copies]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -133,8 +120,6 @@ class HostTier:
         """Returns whether fewer blocks than wanted can be given out without a loss."""
         return bool(self._rest) and self._pool.num_free + len(self._front) < self._ahead
 
-    # ---- what the pool tells ----------------------------------------------------------------------------------------
-
     def on_cached(self, block: int) -> None:
         """A findable block has lost its last owner."""
         self._rest[block] = None
@@ -146,11 +131,9 @@ class HostTier:
         else:
             del self._rest[block]
 
-    # ---- out --------------------------------------------------------------------------------------------------------
-
-    def take_save(self, max_blocks: int) -> HostSave | None:
-        """Returns what is to be copied out next, at most so many blocks; then comes `saved`. None: nothing."""
-        copies: list[_SavedBlock] = []
+    def take_saves(self, max_blocks: int) -> Sequence[SavedBlock]:
+        """Returns what is to be copied out next, at most so many blocks; then comes `saved` if there are any."""
+        copies: list[SavedBlock] = []
         while self._is_short and len(copies) < max_blocks:
             block, _ = self._rest.popitem(last=False)
             self._front[block] = None
@@ -162,15 +145,15 @@ class HostTier:
             row = self._row_for(reused=reused)
             if row is not None:
                 self._saving[digest] = row
-                copies.append(_SavedBlock(row, block, self._pool.generation(block), digest, reused))
+                copies.append(SavedBlock(row, block, self._pool.generation(block), digest, reused))
         # In the order of rows: neighbours are one copy.
-        return HostSave(sorted(copies)) if copies else None
+        return sorted(copies)
 
-    def saved(self, save: HostSave, *, ok: bool) -> None:
-        """It is copied, or that failed: it is tried again when it is cached the next time."""
+    def saved(self, copies: Sequence[SavedBlock], *, ok: bool) -> None:
+        """They are copied, or that failed: it is tried again when it is cached the next time."""
         if ok:
-            self.copied_bytes += len(save.copies) * self._block_bytes
-        for row, block, generation, digest, reused in save.copies:
+            self.copied_bytes += len(copies) * self._block_bytes
+        for row, block, generation, digest, reused in copies:
             del self._saving[digest]
             # A block that was withdrawn meanwhile has no hash any more.
             if ok and self._pool.hash_of(block) == digest and self._pool.generation(block) == generation:
@@ -204,8 +187,6 @@ class HostTier:
         entry.dropped = True
         if not entry.num_readers:
             heapq.heappush(self._free_rows, entry.row)
-
-    # ---- back -------------------------------------------------------------------------------------------------------
 
     def asked(self, hashes: Sequence[bytes]) -> None:
         """A sequence has these blocks, in the pool, here or nowhere yet."""
@@ -260,8 +241,6 @@ class HostTier:
             elif not ok and not entry.dropped:
                 self._drop(digest)
 
-    # ---- changes ----------------------------------------------------------------------------------------------------
-
     def take_change(self) -> tuple[list[bytes], list[bytes]]:
         """Returns hashes at hash-unit boundaries that came and went since the last call; net."""
         return self._change.take()
@@ -270,12 +249,10 @@ class HostTier:
         """Returns all hashes at hash-unit boundaries."""
         return [digest for digest, entry in self._entries.items() if entry.announced]
 
-    # ---- proof ------------------------------------------------------------------------------------------------------
-
     def check_integrity(self, loading: Iterable[EngineSequence]) -> None:
         """`loading`: the sequences that say they are being loaded. O(rows + blocks). Raises InternalError."""
-        if (wrong := self._order.check()) or set(self._order) != self._entries.keys():
-            raise InternalError(f"the host tier holds {len(self._entries)} blocks and orders {len(self._order)}; {wrong}")
+        if sorted(self._order) != sorted(self._entries):
+            raise InternalError(f"the host tier holds {len(self._entries)} blocks and orders {len(self._order)}, or others")
         if {sequence.seq_id for sequence in loading} != self._loading.keys():
             raise InternalError(f"{len(self._loading)} sequences are loaded from the host, and others say they are")
         readers = Counter(entry for load in self._loading.values() for entry in load.entries)

@@ -79,8 +79,3 @@ class ReuseOrder:
         of_once = len(self._once) >= self._least_once + reused or not self._reused
         yield from self._once if of_once else self._reused
         yield from self._reused if of_once else self._once
-
-    def check(self) -> str:
-        """Returns what does not add up, or nothing."""
-        both = self._once.keys() & self._reused.keys()
-        return f"{len(both)} hashes are in both segments" if both else ""

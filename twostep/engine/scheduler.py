@@ -256,7 +256,6 @@ class Scheduler:
     def _arrive(self, sequence: EngineSequence) -> None:
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
-        self._constrained.add(sequence)
         self._sequences[sequence.seq_id] = sequence
 
     def _run(self, sequence: EngineSequence) -> None:
@@ -266,7 +265,6 @@ class Scheduler:
     def _forget(self, sequence: EngineSequence) -> None:
         self._blocks.free(sequence)
         del self._sequences[sequence.seq_id]
-        self._constrained.remove(sequence)
 
     def _register(self, sequence: EngineSequence) -> None:
         self._blocks.register(sequence, self._planned[-1].exchanged if self._planned else [])
@@ -402,7 +400,7 @@ class Scheduler:
         if not sequences:
             return None
         work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts])
-        self._constrained.take_masks(work)
+        self._constrained.planned(work)
         return work
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
@@ -426,8 +424,8 @@ class Scheduler:
         below = _BATCH if rank < _BATCH else _ANY_RANK
         if self._num_seats(below) <= 0:
             raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
-        if self._most_urgent_leaving <= rank or any(s.priority.rank <= rank for s in self._preempted.values()):
-            raise ResourceExhausted(f"{len(self._preempted) or 'some'} sequences wait here for room to go on; try another worker, or later")
+        if any(s.priority.rank <= rank for s in self._preempted.values()):
+            raise ResourceExhausted(f"{len(self._preempted)} sequences wait here for room to go on; try another worker, or later")
         short = self._short
         if short is not None and short.state is SequenceState.WAITING and short.priority.rank <= rank:
             # Else small reservations would take one by one what comes free for it.
@@ -453,10 +451,9 @@ class Scheduler:
         than they."""
         if not self._waiting and not self._preempted:
             return 0
-        limit = min(_ANY_RANK, self._most_urgent_leaving)
-        if len(ready) < len(active):
-            limit = min(limit, *(sequence.priority.rank for sequence in {*active}.difference(ready)))
-        return limit
+        if len(ready) == len(active):
+            return _ANY_RANK
+        return min(sequence.priority.rank for sequence in {*active}.difference(ready))
 
     def _num_seats(self, below: int) -> int:
         """Returns the seats left for sequences of ranks below this, whichever of the others run."""
@@ -555,11 +552,6 @@ class Scheduler:
         self._preempted = dict(sorted(self._preempted.items(), key=lambda item: item[1].arrival))
 
     @property
-    def _most_urgent_leaving(self) -> int:
-        """No newcomer is let in meanwhile that is not more urgent than this rank."""
-        return min((sequence.priority.rank for sequence in self._yielding.values()), default=len(RequestClass))
-
-    @property
     def _num_coming(self) -> int:
         """Blocks that are about to be given back."""
         return sum(self._blocks.num_exclusive(sequence) for sequence in self._yielding.values())
@@ -619,8 +611,7 @@ class Scheduler:
                 tokens.append(self._append(sequence, sampled, row))
             if sequence.gives_way and not sequence.num_steps:
                 self._preempt(sequence)
-        if work.masks:
-            self._constrained.follow(work)
+        self._constrained.follow(work)
         return StepResult(tokens=tokens, progress=progress, failures=failures)
 
     def fail(self, work: StepWork, message: str) -> StepResult:

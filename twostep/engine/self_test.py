@@ -60,33 +60,35 @@ class SelfTest:
         # Requests' names end in the number of an attempt, so that these are no request's.
         self._probes = {f"self-test {token}": token for token in probe_tokens(vocab_size)}
         self._running: set[str] = set()
-        # Of the probes that have ended: some had a token; some were in a step that failed, which says nothing of them.
-        self._passed = self._unknown = False
+        # What the probes that have ended came to; None: a token. A step that failed says nothing of them.
+        self._outcomes: set[FailureKind | None] = set()
         self._suspects: list[SequenceFailure] = []
         # Nothing this worker computes can be trusted any more.
         self.sick = False
 
     def settle(self, result: StepResult) -> tuple[StepResult, Sequence[EngineRequest]]:
         """Returns what a step came to, as it is to be reported, and the probes that are to be computed from now on."""
-        if not self._running and not result.failures:
+        running = self._running
+        if not running and not result.failures:
             return result, ()
-        failures = [failure for failure in result.failures if failure.seq_id not in self._running]
-        self._suspects += [failure for failure in failures if failure.kind is FailureKind.NO_TOKEN]
-        failures = [failure for failure in failures if failure.kind is not FailureKind.NO_TOKEN]
-        others = replace(
-            result,
-            tokens=[token for token in result.tokens if token.seq_id not in self._running],
-            progress=[progress for progress in result.progress if progress.seq_id not in self._running],
-        )
+        ended: dict[str, FailureKind | None] = {token.seq_id: None for token in result.tokens if token.seq_id in running}
+        ended |= {failure.seq_id: failure.kind for failure in result.failures if failure.seq_id in running}
+        others = [failure for failure in result.failures if failure.seq_id not in running]
+        failures = [failure for failure in others if failure.kind is not FailureKind.NO_TOKEN]
+        self._suspects += [failure for failure in others if failure.kind is FailureKind.NO_TOKEN]
+        tokens = [token for token in result.tokens if token.seq_id not in running]
+        progress = [progress for progress in result.progress if progress.seq_id not in running]
         probes: Sequence[EngineRequest] = ()
-        if self._running:
-            self._take(result)
+        if running:
+            self._outcomes |= set(ended.values())
+            self._running = running - ended.keys()
+            self.sick = self.sick or (not self._running and self._outcomes == {FailureKind.NO_TOKEN})
         elif self._suspects and not self.sick:
-            self._running, self._passed, self._unknown = set(self._probes), False, False
+            self._running, self._outcomes = set(self._probes), set()
             probes = [_request(seq_id, token) for seq_id, token in self._probes.items()]
-        if self._suspects and not self._running:
+        if not self._running:
             failures += self._judged()
-        return replace(others, failures=failures), probes
+        return StepResult(tokens=tokens, progress=progress, failures=failures), probes
 
     def forget(self, seq_id: str) -> bool:
         """Drops a failure that is kept back, as its request is cancelled. False: there is none."""
@@ -95,21 +97,12 @@ class SelfTest:
         self._suspects = kept
         return found
 
-    def _take(self, result: StepResult) -> None:
-        """Notes the probes that have ended in this step."""
-        tokens = {token.seq_id for token in result.tokens} & self._running
-        failed = {failure.seq_id: failure.kind for failure in result.failures if failure.seq_id in self._running}
-        self._passed = self._passed or bool(tokens)
-        self._unknown = self._unknown or any(kind is not FailureKind.NO_TOKEN for kind in failed.values())
-        self._running -= tokens | failed.keys()
-        self.sick = self.sick or not (self._running or self._passed or self._unknown)
-
     def _judged(self) -> Sequence[SequenceFailure]:
         """Returns what was kept back, as it turned out."""
         suspects, self._suspects = self._suspects, []
         if self.sick:
             return [replace(failure, message=SICK, kind=FailureKind.STEP) for failure in suspects]
-        if not self._passed:
+        if None not in self._outcomes:
             return [replace(failure, kind=FailureKind.STEP) for failure in suspects]
         return suspects
 

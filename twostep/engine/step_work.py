@@ -32,8 +32,8 @@ class StepWork:
     num_decodes: int
     # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
-    # Of the sampled rows that are constrained: (row, its mask).
-    masks: list[tuple[int, npt.NDArray[np.int32]]] = field(default_factory=list)
+    # Of the sampled rows that are constrained: (row, its sequence, its mask).
+    masks: Sequence[tuple[int, EngineSequence, npt.NDArray[np.int32]]] = ()
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -58,10 +58,11 @@ class StepResult:
 
 
 def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int]) -> StepWork:
-    """Returns the step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned of each."""
+    """Returns the step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned of each, and takes
+    the masks of those that sample."""
     num_decodes = len(sequences) - len(prompt_tokens)
     num_tokens = [1] * num_decodes + list(prompt_tokens)
-    starts, carried, sampled = [], [], []
+    starts, carried, sampled, masks = [], [], [], []
     row = 0
     for sequence, count in zip(sequences, num_tokens, strict=True):
         start = sequence.num_planned
@@ -74,6 +75,8 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         if complete:
             sequence.num_pending += 1
             sequence.pending_row = row
+            if sequence.constraint is not None:
+                masks.append((row, sequence, sequence.constraint.take()))
             row += 1
     return StepWork(
         sequences=sequences,
@@ -82,6 +85,7 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         carried=carried,
         sampled=sampled,
         num_decodes=num_decodes,
+        masks=masks,
     )
 
 
@@ -148,6 +152,6 @@ def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] =
             if complete
         ],
         carried=carried,
-        masks=TokenMasks.of(work.masks) if work.masks else None,
+        masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
         mark_layers=mark_layers,
     )

@@ -118,11 +118,7 @@ class StepOutput:
     tokens: Sequence[TokenOutput] = ()
     progress: Sequence[PrefillProgress] = ()
     failures: Sequence[SequenceFailure] = ()
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    # Query-key pairs of the prompts' chunks, and tokens whose KV the decodes read, in sum: as step_curve.py counts them.
-    num_pairs: float = 0.0
-    num_context_tokens: int = 0
+    workload: StepWorkload = field(default_factory=StepWorkload)
     # From its launch, or from the end of the step before it, to its result.
     duration_s: float = 0.0
     # Its end, in monotonic seconds: a reader of the output may see it later.
@@ -138,10 +134,12 @@ class StepOutput:
         return self.ended_at - self.duration_s
 
     @property
-    def workload(self) -> StepWorkload:
-        return StepWorkload(
-            prompt_tokens=self.num_prefill_tokens, pairs=self.num_pairs, decodes=self.num_decode_tokens, context=self.num_context_tokens
-        )
+    def num_prefill_tokens(self) -> int:
+        return self.workload.prompt_tokens
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.workload.decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ lines Prefix hit rate | percentunit max=1 | Of prompt tokens looked up, those fo
       (rate(twostep_prefix_cache_queries_total{R}[W]))
 lines Preemptions | none | Sequences that gave their blocks to older ones.
   {{role}} = sum by (role) (increase(twostep_num_preemptions_total{R}[W]))
-lines Swapped | Bps | KV copied to the host and back for sequences that gave way.
+lines Swapped | Bps | KV copied to host memory and back.
   {{role}} = sum by (role) (rate(twostep_kv_swapped_bytes_total{R}[W]))
 lines Prefixes in host memory | none | Blocks below the KV cache (--prefix-cache-space).
   {{role}} = sum by (role) (twostep_prefix_cache_host_blocks{R})

@@ -1,7 +1,7 @@
 """An engine without tokens: the scheduler, the seats and the blocks of twostep.engine on a clock that a simulation sets.
 
 What is kept of the engine: `plan_step` itself, the token budget, sequences that take blocks as they grow and leave a watermark to each
-other, who came last giving way when there are none (computed again, never swapped), and, with `look_ahead`, a step planned while one runs:
+other, who came last giving way when there are none (computed again), and, with `look_ahead`, a step planned while one runs:
 
     clock    ─ n ──────────────┬─ n+1 ────────────┬─
     plans       ·   ·   n+1          ·   ·   n+2       `ahead_s` before the end; what arrives after that is in n+2

@@ -71,14 +71,6 @@ class StepCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyCommand:
-    """Copies a block after the step before."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class EndCommand:
     pass
 

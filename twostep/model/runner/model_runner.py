@@ -285,10 +285,6 @@ class ModelRunner:
     def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
         return self._cache.pin_host(memory)
 
-    def copy_block(self, source: int, target: int) -> None:
-        # On the stream of the steps, before the next one.
-        self._cache.copy_block(source, target)
-
 
 def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
     """The pool's shape for a model; `dtype` is a name, not auto. Raises SetupError."""

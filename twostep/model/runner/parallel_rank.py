@@ -26,7 +26,7 @@ import torch
 
 from twostep.engine.batch import InFlight
 from twostep.errors import TwostepError
-from twostep.model.parallel.channel import DONE, BlockMemory, BlockTransfer, CopyCommand, EndCommand, Hello, StepMemory, receive, unpack
+from twostep.model.parallel.channel import DONE, BlockMemory, BlockTransfer, EndCommand, Hello, StepMemory, receive, unpack
 from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.runner.model_runner import ModelRunner
@@ -96,11 +96,8 @@ class _Rank:
             command = unpack(message) if message else EndCommand()
             if isinstance(command, EndCommand):
                 return
-            if isinstance(command, CopyCommand):
-                self._runner.copy_block(command.source, command.target)
-            else:
-                launched = command.number
-                in_flight.append((launched, self._runner.launch(self._steps.get(command))))
+            launched = command.number
+            in_flight.append((launched, self._runner.launch(self._steps.get(command))))
             self._clock.note(launched)
 
     def serve_blocks(self, channel: socket.socket) -> None:

@@ -35,7 +35,6 @@ from twostep.model.parallel.channel import (
     DONE,
     BlockMemory,
     BlockTransfer,
-    CopyCommand,
     EndCommand,
     Hello,
     StepMemory,
@@ -178,11 +177,6 @@ class ParallelRunner:
     def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
         # Blocks go through memory that the ranks share.
         return lambda: None
-
-    def copy_block(self, source: int, target: int) -> None:
-        self._check()
-        self._ranks.send_all(CopyCommand(source, target))
-        self._local.copy_block(source, target)
 
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         self._check_blocks(block_ids, out, layers)

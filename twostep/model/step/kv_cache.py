@@ -123,12 +123,6 @@ class KvCache:
         """See Runner."""
         return _no_pin if self._staging is None else pin(memory)
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies one block onto another."""
-        self.tensor[target].copy_(self.tensor[source])
-        if self.sums is not None:
-            self.sums.copy_block(source, target)
-
     def _check(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None) -> slice | None:
         """Which bytes of the blocks are meant; None: all. No tensors: each call of torch gives the interpreter away and waits for it."""
         shape = self.shape

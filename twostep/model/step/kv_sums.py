@@ -92,7 +92,3 @@ class KvSums:
         for start in range(0, len(block_ids), _ROWS_AT_ONCE):
             ids = torch.tensor(block_ids[start : start + _ROWS_AT_ONCE], dtype=torch.int32, device=self.tensor.device)
             self._slot_sums(self._pool, ids, self.tensor, num_slots=self._num_slots, num_rows=self._num_rows)
-
-    def copy_block(self, source: int, target: int) -> None:
-        """With the block itself, on the current stream."""
-        self.tensor[target].copy_(self.tensor[source])
