@@ -141,7 +141,8 @@ class _Exchange:
         self._last_seen: dict[int, float] = {}
         # Used while the shared time is not known yet.
         self._undated: Counter[Entry] = Counter()
-        self._read_all = True
+        # Also windows that were read before.
+        self.read_all = True
 
     def count(self, entry: Entry, amount: int) -> None:
         if not self._clock.known:
@@ -163,15 +164,6 @@ class _Exchange:
         for entry, amount in self._undated.items():
             self.count(entry, amount)
         self._undated.clear()
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                return await self._run(redis)
-        except BaseException:
-            # Who hears nothing for hours has hours to hear of.
-            self._read_all = True
-            raise
-
-    async def _run(self, redis: Redis) -> list[Use]:
         totals, windows = self.ledger.untold(), self._to_read()
         pipeline = redis.pipeline(transaction=False)
         pipeline.time()
@@ -180,10 +172,11 @@ class _Exchange:
             pipeline.expire(f"{self._prefix}{window}", (self._num_windows + 1) * self._window_s)
         for window in windows:
             pipeline.hgetall(f"{self._prefix}{window}")
-        replies = await pipeline.execute()
+        async with asyncio.timeout(_TIMEOUT_S):
+            replies = await pipeline.execute()
         self._clock.told(replies[0])
         self.ledger.told(totals)
-        self._read_all = False
+        self.read_all = False
         fields_of = zip(windows, replies[1 + 2 * len(totals) :], strict=True)
         return self._aged([use for window, fields in fields_of for use in self.ledger.hear(window, fields)])
 
@@ -194,7 +187,7 @@ class _Exchange:
         for old in [each for each, seen in self._last_seen.items() if now - seen > self._num_windows * self._window_s]:
             del self._last_seen[old]
             self.ledger.forget(old)
-        if self._read_all:
+        if self.read_all:
             # Also of a time to come, if the shared clock was set back.
             return sorted({*range(window - self._num_windows + 1, window + self._num_windows), *self._last_seen})
         recent = [each for each, seen in self._last_seen.items() if now - seen <= self._window_s]
@@ -259,6 +252,8 @@ class UsageShare:
                     self._on_day(use)
                 self._day_due = time.monotonic() + _DAY_SYNC_S
         except (RedisError, OSError, TimeoutError) as error:
+            # Who hears nothing for hours has hours to hear of.
+            self._minute.read_all = self._day.read_all = True
             if self.connected:
                 self.connected = False
                 log.warning(
