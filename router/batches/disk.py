@@ -121,7 +121,8 @@ _TIMEOUT_S = 30.0
 
 
 class Threads:
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._short = BoundedThreads(4, "batches")
         # Whole files are read and written: small things need not wait for it.
         self._long = BoundedThreads(2, "batches-long")
@@ -129,11 +130,11 @@ class Threads:
     async def short(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Raises what `work` does; Unavailable for a disk that fails or does not answer."""
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await self._in(self._short, partial(work, *args, **kwargs))
         except TimeoutError:
             raise Unavailable(
-                f"the batch directory did not answer within {_TIMEOUT_S:.0f} s; repeat it, or look after the volume"
+                f"the batch directory did not answer within {self._timeout_s:.0f} s; repeat it, or look after the volume"
             ) from None
 
     async def long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -32,7 +32,7 @@ from twostep.errors import DataLoss, NotFound, ResourceExhausted
 
 _RUN = re.compile(r"run-(\d{8})\.json")
 _OWNER = re.compile(r"[0-9a-f]{32}")
-_MAX_OPEN = 1000
+MAX_OPEN = 1000
 _ABANDONED_S = 3600.0
 _PART_BYTES = 1 << 20
 
@@ -71,8 +71,8 @@ class BatchStore:
         """Raises NotFound (the input file), ResourceExhausted, DataLoss."""
         owner = owner_of(asked.tenant)
         source = self.files.content(owner, asked.input_file_id)
-        if len([each for each in self.open_batches().values() if each == owner]) >= _MAX_OPEN:
-            raise ResourceExhausted(f"you have {_MAX_OPEN} batches that are not over; wait for one, or cancel it")
+        if len([each for each in self.open_batches().values() if each == owner]) >= MAX_OPEN:
+            raise ResourceExhausted(f"you have {MAX_OPEN} batches that are not over; wait for one, or cancel it")
         self.files.check_room(owner)
         making = self._root / owner / "uploads" / asked.id
         self._disk.make_folder(making)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from aiohttp import web
 
 from router.http.choices import Folded, Said, Teller, was_cut
 from router.http.errors import HttpError
-from router.http.front import FRONT, Front, parsed
+from router.http.front import Front
 from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
 from router.http.logprobs import ChatLogprobsWriter
 from router.http.openapi import Described
-from router.http.request_bodies import ChatBody, NamedTool, ToolText, adapt_roles, parse_body
+from router.http.request_bodies import ChatBody, NamedTool, ToolText, adapt_roles
 from router.prompting.prompt import Prompt
 from twostep.rpc.convert import grammar_from_proto, grammar_to_proto
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -111,15 +110,9 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/chat/completions")
-@Described(
-    "Answers to a chat.",
-    bodies=(ChatBody,),
-    events=True,
-    headers=HEADERS,
-)
+@Described("Answers to a chat.", bodies=(ChatBody,), events=True, headers=HEADERS)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    body = await parsed(request, partial(parse_body, ChatBody))
-    return await respond(request, ChatGeneration(request.app[FRONT], body, HttpCall.of(request)), stream=bool(body.stream))
+    return await respond(request, ChatBody, ChatGeneration)
 
 
 class ChatGeneration(HttpGeneration[ChatBody]):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 from aiohttp import web
 
 from router.http.choices import Folded, Said, Teller
 from router.http.errors import blaming
-from router.http.front import FRONT, Front, parsed
+from router.http.front import Front
 from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
 from router.http.logprobs import TextLogprobsWriter
 from router.http.openapi import Described
-from router.http.request_bodies import CompletionBody, parse_body
+from router.http.request_bodies import CompletionBody
 from router.http.tokens import decoded
 from router.prompting.prompt import Prompt
 from twostep.errors import ContextExceeded
@@ -24,15 +23,9 @@ routes = web.RouteTableDef()
 
 
 @routes.post("/v1/completions")
-@Described(
-    "Texts that go on with prompts.",
-    bodies=(CompletionBody,),
-    events=True,
-    headers=HEADERS,
-)
+@Described("Texts that go on with prompts.", bodies=(CompletionBody,), events=True, headers=HEADERS)
 async def completions(request: web.Request) -> web.StreamResponse:
-    body = await parsed(request, partial(parse_body, CompletionBody))
-    return await respond(request, CompletionGeneration(request.app[FRONT], body, HttpCall.of(request)), stream=bool(body.stream))
+    return await respond(request, CompletionBody, CompletionGeneration)
 
 
 class CompletionGeneration(HttpGeneration[CompletionBody]):

@@ -23,7 +23,7 @@ from aiohttp import web
 from router.access.account import Identity
 from router.http.choices import AnswerOptions, Events, Send, StreamedChoice, Teller, WholeChoice
 from router.http.errors import HttpError, blaming
-from router.http.front import IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded
+from router.http.front import FRONT, IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded, parsed
 from router.http.logprobs import TokenNames
 from router.http.request_bodies import (
     ChatBody,
@@ -34,6 +34,7 @@ from router.http.request_bodies import (
     LarkFormat,
     RegexFormat,
     StructuredOutputs,
+    parse_body,
 )
 from router.http.sse import ANSWERS, EventStream
 from router.http.whole_answer import ENCODER, WholeAnswer, check_repeated, check_size
@@ -438,9 +439,13 @@ class HttpGeneration(ABC, Generic[AnyBody]):
             )
 
 
-async def respond(request: web.Request, generation: HttpGeneration[Any], *, stream: bool) -> web.StreamResponse:
-    answers = request.app[ANSWERS]
-    if not stream:
+async def respond(
+    request: web.Request, body_kind: type[AnyBody], kind: Callable[[Front, AnyBody, HttpCall], HttpGeneration[AnyBody]]
+) -> web.StreamResponse:
+    """Answers a request whose body is of that kind."""
+    body = await parsed(request, partial(parse_body, body_kind))
+    generation, answers = kind(request.app[FRONT], body, HttpCall.of(request)), request.app[ANSWERS]
+    if not body.stream:
         generation.check_size()
         async with AsyncExitStack() as held:
             async with answers.giving(None):

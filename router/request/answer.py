@@ -137,17 +137,17 @@ class AnswerReader:
 
     def _watch(self, text: str, num_read: int) -> str:
         """A stop string ends the answer if it is complete only after `min_tokens`, as vLLM has it; it may begin before."""
-        result = self._stops.push(text, may_end=num_read > self._min_tokens)
-        if result.matched is not None:
-            self.finish = Finish(inference_pb2.FINISH_REASON_STOP, result.matched)
+        text = self._stops.push(text, may_end=num_read > self._min_tokens)
+        if self._stops.matched is not None:
+            self.finish = Finish(inference_pb2.FINISH_REASON_STOP, self._stops.matched)
             self.stopped_by_text = True
-        return result.text
+        return text
 
     def _end(self, token: prefill_pb2.Token, num_read: int) -> SplitText:
         """Text still held back; it may complete a stop string, which then is what ended the answer."""
         text = self._watch(self._detokenizer.finish(), num_read)
         if self.finish is None:
-            text += self._stops.finish().text
+            text += self._stops.finish()
             named = token.finish_reason == inference_pb2.FINISH_REASON_STOP and token.token_id in self._stop_token_ids
             self.finish = Finish(token.finish_reason, str(token.token_id) if named else "")
         return self._split(text, num_read)

@@ -24,6 +24,7 @@ class World:
 
     def __init__(self) -> None:
         self.now, self.redis_ahead_s = 5e8, 1e9
+        self.away = False
         self._hashes: dict[str, dict[bytes, bytes]] = {}
         self._expires: dict[str, float] = {}
 
@@ -67,6 +68,8 @@ class Pipeline:
         self._commands.append(("eval", "", arguments[:num_keys]))
 
     async def execute(self) -> list[Any]:
+        if self._world.away:
+            raise OSError
         return [self._world.execute(*command) for command in self._commands]
 
 
@@ -145,3 +148,18 @@ def test_a_day_gets_its_limit_whatever_clocks_are_set_to(walls: list[float], ste
 def test_a_restart_is_no_new_day_on_a_host_whose_clock_is_wrong(walls: list[float], steps: list[tuple[str, int, int]]) -> None:
     # Redis knows hours of what was used.
     asyncio.run(play(walls, steps, late_s=STEP_S + HOUR_S))
+
+
+async def test_hours_without_redis_are_heard_of_afterwards() -> None:
+    world = World()
+    one, other = OneRouter(world, 0.0, 0.0), OneRouter(world, 0.0, 0.0)
+    for member in (one, other):
+        await member.share.exchange(whole=True)
+    assert other.ask(900)
+    await other.share.exchange(whole=True)
+    world.away = True
+    await one.share.exchange(whole=True)
+    assert not one.share.connected
+    world.away, world.now = False, world.now + 5 * HOUR_S
+    await one.share.exchange(whole=True)
+    assert not one.ask(200)

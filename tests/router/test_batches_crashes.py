@@ -271,7 +271,7 @@ def test_a_batch_is_there_with_its_marker_or_not_at_all(lives: int, tmp_path: Pa
         assert store.open_batches() == {asked.id: OWNER}
 
 
-@pytest.mark.parametrize("lives", range(5))
+@pytest.mark.parametrize("lives", range(8))
 def test_a_file_is_there_whole_or_not_at_all(lives: int, tmp_path: Path) -> None:
     store_of(tmp_path).prepare()
     dying = store_of(tmp_path, lives)
@@ -282,6 +282,9 @@ def test_a_file_is_there_whole_or_not_at_all(lives: int, tmp_path: Path) -> None
     else:
         assert lives >= 4
     store = store_of(tmp_path)
+    there = store.files.ids(OWNER)
+    store.sweep(time.time())
+    assert store.files.ids(OWNER) == there
     store.sweep(1e12)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "what is left is swept"
 
@@ -293,6 +296,9 @@ def test_what_is_kept_is_its_users_alone(tmp_path: Path) -> None:
         disk.make_folder(root / "owner" / "files")
     for write in (disk.write, disk.create, disk.create_whole, disk.append):
         write(root / "owner" / "files" / write.__name__, b"a prompt")
+    for again in (disk.create, disk.create_whole):
+        with pytest.raises(FileExistsError):
+            again(root / "owner" / "files" / "create", b"another's")
     kept = list(root.parent.rglob("*"))
     assert len(kept) == 3 + 4
     for path in (root.parent, *kept):
@@ -352,6 +358,17 @@ def test_an_owners_bytes_are_bounded_however_they_come(tmp_path: Path) -> None:
     store.close(OWNER, asked.id)
     clock[0] += 1000.0
     assert files.begin_upload(OWNER)
+
+
+def test_batches_that_are_not_over_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.batches.store.MAX_OPEN", 2)
+    store = store_of(tmp_path)
+    store.prepare()
+    file_id = make_input(store)
+    for number in range(2):
+        store.create(asked_for(file_id, number))
+    with pytest.raises(ResourceExhausted):
+        store.create(asked_for(file_id, 2))
 
 
 def test_small_files_count_for_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.batches.files import page_of
@@ -219,6 +219,8 @@ def test_pages_are_all_there_is_each_once(ids: list[str], limit: int, ascending:
 
 @few
 @given(st.integers(0, 1000), st.floats(0, 1))
+@example(MAX_LOSSES - 1, 0.5)
+@example(MAX_FAILURES - 1, 0.5)
 def test_what_is_tried_again_and_when(num_before: int, draw: float) -> None:
     for error in (InvalidRequest("x"), NotFound("x"), PermissionDenied("x")):
         assert retry_s(error, num_before, draw) is None

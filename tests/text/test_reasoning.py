@@ -92,6 +92,7 @@ def test_however_the_text_is_cut(format: ReasoningFormat, text: str, places: lis
         ("It is 4, <think> is a tag.", False, "", "It is 4, <think> is a tag."),
         ("<think>a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
         ("<think>never done", False, "never done", ""),
+        ("<think>a</think>\n\n\nb", False, "a", "\nb"),
     ],
 )
 def test_examples(text: str, begun: bool, reasoning: str, answer: str) -> None:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,25 +28,17 @@ def read_file(path: Path) -> list[Key]:
 
 def put_in_file(path: Path, key: Key) -> None:
     """Makes the file if there is none, for its owner alone. Raises OSError, BadKey."""
-
-    def change(lines: list[tuple[str, Key | None]]) -> list[str]:
-        if any(old is not None and old.id == key.id for _, old in lines):
-            return [key.to_json() if old is not None and old.id == key.id else line for line, old in lines]
-        return [*(line for line, _ in lines), key.to_json()]
-
-    _rewrite(path, change, create=True)
+    with _changing(path, create=True) as lines:
+        at = next((i for i, (_, old) in enumerate(lines) if old is not None and old.id == key.id), len(lines))
+        lines[at : at + 1] = [(key.to_json(), key)]
 
 
 def remove_from_file(path: Path, key_id: str) -> bool:
-    """Raises OSError, BadKey."""
-    found = False
-
-    def change(lines: list[tuple[str, Key | None]]) -> list[str]:
-        nonlocal found
-        found = any(old is not None and old.id == key_id for _, old in lines)
-        return [line for line, old in lines if old is None or old.id != key_id]
-
-    _rewrite(path, change)
+    """Returns whether it was there. Raises OSError, BadKey."""
+    with _changing(path) as lines:
+        kept = [(line, old) for line, old in lines if old is None or old.id != key_id]
+        found = len(kept) < len(lines)
+        lines[:] = kept
     return found
 
 
@@ -75,17 +67,20 @@ def _lines(path: Path) -> list[tuple[str, Key | None]]:
     return found
 
 
-def _rewrite(path: Path, change: Callable[[list[tuple[str, Key | None]]], list[str]], *, create: bool = False) -> None:
+@contextmanager
+def _changing(path: Path, *, create: bool = False) -> Iterator[list[tuple[str, Key | None]]]:
+    """Its lines, which are written anew as they are in the end."""
     path = path.resolve()
     with _alone(path):
         exists = path.exists()
         if not exists and not create:
             raise InvalidRequest(f"{path} does not exist; give the file that holds the API keys")
-        lines = change(_lines(path) if exists else [])
+        lines = _lines(path) if exists else []
+        yield lines
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+                file.write("".join(f"{line}\n" for line, _ in lines))
                 file.flush()
                 os.fsync(file.fileno())
             if exists:

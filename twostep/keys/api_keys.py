@@ -123,24 +123,14 @@ class Key:
         known = {*(each.name for each in fields(cls)), *_LIMITS} - {"limits"}
         if unknown := sorted(set(record) - known):
             raise BadKey(f"{str(unknown[0])[:64]!r}: no such field; there are {', '.join(sorted(known))}")
-        for name in ("id", "hash", "name", "tenant"):
-            if not isinstance(record.get(name) or "", str):
-                raise BadKey(f"{name}: give a string")
-        for name in ("speaks_for_tenants", "disabled"):
-            if not isinstance(record.get(name) or False, bool):
-                raise BadKey(f"{name}: give true or false")
-        return cls(
-            id=record.get("id") or "",
-            hash=record.get("hash") or "",
-            name=record.get("name") or "",
-            tenant=record.get("tenant") or "",
-            most_urgent=class_named(record.get("most_urgent") or "interactive"),
-            limits=limits_of(record),
-            speaks_for_tenants=record.get("speaks_for_tenants") or False,
-            created=instant("created", record.get("created")),
-            expires=instant("expires", record.get("expires")),
-            disabled=record.get("disabled") or False,
-        )
+        texts: dict[str, Any] = {name: record.get(name) or "" for name in ("id", "hash", "name", "tenant")}
+        flags: dict[str, Any] = {name: record.get(name) or False for name in ("speaks_for_tenants", "disabled")}
+        for given, kind, wanted in ((texts, str, "a string"), (flags, bool, "true or false")):
+            if wrong := [name for name, value in given.items() if not isinstance(value, kind)]:
+                raise BadKey(f"{wrong[0]}: give {wanted}")
+        most_urgent, limits = class_named(record.get("most_urgent") or "interactive"), limits_of(record)
+        created, expires = (instant(name, record.get(name)) for name in ("created", "expires"))
+        return cls(**texts, **flags, created=created, expires=expires, most_urgent=most_urgent, limits=limits)
 
 
 def limits_of(record: Mapping[str, Any]) -> Limits:

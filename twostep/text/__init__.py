@@ -3,7 +3,7 @@
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.detokenizer import Detokenizer
 from twostep.text.model_card import GenerationDefaults, ModelCard
-from twostep.text.stop_strings import StopResult, StopStrings
+from twostep.text.stop_strings import StopStrings
 from twostep.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "GenerationDefaults", "ModelCard", "StopResult", "StopStrings", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "GenerationDefaults", "ModelCard", "StopStrings", "Tokenizer"]

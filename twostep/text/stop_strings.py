@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class StopResult:
-    """`text` may be sent now. `matched` is the stop string that ended the answer, if one did; it is not part of any text."""
-
-    text: str
-    matched: str | None = None
 
 
 class StopStrings:
@@ -29,15 +20,16 @@ class StopStrings:
         self._beginnings = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
         self._max_held = max((len(stop) - 1 for stop in self._stops), default=0)
         self._held = ""
+        # The stop string that ended the answer, if one did; it is no part of any text.
         self.matched: str | None = None
 
-    def push(self, text: str, *, may_end: bool = True) -> StopResult:
+    def push(self, text: str, *, may_end: bool = True) -> str:
         """Takes the next piece, returns what may be sent. After a match everything is swallowed. `may_end` false: a stop string that is
         complete within this piece is text like any other; one that only begins in it may still end the answer."""
         if self.matched is not None:
-            return StopResult("", self.matched)
+            return ""
         if not self._stops:
-            return StopResult(text)
+            return text
         num_held = len(self._held)
         text = self._held + text
         # What was held back may have a shorter stop string in it that was not to end the answer: a match has to end in the new piece.
@@ -49,12 +41,12 @@ class StopStrings:
         if found:
             _, start, self.matched = min(found)
             self._held = ""
-            return StopResult(text[:start], self.matched)
+            return text[:start]
         keep = next((n for n in range(min(self._max_held, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
         self._held = text[len(text) - keep :]
-        return StopResult(text[: len(text) - keep])
+        return text[: len(text) - keep]
 
-    def finish(self) -> StopResult:
+    def finish(self) -> str:
         """The answer is over: what was held back turned out to be no stop string."""
         text, self._held = self._held, ""
-        return StopResult(text, self.matched)
+        return text

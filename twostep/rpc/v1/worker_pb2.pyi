@@ -180,7 +180,7 @@ class WorkerStats(_message.Message):
     """Prefixes kept in host memory, below the pool: blocks there now, tokens found there since the start."""
     num_host_hit_tokens: _builtins.int
     vouched: _builtins.bytes
-    """If a challenge was given: HMAC-SHA256 of it, of the worker's id, address and epoch (twostep/keys/vouch.py)."""
+    """If a challenge was given: HMAC-SHA256 of it, of the worker's id, address and epoch (twostep/keys/secret.py)."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStats]: ...
     @_builtins.property
