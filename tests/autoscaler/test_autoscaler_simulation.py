@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from twostep.autoscaler.decision_log import read_decisions
-from twostep.autoscaler.memory import Memory
+from twostep.autoscaler import replay
 from twostep.autoscaler.model import PolicyConfig, PoolConfig, Role
-from twostep.autoscaler.policy import decide
 from twostep.errors import InvalidRequest
 from twostep.lab.plan.machine import machine_of_preset
 from twostep.lab.simulation.__main__ import main
 from twostep.lab.simulation.outcome import RequestLedger, ScalingOutcome, most_reversals, recovery
 from twostep.lab.simulation.pods import PodCluster, PodsConfig
-from twostep.lab.simulation.run import Setting, decision_lines, simulate
+from twostep.lab.simulation.run import Setting, simulate
 from twostep.lab.simulation.scalers import FixedFleet, contestant
 from twostep.lab.simulation.traces import LoadTrace, TraceCurve, WorkerLoss, requests, trace_names, trace_of
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
@@ -179,18 +177,6 @@ def test_the_joint_policy_keeps_the_targets_with_fewer_gpus_than_two_hpas() -> N
     assert ours.num_requests == theirs.num_requests > 25_000
 
 
-def test_a_decision_log_of_a_simulation_is_decided_again_alike() -> None:
-    trace = SHORT.shortened(0.25).scaled(15)
-    lines = decision_lines(setting(), trace, requests(trace, 1), seed=1)
-    memory = Memory()
-    logged = list(read_decisions(lines))
-    assert len(logged) == 20
-    for one in logged:
-        step = decide(one.config, memory, one.observation)
-        assert step.decision == one.decision
-        memory = step.memory
-
-
 def test_every_trace_has_its_peak_and_ends_at_its_end() -> None:
     for name in trace_names():
         trace = trace_of(name, peak=100)
@@ -222,6 +208,7 @@ def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[s
     assert "| joint policy |" in printed
     assert "| fixed fleet 2 + 2 |" in printed
     assert len(log.read_text().splitlines()) > 10
+    assert replay.main([str(log)]) == 0, "it decides the same again"
 
 
 @pytest.mark.parametrize("text", ["hpas,prefill=busy:0.5", "nobody", "joint,spare=many", "hpas,prefill=busy:0,decode=seats:1"])
