@@ -22,6 +22,7 @@ from twostep.cluster.records import WORKERS_KEY, WorkerLoad, worker_key
 from twostep.cluster.scaling import DECISION_KEY
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DEMAND, RECORDS, Signer
+from twostep.errors import Unavailable
 from twostep.prefix import secret_check
 from twostep.settings.autoscaler import PoolSettings
 
@@ -161,7 +162,10 @@ async def test_only_what_the_deployment_has_signed_is_acted_upon(writer: Writer)
         await writer.redis.set(DECISION_KEY, f'{forged.to_json()[:-1]},"mac":"{mac}"}}')
         assert (await seen.look()).decision is None
     await writer.redis.set(worker_key("p"), replace(worker("p", "prefill"), pod_owner="decode").to_json())
-    assert ((await seen.look()).records, (await seen.look()).num_refused) == ((), 1)
+    look = await seen.look()
+    assert (look.records, look.num_refused) == ((), 1)
+    with pytest.raises(Unavailable, match="none of them counts"):
+        seen.observation(look, None)
     # Demand that nobody metered, and a router's own in another window or name.
     windows = windows_to_read(now_s)
     told = (await writer.redis.hgetall(demand_key(windows[-1])))[b"router-0"]
