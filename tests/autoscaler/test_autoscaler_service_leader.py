@@ -58,6 +58,9 @@ async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(write
     assert not await a.commit(late), "and Redis refuses it"
     assert not a.held
     assert ScalingRecord.from_redis(await writer.redis.get(DECISION_KEY), SIGNER).leader == "b"
+    await b.release()
+    assert await a.renew()
+    assert not await a.commit(late), "of a lease before this one"
 
 
 async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_same(writer: Writer) -> None:
