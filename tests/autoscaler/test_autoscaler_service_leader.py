@@ -8,7 +8,8 @@ import asyncio
 import grpc
 import pytest
 import redis
-from service_harness import SIGNER, Clock, Load, RedisServer, Scene, Writer, client, count_of, decision, eventually, keda, worker
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Scene, Writer, client, count_of, decision, eventually, keda, worker
 
 from twostep.autoscaler.external_scaler import DecisionBoard
 from twostep.autoscaler.leadership import Leadership
@@ -17,6 +18,7 @@ from twostep.autoscaler.model import Observation, PolicyConfig
 from twostep.autoscaler.policy import Step, decide
 from twostep.autoscaler.server import Autoscaler
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
+from twostep.rpc.channel import open_channel
 
 
 def pair(writer: Writer, mine: Clock, yours: Clock) -> tuple[Leadership, Leadership]:
@@ -226,3 +228,16 @@ async def test_a_memory_that_the_policy_fails_with_is_left_behind(scene: Scene, 
     async with scene.deciding(policy=fails_with_a_memory) as one:
         assert (await scene.next(one)).number == 2
         assert "the policy fails with the memory" in caplog.text
+
+
+async def test_a_policy_that_fails_without_a_memory_too_fails_liveness(scene: Scene) -> None:
+    def fails(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        raise ZeroDivisionError
+
+    await scene.pair()
+    async with scene.running(policy=fails, health_port=0) as one, open_channel(f"127.0.0.1:{one.health_port}") as channel:
+        status = None
+        async with asyncio.timeout(WAIT_S):
+            while status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                request = health_pb2.HealthCheckRequest(service="liveness")
+                status = (await health_pb2_grpc.HealthStub(channel).Check(request)).status
