@@ -41,6 +41,7 @@ def test_a_leap_is_believed_at_once_and_a_fall_too() -> None:
     down = follow([5.0], before=forecast)
     assert down.requests.level == 5.0
     assert down.requests.ahead(100.0) == 5.0
+    assert follow([5.0, 5.0], before=down).requests.level == pytest.approx(5.0), "nothing says that it goes on falling"
 
 
 def test_noise_of_counting_moves_little() -> None:
