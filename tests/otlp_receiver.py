@@ -26,46 +26,35 @@ def dict_of(attributes: Any) -> dict[str, Any]:
     return {pair.key: value_of(pair.value) for pair in pairs}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Received:
-    """A span as the wire has it; ids are hexadecimal."""
+    """A span as the wire has it; ids are hexadecimal, instants nanoseconds since 1970."""
 
     service: str
     instance: str
-    proto: Span
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    attributes: Mapping[str, Any]
+    failed: bool
+    start: int
+    end: int
 
-    @property
-    def name(self) -> str:
-        return str(self.proto.name)
-
-    @property
-    def trace_id(self) -> str:
-        return self.proto.trace_id.hex()
-
-    @property
-    def span_id(self) -> str:
-        return self.proto.span_id.hex()
-
-    @property
-    def parent_id(self) -> str:
-        return self.proto.parent_span_id.hex()
-
-    @property
-    def attributes(self) -> Mapping[str, Any]:
-        return dict_of(self.proto.attributes)
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.proto.status.code == Status.STATUS_CODE_ERROR)
-
-    @property
-    def start(self) -> int:
-        """Nanoseconds since 1970."""
-        return int(self.proto.start_time_unix_nano)
-
-    @property
-    def end(self) -> int:
-        return int(self.proto.end_time_unix_nano)
+    @classmethod
+    def of(cls, service: str, instance: str, span: Span) -> Received:
+        return cls(
+            service=service,
+            instance=instance,
+            name=span.name,
+            trace_id=span.trace_id.hex(),
+            span_id=span.span_id.hex(),
+            parent_id=span.parent_span_id.hex(),
+            attributes=dict_of(span.attributes),
+            failed=span.status.code == Status.STATUS_CODE_ERROR,
+            start=span.start_time_unix_nano,
+            end=span.end_time_unix_nano,
+        )
 
 
 @dataclass
@@ -89,7 +78,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
             resource = dict_of(group.resource.attributes)
             for scope in group.scope_spans:
                 for span in scope.spans:
-                    self.spans.append(Received(resource["service.name"], resource["service.instance.id"], span))
+                    self.spans.append(Received.of(resource["service.name"], resource["service.instance.id"], span))
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def one(self, name: str, service: str = "") -> Received:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 UNSAID = "0.1"
 _MAX_MINORS_APART = 1
@@ -20,15 +20,11 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)")
 _AGENT = re.compile(r"(?:^|\s)twostep/(\S{1,40})")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Minor:
+class Minor(NamedTuple):
     """Holds the part of a version that compatibility depends on."""
 
     major: int
     minor: int
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}"
 
 
 def minor_of(version: str) -> Minor | None:

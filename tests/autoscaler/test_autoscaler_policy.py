@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from policy_fleet import Fleet, config, pool, traffic, worker, workers
 
-from twostep.autoscaler.memory import Course, Memory
+from twostep.autoscaler.memory import Course, Memory, Wanted
 from twostep.autoscaler.model import Observation, PolicyConfig, Switch, Traffic, WorkerView
 from twostep.autoscaler.policy import Step, decide
 
@@ -107,10 +107,12 @@ def test_nobody_switches_to_spread_the_spare_nor_back_in_a_cool_down_without_nee
 
 
 def test_a_bound_that_was_changed_holds_at_the_next_decision() -> None:
-    fleet = Fleet.of(config(), 2, 2)
-    fleet.run(traffic(RATE), 60.0)
-    fleet.config = config(prefill=pool(min_workers=3))
-    assert fleet.step(traffic(RATE)).replicas["prefill"] == 3
+    """Of pods, whoever works in them: one of three prefill workers has switched to it."""
+    views = (*workers(2, 1), worker("away", "prefill", "decode"))
+    memory = Memory(wanted=Wanted(prefill=3, decode=1, prefill_pods=2, decode_pods=2))
+    for least, pods in ((1, 2), (3, 3)):
+        decision = first(config(prefill=pool(min_workers=least), **BARE), traffic(RATE), views, 2, 2, memory=memory).decision
+        assert decision.replicas["prefill"] == pods
 
 
 def test_a_switch_under_way_is_not_asked_for_again_and_one_that_failed_is() -> None:

@@ -41,6 +41,10 @@ def test_a_leap_is_believed_at_once_and_a_fall_too() -> None:
     down = follow([5.0], before=forecast)
     assert down.requests.level == 5.0
     assert down.requests.ahead(100.0) == 5.0
+    assert down.requests.trend == 0.0, "nothing says that it goes on falling"
+    steady = Holt(level=10.0)
+    assert steady.observe(14.0, 1.0, 15.0).level == 14.0, "four deviations are no noise"
+    assert steady.observe(12.0, 1.0, 15.0).level < 12.0
 
 
 def test_noise_of_counting_moves_little() -> None:

@@ -67,12 +67,6 @@ def test_a_full_memory_goes_through_json() -> None:
     assert Memory.from_json(memory.to_json().encode()) == memory
 
 
-def test_a_new_leader_decides_as_the_old_one_would_have() -> None:
-    old, new = Fleet.of(config(), 3, 2), Fleet.of(config(), 3, 2, json=True)
-    for rate in (30.0, 45.0, 80.0, 80.0, 20.0, 20.0, 5.0):
-        assert old.run(traffic(rate), 90.0) == new.run(traffic(rate), 90.0)
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "null", '{"form":0}', '"x"', '{"form":1,"began_s":NaN}', "[" * 5000, b"\xff\xfe".decode("latin1")],

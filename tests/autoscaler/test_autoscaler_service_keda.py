@@ -130,6 +130,8 @@ async def test_a_stream_tells_of_sleep_and_waking_and_has_a_bound(scene: Scene) 
             async for _ in asked.stub.StreamIsActive(asked.ref("decode"), timeout=WAIT_S):
                 pass
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await scene.next(autoscaler, Load(requests=2), after_s=STEP_S)
+        assert await asked.active("prefill"), "which is not said again"
         for load, expected in ((Load(requests=0), [True, False]), (Load(requests=3), [True, False, True])):
             for _ in range(20):
                 if (await scene.next(autoscaler, load, after_s=STEP_S)).replicas["prefill"] == int(expected[-1]):

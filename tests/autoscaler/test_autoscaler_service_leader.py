@@ -8,7 +8,8 @@ import asyncio
 import grpc
 import pytest
 import redis
-from service_harness import SIGNER, Clock, Load, RedisServer, Scene, Writer, client, count_of, decision, eventually, keda, worker
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service_harness import SIGNER, WAIT_S, Clock, Load, RedisServer, Scene, Writer, client, count_of, decision, eventually, keda, worker
 
 from twostep.autoscaler.external_scaler import DecisionBoard
 from twostep.autoscaler.leadership import Leadership
@@ -17,6 +18,7 @@ from twostep.autoscaler.model import Observation, PolicyConfig
 from twostep.autoscaler.policy import Step, decide
 from twostep.autoscaler.server import Autoscaler
 from twostep.cluster.scaling import DECISION_KEY, LEASE_KEY, TOKEN_KEY, ScalingRecord
+from twostep.rpc.channel import open_channel
 
 
 def pair(writer: Writer, mine: Clock, yours: Clock) -> tuple[Leadership, Leadership]:
@@ -58,6 +60,9 @@ async def test_a_leader_that_was_stopped_writes_nothing_over_its_successor(write
     assert not await a.commit(late), "and Redis refuses it"
     assert not a.held
     assert ScalingRecord.from_redis(await writer.redis.get(DECISION_KEY), SIGNER).leader == "b"
+    await b.release()
+    assert await a.renew()
+    assert not await a.commit(late), "of a lease before this one"
 
 
 async def test_redis_that_has_lost_everything_gives_out_larger_tokens_all_the_same(writer: Writer) -> None:
@@ -153,13 +158,10 @@ async def test_any_replica_answers_and_another_goes_on_from_the_memory(scene: Sc
 
 async def test_a_leader_that_is_told_to_stop_hands_over_at_once(scene: Scene) -> None:
     await scene.pair()
-    async with scene.running(leader_lease=2.0) as two:
-        await eventually(lambda: two.leadership.held, "the lease")
-        await two.leadership.release()
-        async with scene.running() as one:
-            # Whichever of them takes it; the first to stop leaves it to the other one.
-            await eventually(lambda: one.leadership.held or two.leadership.held, "a leader")
-        await eventually(lambda: two.leadership.held, "the one that is left")
+    async with scene.deciding() as one:
+        assert one.leadership.held
+        assert await scene.writer.redis.get(LEASE_KEY) is not None
+    assert await scene.writer.redis.get(LEASE_KEY) is None
 
 
 async def test_redis_away_and_back(scene: Scene) -> None:
@@ -223,3 +225,16 @@ async def test_a_memory_that_the_policy_fails_with_is_left_behind(scene: Scene, 
     async with scene.deciding(policy=fails_with_a_memory) as one:
         assert (await scene.next(one)).number == 2
         assert "the policy fails with the memory" in caplog.text
+
+
+async def test_a_policy_that_fails_without_a_memory_too_fails_liveness(scene: Scene) -> None:
+    def fails(policy: PolicyConfig, memory: Memory, observation: Observation) -> Step:
+        raise ZeroDivisionError
+
+    await scene.pair()
+    async with scene.running(policy=fails, health_port=0) as one, open_channel(f"127.0.0.1:{one.health_port}") as channel:
+        status = None
+        async with asyncio.timeout(WAIT_S):
+            while status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                request = health_pb2.HealthCheckRequest(service="liveness")
+                status = (await health_pb2_grpc.HealthStub(channel).Check(request)).status

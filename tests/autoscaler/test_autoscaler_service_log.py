@@ -69,12 +69,17 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_another_leaders_memory_stands_in_the_log(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    memory = write(path)
-    write(path, 3, memory=memory)
-    logged = logged_in(path)
-    assert [number for number, each in enumerate(logged) if each.memory is not None] == [0, 40]
-    assert logged[40].memory == memory
+    path, seen = tmp_path / "log", observations(3)
+    others = write(tmp_path / "other")
+    log = DecisionLog(path, CONFIG)
+    first = decide(CONFIG, Memory(), seen[0])
+    for memory, observation in ((Memory(), seen[0]), (first.memory, seen[1]), (others, seen[2])):
+        log.write(memory, observation, decide(CONFIG, memory, observation))
+    log.close()
+    assert [each.memory for each in logged_in(path)] == [Memory(), None, others]
+    # Another configuration begins with the memory that the log begins with.
+    write(tmp_path / "later", 3, memory=others)
+    assert replay.main([str(tmp_path / "later"), "--spare", str(CONFIG.spare)]) == 0
 
 
 def test_a_full_file_makes_room_and_each_can_be_read_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

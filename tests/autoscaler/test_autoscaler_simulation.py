@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from twostep.autoscaler.decision_log import read_decisions
-from twostep.autoscaler.memory import Memory
+from twostep.autoscaler import replay
 from twostep.autoscaler.model import PolicyConfig, PoolConfig, Role
-from twostep.autoscaler.policy import decide
 from twostep.errors import InvalidRequest
 from twostep.lab.plan.machine import machine_of_preset
 from twostep.lab.simulation.__main__ import main
 from twostep.lab.simulation.outcome import RequestLedger, ScalingOutcome, most_reversals, recovery
 from twostep.lab.simulation.pods import PodCluster
-from twostep.lab.simulation.run import decision_lines, simulate
+from twostep.lab.simulation.run import simulate
 from twostep.lab.simulation.scalers import contestant
 from twostep.lab.simulation.traces import TRACES, LoadTrace, TraceCurve, WorkerLoss, requests
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
@@ -176,18 +174,6 @@ def test_the_joint_policy_keeps_the_targets_with_fewer_gpus_than_two_hpas() -> N
     assert ours.num_requests == theirs.num_requests > 25_000
 
 
-def test_a_decision_log_of_a_simulation_is_decided_again_alike() -> None:
-    trace = SHORT.shortened(0.25).scaled(15)
-    lines = decision_lines(deployment(), POLICY, trace, requests(trace, 1), seed=1)
-    memory = Memory()
-    logged = list(read_decisions(lines))
-    assert len(logged) == 20
-    for one in logged:
-        step = decide(one.config, memory, one.observation)
-        assert step.decision == one.decision
-        memory = step.memory
-
-
 def test_every_trace_has_its_peak_and_ends_at_its_end() -> None:
     for shape in TRACES.values():
         trace = shape.scaled(100)
@@ -217,6 +203,7 @@ def test_the_command_prints_a_table_and_compares(capsys: pytest.CaptureFixture[s
     for name in ("joint policy", "joint policy, spare 0", "HPAs, prefill busy 50%, decode seats 16%"):
         assert f"| {name} |" in printed
     assert len(log.read_text().splitlines()) > 10
+    assert replay.main([str(log)]) == 0, "it decides the same again"
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,15 @@ For an external metric with AverageValue it reckons, with `usage` the metric's s
     desired = current if 1 - tolerance <= ratio <= 1 + tolerance else ceil(usage / target)
 
 The tolerance (0.1 unless the cluster or the HPA's `behavior` says otherwise) swallows small steps: at 11 pods it does nothing for 12, since
-12 / 11 lies within it. With a target of 1 and a metric of the pods that are wanted, three things follow:
+12 / 11 lies within it. With a target of 1 and a metric of the pods that are wanted:
 
 - Less is reachable while pods are few: the metric may be any number above wanted - 1, since the HPA rounds up. At 11 pods, 10 is given as
-  9.898, which lies outside. Where even the least such number lies within the tolerance (19 of 20, say), the HPA keeps what there is: at
-  most that share too much.
+  9.898, which lies outside. Where even the least such number lies within the tolerance (19 of 20), the HPA keeps what there is.
 - More is not: no number up to 12 lies outside at 11 pods. The least that is acted on is asked for, 13, so that there are never too few.
   What was asked for beyond the wish stays asked for until the wish falls, or every such step would be taken back at once.
-- With a tolerance of 0, which an HPA's `behavior` may set since Kubernetes 1.33, none of this happens.
 
-More than the wish is bounded by the budget. Where what comes about would cost more than may be spent, a Deployment gets the nearest
-number below its wish that its HPA goes to or stays at, the one of the two that lacks the smaller share then; never one below its least.
-
-The HPA counts in thousandths.
+Where what comes about would cost more than may be spent, a Deployment gets the nearest number below its wish that its HPA goes to or stays
+at, the one of the two that lacks the smaller share then; never one below its least. The HPA counts in thousandths.
 """
 
 from __future__ import annotations

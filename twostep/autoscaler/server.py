@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from twostep.autoscaler.collect import LOOK_AGAIN_S, ObservationCollector
 from twostep.autoscaler.config import AutoscalerConfig
@@ -88,7 +87,6 @@ class Autoscaler:
             looked=lambda: self._server.health.set(READINESS, True),
         )
         self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
-        self._ended = False
         self._server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -129,8 +127,9 @@ class Autoscaler:
             await self.leadership.release()
             await self._close()
             raise
-        for work in (self.controller.run(), self._renew()):
-            self._keep(work)
+        self._tasks = [asyncio.create_task(work) for work in (self.controller.run(), self._renew())]
+        for task in self._tasks:
+            task.add_done_callback(_tell_end)
         log.info("autoscaler %s listens on %s:%d", self.autoscaler_id, self.config.host, self.port)
 
     async def drain(self, grace_s: float) -> None:
@@ -152,30 +151,22 @@ class Autoscaler:
             self._decisions.close()
 
     async def _stop_tasks(self) -> None:
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _alive(self) -> bool:
-        return not self._ended and time.monotonic() - self.controller.progress_at < self.config.interval + _STUCK_S
+        # A task that has ended by itself is a bug; a restart mends it.
+        return (
+            not any(task.done() for task in self._tasks)
+            and time.monotonic() - self.controller.progress_at < self.config.interval + _STUCK_S
+        )
 
     def _on_switch(self, record: WorkerRecord, to: Role, outcome: Outcome) -> None:
         self.metrics.switches.labels(outcome).inc()
         if outcome == "refused":
             self._fleet.would_not_switch(record)
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a task that never ends by itself. If it does, that is a bug, and liveness must show it."""
-        task = asyncio.create_task(work)
-        self._tasks.append(task)
-
-        def ended(done: asyncio.Task[None]) -> None:
-            if not done.cancelled():
-                log.error("a task that keeps the autoscaler going has ended; restart the autoscaler", exc_info=done.exception())
-                self._ended = True
-
-        task.add_done_callback(ended)
 
     async def _renew(self) -> None:
         while True:
@@ -184,3 +175,8 @@ class Autoscaler:
                 self.controller.wake()
             end_if_cancelled()
             await asyncio.sleep(self.leadership.renew_every_s)
+
+
+def _tell_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        log.error("a task that keeps the autoscaler going has ended; restart the autoscaler", exc_info=task.exception())
