@@ -100,7 +100,8 @@ async def test_closed_loop_has_so_many_under_way_and_no_more() -> None:
 async def test_a_conversation_says_everything_again_and_waits_for_the_answer() -> None:
     workload = MultiTurn(turns=lengths.Fixed(4), message=lengths.Fixed(5), output=lengths.Fixed(2), system_tokens=3)
     target = FakeTarget()
-    result, _ = await load_of(workload, Users(1), num_requests=1).put_on(target, SERVED, "r", RunProgress())  # type: ignore[arg-type]
+    result, windows = await load_of(workload, Users(1), num_requests=1).put_on(target, SERVED, "r", RunProgress())  # type: ignore[arg-type]
+    assert result.records[-1].ended_s in windows.busy
     assert [(r.session, r.turn, r.prompt_tokens) for r in result.records] == [(0, 0, 8), (0, 1, 15), (0, 2, 22), (0, 3, 29)]
     for i, (before, after) in enumerate(zip(target.prompts, target.prompts[1:], strict=False)):
         assert after[: len(before)] == before
@@ -197,6 +198,13 @@ def test_loads_at_other_rates() -> None:
     first, second = (list(islice(load.sessions(SERVED, run), 5)) for run in ("0", "1"))
     assert first != second
     assert list(islice(load.sessions(SERVED, "0"), 5)) == first
+
+
+def test_nothing_is_sent_after_the_end() -> None:
+    timed, counted = Extent(duration_s=2.0, warmup_s=1.0), Extent(num_requests=3, warmup_s=1.0)
+    assert [timed.over(at, 99) for at in (3.9, 4.0)] == [False, True], "load goes on after the window, as long as the warm-up"
+    assert [counted.over(1e9, n) for n in (2, 3)] == [False, True]
+    assert [timed.measures(at) for at in (0.9, 1.0, 2.9, 3.0)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("bad", [{}, {"duration_s": 1.0, "num_requests": 1}, {"duration_s": -1.0}])

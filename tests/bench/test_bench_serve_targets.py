@@ -30,10 +30,16 @@ SLACK_S = 20.0
 
 
 async def driven(
-    servicer: TimedInference, num_requests: int, *, workload: Workload = SHORT, rate: float = 1000.0, **options: object
+    servicer: TimedInference,
+    num_requests: int,
+    *,
+    workload: Workload = SHORT,
+    rate: float = 1000.0,
+    beside: tuple[str, ...] = (),
+    **options: object,
 ) -> tuple[list[RequestRecord], Windows]:
     async with serving(servicer) as address:
-        target = RouterTarget(TargetOptions(targets=(address,), **options))  # type: ignore[arg-type]
+        target = RouterTarget(TargetOptions(targets=(address, *beside), **options))  # type: ignore[arg-type]
         try:
             load = ServeLoad(workload=workload, arrivals=Arrivals(rate=rate), extent=Extent(num_requests=num_requests), seed="0")
             result, windows = await load.put_on(target, await target.open(), "0", RunProgress())
@@ -104,6 +110,13 @@ async def test_conversations_send_back_the_answers_ids() -> None:
     assert [len(p) for p in prompts] == [4, 10, 16]
     assert prompts[1][:6] == [*prompts[0], 1000, 1001]
     assert prompts[2][:10] == prompts[1]
+
+
+async def test_several_routers_are_asked_in_turn() -> None:
+    first, second = (TimedInference(Schedule((0.0,))) for _ in range(2))
+    async with serving(second) as address:
+        await driven(first, 6, beside=(address,))
+    assert (len(first.requests), len(second.requests)) == (3, 3)
 
 
 async def test_a_model_that_is_not_served_is_named() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from twostep.cli._terminal import Terminal, clipped
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.bench.shapes import SHAPES
@@ -28,9 +30,7 @@ from twostep.lab.plan.planner import Question, plan_for_rate, plan_for_workers
 from twostep.lab.plan.report import plan_json, plan_text
 from twostep.lab.plan.workload import parse_workload
 
-_QUIET_S = 1.0
-_LINE_EVERY_S = 5.0
-_DRAW_EVERY_S = 0.2
+_DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,28 +139,23 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
 
 
 class _Progress:
-    """Shows what was tried last, on stderr, once it takes long: in place on a terminal, else a line now and then."""
+    """Shows what was tried last, on stderr: in place on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic() + _QUIET_S - _LINE_EVERY_S
-        self._terminal = sys.stderr.isatty()
-        self._since = time.monotonic()
+        self._terminal = Terminal.of(sys.stderr, os.environ)
+        self._last = time.monotonic()
         self._count = 0
-        self._drawn = False
 
     def tell(self, line: str) -> None:
         self._count += 1
-        now = time.monotonic()
-        if now - self._since < _QUIET_S or now - self._last < (_DRAW_EVERY_S if self._terminal else _LINE_EVERY_S):
-            return
-        self._last = now
-        text = f"{self._count} deployments and rates simulated; {line}"
-        print(f"\r\x1b[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
-        self._drawn = self._terminal
+        now, live = time.monotonic(), self._terminal.live
+        if now - self._last >= (_DRAW_EVERY_S if live else _LINE_EVERY_S):
+            self._last = now
+            text = f"{self._count} deployments and rates simulated; {line}"
+            self._terminal.write(f"\r\x1b[K{clipped(text, self._terminal.size().columns - 1)}" if live else f"{text}\n")
 
     def clear(self) -> None:
-        if self._drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._terminal.write("\r\x1b[K" if self._terminal.live else "")
 
 
 def _finite(value: object) -> object:
