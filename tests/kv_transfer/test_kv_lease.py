@@ -121,6 +121,15 @@ def test_the_table_is_bounded_and_remembers_how_leases_ended() -> None:
         table.opened("b")
 
 
+def test_another_ticket_of_the_same_name_changes_nothing() -> None:
+    table = Table()
+    table.opened()
+    for event in (COMMIT, Abort("gone"), FetchProgress()):
+        answer = table.acknowledge(replace(ticket(), expires_unix_ms=5), event, now=0)
+        assert (answer.state, bool(answer.refusal), answer.transition) == (LeaseState.RELEASED, True, None)
+    assert table.acknowledge(ticket(), FetchProgress(), now=0).state is LeaseState.RESERVED
+
+
 def test_only_the_first_reader_of_what_was_published_may_use_it() -> None:
     table = Table()
     table.opened()
