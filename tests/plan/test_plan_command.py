@@ -93,7 +93,7 @@ def test_a_plan_as_text_and_as_json(curves: str) -> None:
         (["--slo", "speed=8", "--gpus", "2", "--preset", "h200-llama-3.1-8b"], "'speed=8' is no part of the targets"),
         (["--slo", "ttft=800", "--rate", "-1", "--preset", "h200-llama-3.1-8b"], "give requests a second, above 0"),
         (["--slo", "ttft=800", "--rate", "1", "--preset", "abacus"], "known are h200-llama-3.1-8b"),
-        (["--slo", "ttft=800", "--rate", "1", "--redis-url", "redis://127.0.0.1:9"], "needs the package redis"),
+        (["--slo", "ttft=800", "--rate", "1", "--redis-url", "redis://127.0.0.1:9"], "needs redis"),
     ],
 )
 def test_errors_are_one_line(words: list[str], message: str) -> None:

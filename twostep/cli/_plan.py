@@ -141,8 +141,8 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
 
 def _registered(url: str) -> list[WorkerRecord]:
     """Raises SetupError if nobody answers there."""
-    if importlib.util.find_spec("redis") is None:
-        raise SetupError("--redis-url needs the package redis, which this installation lacks; install 'twostep[router]'")
+    if missing := [name for name in ("redis", "pydantic") if importlib.util.find_spec(name) is None]:
+        raise SetupError(f"--redis-url needs {' and '.join(missing)}, which this installation lacks; install 'twostep[router]'")
     from twostep.lab.plan.live import registered_workers  # noqa: PLC0415 - needs redis
 
     return registered_workers(url)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from twostep.cluster.records import WorkerRecord
 from twostep.errors import SetupError
 from twostep.lab.plan.memory import WorkerMemory, worker_memory
 from twostep.lab.plan.model_shape import PlannedModel
@@ -13,6 +13,10 @@ from twostep.lab.plan.presets import Preset, load_preset
 from twostep.lab.simulator.cluster import SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepWorkload, chunk_pairs
+
+if TYPE_CHECKING:
+    # What reads records needs more than the base install.
+    from twostep.cluster.records import WorkerRecord
 
 # A step by which curves are put in order: a chunk of a prompt beside some decodes.
 _USUAL = StepWorkload(prompt_tokens=512, pairs=chunk_pairs(512, 0), decodes=32, context=32 * 2048)
