@@ -140,6 +140,11 @@ async def test_damaged_and_strange_records_cost_nobody_anything(scene: Scene) ->
     await scene.writer.redis.sadd(WORKERS_KEY, "broken", "liar", "gone", b"\xff\xfe")
     await scene.writer.redis.set(worker_key("broken"), "{")
     await scene.writer.redis.set(worker_key("liar"), Signer(SECRET, RECORDS).sign_object(worker("p", "prefill").to_json()))
+    for name, was, now in (("layout", '"head_dim":4', '"head_dim":4,"more":1'), ("lax", '"beat":0', '"beat":"1"')):
+        await scene.writer.redis.sadd(WORKERS_KEY, name)
+        text = worker(name, "decode").to_json()
+        assert was in text
+        await scene.writer.redis.set(worker_key(name), Signer(SECRET, RECORDS).sign_object(text.replace(was, now)))
     await scene.writer.redis.set(DECISION_KEY, "nonsense")
     async with scene.deciding() as autoscaler:
         seen = autoscaler.controller.observation

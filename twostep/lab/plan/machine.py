@@ -8,14 +8,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key
 from twostep.errors import SetupError
 from twostep.lab.plan.model import DEFAULT_RUNTIME_BYTES, PlannedModel, WorkerMemory, worker_memory
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+
+if TYPE_CHECKING:
+    # What reads records needs more than the base install.
+    from twostep.cluster.records import WorkerRecord
 
 _FOLDER = Path(__file__).parent / "presets"
 _REDIS_TIMEOUT_S = 5.0
@@ -121,9 +124,12 @@ def registered_workers(url: str) -> list[WorkerRecord]:
     """Records of the workers that are in Redis now. Raises SetupError if it does not answer or no worker is there; InvalidRequest for
     records of another version."""
     try:
-        import redis  # noqa: PLC0415 - only --redis-url needs the package
+        # Only --redis-url needs what the base install lacks.
+        import redis  # noqa: PLC0415
+
+        from twostep.cluster.records import WORKERS_KEY, WorkerRecord, worker_key  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise SetupError("--redis-url needs the package redis, which this installation lacks; install 'twostep[router]'") from error
+        raise SetupError(f"--redis-url needs the package {error.name}, which this installation lacks; install 'twostep[router]'") from error
     try:
         with redis.Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S) as client:
             names = sorted(member.decode() for member in client.smembers(WORKERS_KEY))
