@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from chat_templates import TEMPLATES
+from chat_templates import QWEN3, TEMPLATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -186,3 +186,31 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     chat = pb.Chat(**({"messages": [pb.ChatMessage(role="user", content="x")]} | fields))
     with pytest.raises(InvalidRequest, match=message):
         rendered(ChatTemplate("{{ tools }}"), chat)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ c.content }}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(n) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set s = 'ab' * (n * 10000) %}",
+        "{{ n ** (n * 1000) }}",
+        "{% macro f(m) %}{% for x in m %}{% for y in m %}{{ f(m) }}{% endfor %}{% endfor %}{% endmacro %}{{ f(messages) }}",
+    ],
+)
+def test_a_render_is_bounded(source: str) -> None:
+    template = ChatTemplate(source, max_chars=1 << 20)
+    chat = chat_of([{"role": "user", "content": "x" * 10}] * 200, template_kwargs='{"n": 90000}')
+    with pytest.raises(InvalidRequest, match=r"send fewer or shorter|recursion"):
+        rendered(template, chat, max_steps=50_000)
+    # The next one begins anew.
+    ok = ChatTemplate("{{ messages[0].content }}")
+    for _ in range(20):
+        assert rendered(ok, chat, max_steps=10) == "x" * 10
+
+
+def test_long_conversations_are_well_within_the_bounds() -> None:
+    turn = [{"role": "user", "content": "hello " * 20}, {"role": "assistant", "content": "hi", "reasoning_content": "hm"}]
+    chat = chat_of(turn * 2048)
+    text = rendered(ChatTemplate(QWEN3), chat, max_steps=200_000)
+    assert text.count("<|im_start|>user") == 2048

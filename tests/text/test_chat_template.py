@@ -77,4 +77,7 @@ def test_what_cannot_be_rendered() -> None:
     assert messages == [{"role": "user", "content": "hi"}]
     with pytest.raises(SetupError):
         ChatTemplate("{% for %}")
+    begun = [{"role": "assistant", "content": "It is "}]
+    for source, text in (("{{ messages[0].content }}!", "It is "), ("{{ messages[0].content | trim }}!", "It is")):
+        assert ChatTemplate(source).render(begun, continue_final_message=True) == text
     assert ChatTemplate("{{ strftime_now('%Y') }}").render(messages) == str(datetime.now().year)
