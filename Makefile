@@ -28,7 +28,7 @@
 # GPUs and simulation
 #   make test-gpu PYTHON=python3                                  the kernels' tests on a GPU
 #   make bench-gpu BENCH=gpu_step_loop BENCH_FLAGS="--quick"      one of benchmarks/gpu_*.py
-#   make simulate SIMULATE_FLAGS="--trace mixed --grid"           the autoscaler on a simulated cluster, beside HPAs
+#   make simulate SIMULATE_FLAGS="--trace mixed --who joint hpas,prefill=busy:0.7,decode=pool:0.1"   the autoscaler on a simulated cluster
 #
 # Set-up
 #   make clean                                                    takes .venv and all caches away

@@ -18,6 +18,7 @@ from twostep.lab.simulation.__main__ import main
 from twostep.lab.simulation.outcome import RequestLedger, ScalingOutcome, most_reversals, recovery
 from twostep.lab.simulation.pods import PodCluster
 from twostep.lab.simulation.run import simulate
+from twostep.lab.simulation.sampling import ClusterSample, Sampler
 from twostep.lab.simulation.scalers import contestant
 from twostep.lab.simulation.traces import TRACES, LoadTrace, TraceCurve, WorkerLoss, requests
 from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
@@ -116,6 +117,49 @@ def test_what_nobody_can_hold_is_refused_in_time() -> None:
     assert cluster.ledger.totals.ended + cluster.ledger.totals.refused == len(found)
 
 
+def test_who_waits_too_long_is_refused() -> None:
+    found = requests(steady(30, 1500, 150, 10), seed=1)
+    cluster = cluster_of(found, {"prefill": 1, "decode": 0}, max_waiting=10**6, max_wait_s=5)
+    cluster.run(30)
+    assert cluster.ledger.totals.refused == len(found)
+
+
+def test_a_controller_sees_the_mean_of_its_window() -> None:
+    cluster = cluster_of(requests(steady(20, 1500, 150, 90), seed=1), {"prefill": 2, "decode": 2})
+    sampler, seen = Sampler(cluster, window_s=30), []
+    for second in (15, 30, 45, 60, 75):
+        cluster.at(second, lambda now, _: seen.append(sampler.sample(now)))
+    cluster.run(80)
+    traffic = seen[-1].observation.traffic
+    assert traffic.requests_per_s == pytest.approx(20, rel=0.25)
+    assert (traffic.prompt_tokens, traffic.output_tokens) == (pytest.approx(1500, rel=0.15), pytest.approx(150, rel=0.15))
+    assert traffic.prompt_scv == pytest.approx(0.25, abs=0.1)
+    assert all(0 < pod.busy <= 1 + 1e-9 and pod.tokens_per_s > 0 for pods in seen[-1].pods.values() for pod in pods)
+
+
+class Flipping:
+    """Has one decode worker more at every second interval."""
+
+    name = "flipping"
+
+    def __init__(self) -> None:
+        self.replicas: list[int] = []
+
+    def act(self, now: float, sample: ClusterSample, cluster: PodCluster) -> None:
+        self.replicas.append(cluster.replicas["prefill"])
+        cluster.scale("decode", 3 + len(self.replicas) % 2, now)
+
+
+def test_a_simulation_begins_with_what_it_needs_and_counts_turns() -> None:
+    firsts = []
+    for rate in (5, 40):
+        scaler, trace = Flipping(), steady(rate, 2000, 50, 90)
+        outcome = simulate(deployment(), POLICY, trace, requests(trace, 1), scaler, seed=1)
+        assert outcome.reversals >= 3
+        firsts.append(scaler.replicas[0])
+    assert firsts[0] == 1 < firsts[1]
+
+
 def test_pods_are_paid_from_their_making_to_their_end() -> None:
     cluster = cluster_of([], {"prefill": 1, "decode": 1}, cold_start_s=40)
     cluster.at(10.0, lambda now, _: cluster.scale("prefill", 3, now))
@@ -144,7 +188,7 @@ def test_reversals_are_turns_within_a_window() -> None:
 
 def test_recovery_counts_intervals_until_two_are_good() -> None:
     shares = [1.0, 1.0, 0.5, 0.9, 0.96, 0.97, 1.0]
-    assert recovery(shares, 0, 0.95) == 0
+    assert recovery(shares, 0, 0.95) == recovery([0.95, 0.95], 0, 0.95) == 0
     assert recovery(shares, 2, 0.95) == 2
     assert recovery([1.0, 0.5, 0.96, 0.5, None, 1.0], 1, 0.95) == 3
     assert recovery([1.0, 0.5, 0.5], 1, 0.95) == 2  # never, as far as there are any

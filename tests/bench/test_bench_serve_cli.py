@@ -103,6 +103,7 @@ def test_rates_json_saved_requests_and_a_plot(tmp_path: Path, capsys: pytest.Cap
     assert {r.ttft_ms for r in servicer.requests} == {60000}
     # What was saved gives the same figures again.
     rows = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [row["rate"] for row in rows] == [300] * 15 + [600] * 15
     again = [RequestRecord.from_json(row) for row in rows if row["rate"] == 600]
     summary = summarize(again, Windows.of_requests(again, open_loop=True), targets=LatencyTargets(ttft_ms=60000))
     assert summary.ttft_s.p99 == pytest.approx(report["points"][1]["ttft_s"]["p99"], abs=1e-5)
@@ -126,7 +127,8 @@ def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) 
 def test_a_sweep_ends_at_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     with server() as (address, _):
         assert bench("--target", address, *FAST, "--sweep", "--num-requests", "6", "--goodput", "ttft:60000") == 0
-    assert capsys.readouterr().out.count("requests measured") == 16
+    printed = capsys.readouterr().out
+    assert (printed.count("requests measured"), printed.count("requests/s: kept")) == (16, 16)
 
 
 def test_users_and_conversations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
 from twostep.lab.bench.serve.metrics import LatencyTargets
-from twostep.lab.plan.goodput import find_knee, simulate, try_requests
+from twostep.lab.plan.goodput import find_knee, seconds_for, simulate, try_requests
 from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
@@ -39,7 +40,9 @@ def test_one_request_on_one_pair_by_hand() -> None:
     deployment = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, hand_over=hand_over, edge_s=0.002)
     [times] = times_of(deployment, Request(arrival_s=1.0, num_prompt=100, num_output=4))
     assert times == [1.112, 1.138, 1.149, 1.160]
-    latency = simulate(deployment, [Request(arrival_s=1.0, num_prompt=100, num_output=4)]).served[0].latency
+    run = simulate(deployment, [Request(arrival_s=1.0, num_prompt=100, num_output=4)])
+    assert [use.peak_blocks for use in run.workers] == [7, 7]
+    latency = run.served[0].latency
     assert (round(latency.ttft_s, 6), round(latency.tpot_s or 0, 6), round(latency.longest_gap_s or 0, 6)) == (0.112, 0.016, 0.026)
 
 
@@ -65,6 +68,15 @@ def test_mixed_steps_have_a_curve_of_their_own() -> None:
     spec = EngineSpec(curve=PLAIN, mixed=StepCurve(fixed_s=0.1, per_row_s=0.0), step_tokens=64)
     [times] = times_of(SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec), Request(arrival_s=0, num_prompt=10, num_output=3))
     assert times == [0.1, 0.111, 0.122]
+
+
+def test_where_one_worker_is_full_another_is_asked() -> None:
+    """Seven of eight blocks are the first one's."""
+    spec = EngineSpec(curve=PLAIN, num_blocks=8, block_size=4)
+    deployment = SimulatedDeployment(num_prefill=1, num_decode=2, prefill=replace(spec, num_blocks=100), decode=spec)
+    small = [Request(arrival_s=0.0, num_prompt=4, num_output=8) for _ in range(2)]
+    _, second, third = times_of(deployment, Request(arrival_s=0.0, num_prompt=28, num_output=4), *small)
+    assert third[0] == second[0], "both prompts are in one step: it waited for nothing"
 
 
 def test_what_no_worker_could_ever_hold_is_refused() -> None:
@@ -153,6 +165,13 @@ def test_goodput_counts_who_keeps_all_targets() -> None:
     assert not stopped.met
     assert len(stopped.run.served) < 40
     assert try_requests(deployment, requests, 10.0, LatencyTargets(ttft_ms=111)).met
+    few = [replace(request, num_prompt=100 if i % 25 == 0 else 20) for i, request in enumerate(requests)]
+    kept = try_requests(deployment, few, 10.0, LatencyTargets(ttft_ms=100), to_the_end=False)
+    assert (kept.met, kept.run.stopped, kept.goodput.num_met) == (True, False, 96)
+
+
+def test_rates_are_simulated_for_as_long_as_it_takes_to_judge_them() -> None:
+    assert [seconds_for(rate) for rate in (1, 10, 100)] == [600, 120, 60]
 
 
 @given(st.floats(0.01, 5000), st.floats(0.01, 5000))

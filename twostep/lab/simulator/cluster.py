@@ -282,7 +282,7 @@ class SimulatedCluster:
             self.at(now + self._max_wait_s, self._give_up, serving)
 
     def _give_up(self, now: float, serving: ServingRequest) -> None:
-        if now - serving.since >= self._max_wait_s and serving in self._waiting:
+        if now >= serving.since + self._max_wait_s and serving in self._waiting:
             self._waiting.remove(serving)
             self._observer.refused(serving.request)
             self.place_waiting(now)
