@@ -40,6 +40,7 @@ class Received:
     failed: bool
     start: int
     end: int
+    proto: Span
 
     @classmethod
     def of(cls, service: str, instance: str, span: Span) -> Received:
@@ -54,6 +55,7 @@ class Received:
             failed=span.status.code == Status.STATUS_CODE_ERROR,
             start=span.start_time_unix_nano,
             end=span.end_time_unix_nano,
+            proto=span,
         )
 
 

@@ -195,7 +195,7 @@ class Teller(ABC):
 
 
 class Folded:
-    """What the pieces of an answer add up to: texts by their names, and calls of tools as id, name and arguments."""
+    """Holds what the pieces of an answer add up to: texts by their names, and calls of tools as id, name and arguments."""
 
     def __init__(self) -> None:
         self.texts: defaultdict[str, KeptText] = defaultdict(KeptText)

@@ -116,9 +116,12 @@ class World:
     def _start_life(self) -> None:
         self.pool = BlockPool(SOURCE_BLOCKS, block_size=1, hash_unit=1)
         # So few are remembered that ids come again.
-        self.table = LeaseTable(self.pool.generations, max_leases=3, max_remembered=1)
+        self.table = LeaseTable(self.generations, max_leases=3, max_remembered=1)
         self.jobs: dict[str, Job] = {}
         self.objects: dict[tuple[str, int], tuple[Tag, ...]] = {}
+
+    def generations(self, blocks: Sequence[int]) -> list[int]:
+        return [self.pool.generation(block) for block in blocks]
 
     # ---- the source ---------------------------------------------------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class World:
                 job.blocks[i] = self.pool.register(job.blocks[i], repr(job.prompt.tags[i]).encode(), i)
         job.num_computed = max(job.num_computed, end)
         blocks = tuple(job.blocks[first:end])
-        generations = tuple(self.pool.generations(blocks))
+        generations = tuple(self.generations(blocks))
         tags = tuple(self.memory[block] for block in blocks)
         assert tags == job.prompt.tags[first:end]
         one_sided = job.prompt.one_sided

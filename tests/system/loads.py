@@ -92,9 +92,11 @@ class SteadyLoad:
     from its pieces. Leaving the block waits for those under way. `fresh`: the cases' prompts come again and again, and no KV of them is
     ever found."""
 
-    def __init__(self, targets: Sequence[str], cases: Sequence[Case], *, num_clients: int, fresh: bool = False) -> None:
+    def __init__(
+        self, targets: Sequence[str], cases: Sequence[Case], *, num_clients: int, fresh: bool = False, max_retries: int = 3
+    ) -> None:
         self.ended: list[Outcome] = []
-        self._client = AsyncClient(list(targets), timeout=TIMEOUT_S)
+        self._client = AsyncClient(list(targets), timeout=TIMEOUT_S, max_retries=max_retries)
         self._cases = itertools.cycle(cases)
         self._num_clients = num_clients
         self._fresh = fresh

@@ -19,7 +19,7 @@ from test_worker_registration import registration
 from worker_harness import SECRET, WAIT_S
 
 from router.access.sources import RedisKeys
-from router.batches.service import Leases
+from router.batches.service import BatchLease
 from router.request.targets import Targets
 from router.status.scaling_watch import ScalingWatch
 from router.waiting.demand_meter import DemandMeter
@@ -129,8 +129,8 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     assert len(look.records) == 1
     await ScalingWatch(client, Signer(SECRET, DECISIONS)).exchange()
     await lease.release()
-    batch = await Leases(client, "r", 60.0).take("b")
-    assert batch is not None
+    batch = BatchLease(client, "b", "r")
+    assert await batch.take()
     await batch.renew()
     await batch.release()
     await worker.close()

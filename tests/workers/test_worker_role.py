@@ -37,7 +37,7 @@ from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.worker import Worker
 
 sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("streams", "system")]
-from steady_load import SteadyLoad, fake_cases
+from loads import SteadyLoad, fake_cases
 from whole_system import expected, fake_runner, start_router, start_worker
 
 Code = grpc.StatusCode

@@ -15,8 +15,8 @@ import pytest
 from twostep.text.model_card import ModelCard
 
 sys.path.append(str(Path(__file__).parent.parent / "system"))
+from loads import SteadyLoad, fake_cases
 from running import System, Worker, running, wait_until
-from steady_load import SteadyLoad, fake_cases
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -125,7 +125,7 @@ class Answer(ABC):
 
     @abstractmethod
     async def _metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        """What the call began with."""
+        """Returns what the call began with."""
 
     @abstractmethod
     async def _pause(self, seconds: float) -> None:

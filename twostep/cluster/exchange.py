@@ -1,4 +1,4 @@
-"""What processes tell each other through Redis, beside the requests and never on their way.
+"""Exchanges totals between processes through Redis, beside the requests and never on their way.
 
     RedisExchange   one exchange, repeated; without Redis everything goes on by what is known, and the log says so once
     SharedTotals    what each process counts by windows of time, shared with the others:

@@ -1,4 +1,4 @@
-"""What a machine has for workers: which GPU each gets, and how many there is room for, by GPUs, cores and memory.
+"""Looks at what a machine has for workers: which GPU each gets, and how many there is room for, by GPUs, cores and memory.
 
 4 workers, 2 GPUs:   prefill-0 → GPU 0, prefill-1 → GPU 1, decode-0 → GPU 0, decode-1 → GPU 1;   each takes half of 0.9 of its GPU
 16 cores, 60 GB free, no GPU, a model of 2 GB:   16 by cores, 17 by memory: 16 workers

@@ -1,4 +1,4 @@
-"""What `twostep up` was told, and where everything of the system is: model, ports, GPUs, run directory. Settled before anything starts."""
+"""Settles what `twostep up` was told, and where everything of the system is: model, ports, GPUs, run directory, before anything starts."""
 
 from __future__ import annotations
 

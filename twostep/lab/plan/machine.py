@@ -29,7 +29,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """What is known of a machine and perhaps a model. `base` has the workers' specs without their blocks, and the hand-over without the
+    """Describes a machine and perhaps a model. `base` has the workers' specs without their blocks, and the hand-over without the
     bytes of a token; its numbers of workers do not matter."""
 
     name: str
