@@ -23,7 +23,7 @@ from twostep.errors import DataLoss, InvalidRequest
 
 
 class PoolTransport(ABC):
-    """Moves blocks of a pool whose blocks have `block_bytes` in `num_layers` equal parts, which chunks may take some of. `sweep` is called every
+    """Moves a pool's blocks, which have `block_bytes` in `num_layers` equal parts, which chunks may take some of. `sweep` is called every
     `sweep_s` seconds, `enter` first in each of its threads."""
 
     name: str
