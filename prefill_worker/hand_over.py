@@ -355,5 +355,5 @@ class HandOvers:
             worker_id=self._parts.worker_id,
             epoch=self._parts.epoch,
             layout=self._layout_fingerprint,
-            now_unix_ms=0 if expired_too else None,
+            now_unix_ms=0 if expired_too else None,  # at 0 nothing has expired
         )

@@ -22,13 +22,11 @@ from twostep.errors import SetupError
 from twostep.settings.tls import TlsFiles
 
 _KEEPALIVE_S = 75.0
-# For what is no answer, once answers have ended.
-_LAST_S = 1.0
-
-
 _HANDSHAKE_S = 10.0
-# What still runs at the end may, unless told.
+# What still runs at the end may so long, unless told.
 _LAST_S = 60.0
+# What is no answer, once answers have ended.
+_AFTER_ANSWERS_S = 1.0
 
 
 class Listener:
@@ -134,7 +132,7 @@ class HttpServer(Listener):
         """No new connections; what runs may end within `grace_s`."""
         self.stop_listening()
         await self._app[ANSWERS].drain(grace_s)
-        await self.close(_LAST_S)
+        await self.close(_AFTER_ANSWERS_S)
         self._app[ENCODER].close()
         await self._parser.close()
 

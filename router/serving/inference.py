@@ -1,7 +1,7 @@
 """Serves requests whatever protocol their clients speak: grpc/ and http/ are its two fronts. The life of a Generate request:
 
     1. name it (the client's id or a new one; sent back at once), find the model, read prompt and parameters    prompt.py
-    2. wait for a place among the requests served at once, by class, share and deadline        admission.py, fair_queue.py
+    2. wait for a place among the requests served at once, by class, share and deadline        queues.py, fair_queue.py
     3. place it on a prefill and a decode worker, again if one is lost                       dispatch.py, placement.py, attempt.py
     4. tokens come from the prefill worker's call (the first) and the decode worker's shared stream (the others), each
        position once and in order, into this request's bounded buffer                        decode_stream.py, output.py

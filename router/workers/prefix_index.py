@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 
 # Hashing so many tokens takes about a millisecond: more is done in a thread.
 _MAX_INLINE_TOKENS = 16384
-_OPEN_S = 1.0
+_CONNECT_S = 1.0
+# So long nothing is asked after lookups that came too late.
+_PAUSE_S = 1.0
 # Bounds of one lookup: of more workers only the first are asked, and hashes beyond the share of each worker are probed at every
 # second, third ... unit.
 _MAX_PROBES = 8192
@@ -91,7 +93,7 @@ class PrefixIndex:
     async def open(self) -> None:
         """Makes the connections that lookups take, which would make the first ones late. Takes a second at most; never raises."""
         pings = [asyncio.create_task(self._ping()) for _ in range(_MAX_CONCURRENT)]
-        await asyncio.wait(pings, timeout=_OPEN_S)
+        await asyncio.wait(pings, timeout=_CONNECT_S)
         for ping in pings:
             ping.cancel()
         await asyncio.gather(*pings, return_exceptions=True)
@@ -178,7 +180,7 @@ class PrefixIndex:
         self._pending.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._open_until = self._clock() + _OPEN_S
+            self._open_until = self._clock() + _PAUSE_S
             if not isinstance(error, RedisError | OSError | TimeoutError):
                 log.error("prefix lookup failed", exc_info=error)
             elif not self._failing:

@@ -59,6 +59,8 @@ class Fleet:
         # In a short place, because of unix sockets.
         self.directory = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))
         self.members: dict[str, Member] = {}
+        # A checkout that what starts next is taken from; None: this one.
+        self.tree: Path | None = None
         self._ray = LocalRay()
         self._model_dir = model_dir
         self._flags = tuple(flags)
@@ -184,6 +186,8 @@ class Fleet:
 
     async def _process(self, name: str, argv: tuple[str, ...]) -> Process:
         env = {**os.environ, **self._ray.environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        if self.tree is not None:
+            env |= {"PYTHONPATH": f"{self.tree}:{Path(__file__).parent}", "RAY_RUNTIME_ENV_HOOK": "tree_in_ray.as_here"}
         return await Process.start(argv, env=env, log=self._log(name), pid_file=self.directory / f"{name}.pid", cwd=self.directory)
 
     def _port(self, name: str) -> int:

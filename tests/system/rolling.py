@@ -2,6 +2,7 @@
 
     python tests/system/rolling.py                  all of it, some minutes on two cores
     python tests/system/rolling.py --clients 12 --parts short redis
+    python tests/system/rolling.py --from TREE      begins with processes of another checkout, such as that of the release before
 
 Two routers, two prefill and two decode workers, each a process, serve a small model in float32 to clients of the SDK that ask without a
 pause. Each part prints a line; the exit status is 0 if no request failed, all tokens were right and nothing was left over.
@@ -158,7 +159,9 @@ async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> in
     cases = model_cases(oracle, 20, max_tokens=(100, 400))
     async with Fleet(model_dir, flags=FLAGS, routers=ROUTERS) as fleet:
         names = [f"{role}-{n}" for role in ROLES for n in (0, 1)]
+        fleet.tree = args.from_tree
         await fleet.start(dict.fromkeys(names, LONG_S if "long" in args.parts else SHORT_S))
+        fleet.tree = None
         print(HEADER, flush=True)
         async with SteadyLoad(fleet.targets, cases, num_clients=args.clients) as load:
             parts = await roll_all(fleet, load, args.parts, lambda line: print(line, flush=True))
@@ -185,6 +188,7 @@ def main() -> int:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=PARTS, help="drains with time and without, restarts, Redis; all if not given"
     )
+    parser.add_argument("--from", dest="from_tree", type=Path, metavar="TREE", help="a checkout whose routers and workers are replaced")
     parser.add_argument("--clients", type=int, default=6, help="requests at any time")
     args = parser.parse_args()
     # The tests' own model, which their folder makes.

@@ -101,7 +101,7 @@ class Engine:
 
     def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
         """Queues a prompt. `hold=False`: prefill and decode here to the end; when the pool runs out it may have to give way to
-        older ones for a while. `hold=True` (prefill role): it never gives way; after the first token is sampled the sequence
+        more urgent or older ones for a while. `hold=True` (prefill role): it never gives way; after the first token is sampled the sequence
         leaves the batch and keeps its blocks until `release`, also if that token ended the request.
 
         Raises ResourceExhausted (queue full), InvalidRequest (it can never fit the pool or the context; a duplicate seq_id).

@@ -14,10 +14,11 @@ A step is planned from the running sequences, which take blocks as they grow, th
 Blocks are taken as sequences grow, not for prompt and max_tokens beforehand: most answers end early, so many more run at once. Where there
 are too few, the sequence that is least urgent and arrived last gives way (as in Kwon et al.: Efficient memory management for large language
 model serving with PagedAttention, 2023, section 4.5). Its full blocks stay findable, in the pool or the host tier; what is gone when it
-comes back is computed again, as a prompt. The oldest never gives way, so that all get done in turn:
+comes back is computed again, as a prompt. The most urgent and oldest never gives way, so that all get done in
+turn:
 
     RUNNING ──give way──▶ in launched steps still ──settle──▶ PREEMPTED: waits, oldest first
-    RUNNING ◀──────── room for it: admitted before any new prompt ────┘
+    RUNNING ◀──────── room for it: admitted before new ones of its rank ────┘
 
 Batch work gives way to urgent work in three ways, from the cheapest on: it is passed over, left out of a step that others fill, its KV
 staying where it is; those passed over take no seats from others; and the batch sequences that came last are preempted when an urgent prompt
