@@ -50,7 +50,7 @@ def curls() -> list[tuple[str, str]]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_every_curl_is_answered(aggregated: System) -> None:
     url, commands = aggregated.http_url, curls()
-    assert len(commands) > 8
+    assert len(commands) >= 8
     for page, command in commands:
         if "json_schema" in command:
             # This model knows no better than to write all the blanks that may stand there.
