@@ -23,7 +23,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kv_transfer.ray.agent_actor import MAX_CONCURRENCY, NAMESPACE, KvAgentActor
+from kv_transfer.agent_actor import KvAgentActor
+from kv_transfer.ray.agent_actor import MAX_CONCURRENCY, NAMESPACE
 
 # Share of the node's object store where no budget is given.
 _BUDGET_FRACTION = 0.7

@@ -1,4 +1,4 @@
-"""The KV agent's actor: the only code of the project that runs inside a Ray worker process.
+"""What the KV agent's actor does (kv_transfer/agent_actor.py): the code that runs inside a Ray worker process.
 
     its worker   ──gRPC over a unix socket──▶ Put, Fetch, Drop, Status      bytes lie in the ring
     other agents ──actor call by name───────▶ fetch(lease_id, chunk)        answered with [ref], in-band, or []
@@ -51,7 +51,7 @@ _MAX_RPCS = 512
 T = TypeVar("T")
 
 
-class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
+class KvAgent(kv_pb2_grpc.KvAgentServicer):
     """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
 
     def __init__(
@@ -132,10 +132,11 @@ class KvAgentActor(kv_pb2_grpc.KvAgentServicer):
         try:
             async with asyncio.timeout(request.timeout_s):
                 peer = await self._peer(request.endpoint)
+                # By name: an agent of another version may be of a class that cannot be imported here, and then Ray takes nothing else.
                 if request.lease_id == PROBE_LEASE:
-                    refs = await peer.probe.remote(request.num_bytes)
+                    refs = await peer.probe.remote(num_bytes=request.num_bytes)
                 else:
-                    refs = await peer.fetch.remote(request.lease_id, request.chunk)
+                    refs = await peer.fetch.remote(lease_id=request.lease_id, chunk=request.chunk)
         except TimeoutError:
             raise Unavailable(f"Ray's KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
         except Exception as error:  # while a peer dies Ray raises more than its own errors, and all of it means the same here

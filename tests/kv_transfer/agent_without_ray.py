@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.ray import agent_actor
-from kv_transfer.ray.agent_actor import KvAgentActor
+from kv_transfer.ray.agent_actor import KvAgent
 from kv_transfer.ray.agent_session import AgentConfig, AgentSession
 from kv_transfer.ray.child import Child
 from kv_transfer.ray.ring import SharedMemory
@@ -34,7 +34,7 @@ class RayOfOneProcess:
     """What the actor uses of Ray: its store, and other actors by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._actors: dict[str, KvAgentActor] = {}
+        self._actors: dict[str, KvAgent] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         patch.setattr(agent_actor, "ray", SimpleNamespace(put=Ref, get_actor=self._handle))
 
@@ -44,7 +44,7 @@ class RayOfOneProcess:
         async def launch(config: AgentConfig, endpoint: str, number: int) -> AgentSession:
             ring, socket = SharedMemory.create(config.ring_dir, config.ring_bytes), config.run_dir / f"agent-{number}.sock"
             interval = sys.getswitchinterval()
-            actor = KvAgentActor(str(ring.path), str(socket), endpoint, config.budget_bytes, clock=clock)
+            actor = KvAgent(str(ring.path), str(socket), endpoint, config.budget_bytes, clock=clock)
             sys.setswitchinterval(interval)  # which it takes for its own process
             ring.unlink()
             await actor.serve()
@@ -64,7 +64,7 @@ class RayOfOneProcess:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _run(self, endpoint: str, actor: KvAgentActor, helper: Child) -> None:
+    async def _run(self, endpoint: str, actor: KvAgent, helper: Child) -> None:
         """An actor dies with its helper."""
         running = asyncio.create_task(actor.run())
         await helper.wait()

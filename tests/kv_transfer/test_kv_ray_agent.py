@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from kv_pairs import SOON_S, Shape, in_s, ray_is_there, ray_side, wait_until
 
+from kv_transfer.agent_actor import KvAgentActor
 from kv_transfer.ray import agent_session
 from kv_transfer.ray.agent_session import AgentConfig, AgentSession
 from kv_transfer.ray.answer_timeouts import AnswerTimeouts
@@ -413,3 +415,10 @@ def test_timeouts_follow_what_was_seen() -> None:
     for number in range(5000):
         timeouts.answered(f"p{number}", 9.0, 60.0)
     assert (timeouts.num_answers("p0"), timeouts.num_answers("p4999")) == (0, 1)
+
+
+def test_agents_of_other_versions_know_the_actor_by_these_names() -> None:
+    """What `make rolling ROLLING_FLAGS="--from TREE"` shows with real ones."""
+    assert (KvAgentActor.__module__, KvAgentActor.__qualname__) == ("kv_transfer.agent_actor", "KvAgentActor")
+    assert list(signature(KvAgentActor.fetch).parameters) == ["self", "lease_id", "chunk"]
+    assert list(signature(KvAgentActor.probe).parameters) == ["self", "num_bytes"]

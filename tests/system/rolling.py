@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis.asyncio
+
+# What the tests share lies one folder up.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 from fleet import BLOCK_SIZE, Fleet
 from loads import Outcome, SteadyLoad, model_cases
 from oracle import Oracle
@@ -191,9 +195,7 @@ def main() -> int:
     parser.add_argument("--from", dest="from_tree", type=Path, metavar="TREE", help="a checkout whose routers and workers are replaced")
     parser.add_argument("--clients", type=int, default=6, help="requests at any time")
     args = parser.parse_args()
-    # The tests' own model, which their folder makes.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    tiny_models = importlib.import_module("tiny_models")
+    tiny_models = importlib.import_module("tiny_models")  # imports torch
     with tempfile.TemporaryDirectory(prefix="ts-") as scratch:
         model_dir = tiny_models.save_tiny_model(Path(scratch) / "tiny-llama")
         return asyncio.run(_main(args, model_dir, Oracle(model_dir)))
