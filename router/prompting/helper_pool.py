@@ -73,7 +73,8 @@ class HelperProcess:
                 await self._process.stdin.drain()
                 (num_bytes,) = ANSWER.unpack(await self._process.stdout.readexactly(ANSWER.size))
                 return await self._process.stdout.readexactly(num_bytes)
-            except (ConnectionError, asyncio.IncompleteReadError) as error:
+            # uvloop raises RuntimeError for a pipe that is closed already.
+            except (ConnectionError, RuntimeError, asyncio.IncompleteReadError) as error:
                 raise Lost(TIME if await self._process.wait() == -signal.SIGPROF else MEMORY) from error
 
     async def end(self) -> None:

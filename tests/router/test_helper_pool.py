@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
-from router.prompting.helper_pool import MEMORY, TIME, Helper, HelperPool, HelperQueue, Lost
+from router.prompting.helper_pool import MEMORY, TIME, Helper, HelperPool, HelperProcess, HelperQueue, Lost
 from twostep.errors import ResourceExhausted, SetupError
 
 # Answers with its number and what it was asked, or does as it is told.
@@ -110,3 +111,15 @@ async def test_an_interrupt_at_the_terminal_does_not_reach_them(pool_of: Callabl
     first = await pool.ask(line(), b"a", cpu_s=0.0)
     os.kill(int(first.split()[0]), signal.SIGINT)
     assert await pool.ask(line(), b"a", cpu_s=0.0) == first
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_one_that_has_ended_is_lost(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def ask() -> None:
+        process = await HelperProcess.start("json")
+        await process.end()
+        with pytest.raises(Lost):
+            await process.ask(b"anything", cpu_s=0.0, timeout_s=60.0)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(ask())
