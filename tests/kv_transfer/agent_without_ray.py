@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,8 +77,8 @@ class RayOfOneProcess:
         if endpoint not in self._actors:
             raise ValueError(f"no actor {endpoint}")
 
-        async def call(method: str, *args: Any) -> Any:
-            return await getattr(self._actors[endpoint], method)(*args)
+        async def call(method: str, **given: Any) -> Any:
+            return await getattr(self._actors[endpoint], method)(**given)
 
-        remote = {name: SimpleNamespace(remote=lambda *args, name=name: call(name, *args)) for name in ("fetch", "probe")}
+        remote = {name: SimpleNamespace(remote=partial(call, name)) for name in ("fetch", "probe")}
         return SimpleNamespace(**remote)
