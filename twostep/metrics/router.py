@@ -32,9 +32,7 @@ SLO_MISSED = counter(
     "Targets that were missed: target_ttft (also if no token came), target_tpot.",
     ["reason", "request_class"],
 )
-TTFT = histogram(
-    "twostep_time_to_first_token_seconds", "From the whole request at the router to a worker's first token.", REQUEST_SECONDS
-)
+TTFT = histogram("twostep_time_to_first_token_seconds", "From the whole request at the router to a worker's first token.", REQUEST_SECONDS)
 VISIBLE_TTFT = histogram(
     "twostep_time_to_first_visible_token_seconds",
     "From a request's arrival to the first text of its answer: later than the first token where a model thinks first.",
