@@ -182,7 +182,7 @@ async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, 
     before = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
     assert await before.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await before.close()
-    monkeypatch.setattr("router.workers.prefix_index._OPEN_S", 60.0)
+    monkeypatch.setattr("router.workers.prefix_index._CONNECT_S", 60.0)
     index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
     await index.open()
     connected = (await cluster.redis.info("stats"))["total_connections_received"]
