@@ -21,7 +21,6 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from kv_transfer.ray.transport import RayTransport
 from kv_transfer.transport import KvTransport
@@ -39,12 +38,12 @@ class TransportKind:
     the transport cannot exist. `of_one_role`: made anew when the worker changes its role. `may_be_left_out` of `auto`, with the reason in
     the log."""
 
-    make: Callable[[EdgeParts, Path], KvTransport]
+    make: Callable[[EdgeParts], KvTransport]
     of_one_role: bool = False
     may_be_left_out: bool = True
 
 
-def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
+def _cuda_ipc(parts: EdgeParts) -> KvTransport:
     _check_one_gpu("cuda_ipc", parts)
     # These need torch.
     from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415
@@ -53,7 +52,7 @@ def _cuda_ipc(parts: EdgeParts, run_dir: Path) -> KvTransport:
     return CudaIpcTransport(gpu_pool_of(parts.model.runner, "cuda_ipc"), serves=parts.config.role == "prefill")
 
 
-def _nixl(parts: EdgeParts, run_dir: Path) -> KvTransport:
+def _nixl(parts: EdgeParts) -> KvTransport:
     _check_one_gpu("nixl", parts)
     if importlib.util.find_spec("nixl") is None:
         raise SetupError(f"the nixl package is not installed; {install('nixl')}")
@@ -77,8 +76,9 @@ def _check_one_gpu(name: str, parts: EdgeParts) -> None:
         )
 
 
-def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
+def _ray(parts: EdgeParts) -> KvTransport:
     config, runner = parts.config, parts.model.runner
+    assert config.run_dir is not None, "a worker's process makes one where none is given"
     return RayTransport(
         runner,
         runner.kv_shape.block_bytes,
@@ -88,7 +88,7 @@ def _ray(parts: EdgeParts, run_dir: Path) -> KvTransport:
         num_layers=runner.kv_shape.num_layers,
         pin=runner.pin_host,
         on_gpu=config.runner == "model" and config.device.startswith("cuda"),
-        run_dir=config.run_dir or run_dir,
+        run_dir=config.run_dir,
         ring_bytes=config.kv_ring_bytes,
         budget_bytes=config.kv_budget_bytes,
     )
@@ -172,36 +172,36 @@ class Transports:
         return self
 
 
-def make_transports(parts: EdgeParts, run_dir: Path) -> Transports:
-    """Makes them, to be started. `run_dir`: private to this worker, for sockets. What an edge of its other role has left is used again.
+def make_transports(parts: EdgeParts) -> Transports:
+    """Makes them, to be started. What an edge of its other role has left is used again.
     Raises SetupError where one that was asked for by name cannot be."""
     if isinstance(parts.carried, Transports):
-        return parts.carried.in_role(lambda name: _make(name, parts, run_dir))
+        return parts.carried.in_role(lambda name: _make(name, parts))
     asked = parts.config.kv_transfer
     if asked == "auto":
         optional = [name for name, kind in TRANSPORT_KINDS.items() if kind.may_be_left_out]
-        return Transports(_possible(optional, parts, run_dir), optional=optional)
+        return Transports(_possible(optional, parts), optional=optional)
     if asked == "none":
         return Transports([])
     names = asked.split(",")
     if "local" in names:
         raise SetupError("--kv-transfer local joins workers of one process only; give cuda_ipc, nixl, ray or auto to worker processes")
-    return Transports([_make(name, parts, run_dir) for name in names])
+    return Transports([_make(name, parts) for name in names])
 
 
-def _possible(optional: list[str], parts: EdgeParts, run_dir: Path) -> Iterator[KvTransport]:
+def _possible(optional: list[str], parts: EdgeParts) -> Iterator[KvTransport]:
     for name in TRANSPORT_KINDS:
         try:
-            yield _make(name, parts, run_dir)
+            yield _make(name, parts)
         except SetupError as error:
             if name not in optional:
                 raise
             log.info("no KV transfer by %s here: %s", name, error.message)
 
 
-def _make(name: str, parts: EdgeParts, run_dir: Path) -> KvTransport:
+def _make(name: str, parts: EdgeParts) -> KvTransport:
     """Raises SetupError with why it cannot exist here."""
     try:
-        return TRANSPORT_KINDS[name].make(parts, run_dir)
+        return TRANSPORT_KINDS[name].make(parts)
     except ImportError as error:
         raise SetupError(f"--kv-transfer {name}: {error}; install what is missing, or leave {name} out") from error

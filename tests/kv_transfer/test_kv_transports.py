@@ -27,9 +27,9 @@ from twostep.worker.edge import EdgeParts
 from twostep.worker.model import layout_of
 
 
-def parts_of(**options: Any) -> EdgeParts:
+def parts_of(run_dir: Path = Path("/nowhere"), **options: Any) -> EdgeParts:
     runner = FakeRunner(num_blocks=8, block_size=4, vocab_size=10, max_model_len=32)
-    config = WorkerConfig(role="prefill", **({"runner": "fake"} | options))
+    config = WorkerConfig(role="prefill", run_dir=run_dir, **({"runner": "fake"} | options))
     return cast(EdgeParts, SimpleNamespace(config=config, worker_id="w", epoch=1, carried=None, model=SimpleNamespace(runner=runner)))
 
 
@@ -40,7 +40,7 @@ def test_lists_of_transports(text: str, value: str) -> None:
 
 def test_auto_takes_what_can_be_and_says_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kv_transfer.transports")
-    assert make_transports(parts_of(), tmp_path).names == ("ray",)
+    assert make_transports(parts_of(tmp_path)).names == ("ray",)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "no KV transfer by cuda_ipc here",
         "no KV transfer by nixl here",
@@ -60,17 +60,17 @@ def test_auto_takes_what_can_be_and_says_why_not(tmp_path: Path, caplog: pytest.
 )
 def test_what_was_asked_for_by_name_must_be(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(SetupError, match=says):
-        make_transports(parts_of(**options), tmp_path)
+        make_transports(parts_of(tmp_path, **options))
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(parts: EdgeParts, run_dir: Path) -> Any:
+    def missing(parts: EdgeParts) -> Any:
         raise ImportError("No module named 'nixl'")
 
     monkeypatch.setitem(TRANSPORT_KINDS, "nixl", TransportKind(make=missing))
     with pytest.raises(SetupError, match="No module named 'nixl'"):
-        make_transports(parts_of(kv_transfer="nixl"), tmp_path)
-    assert make_transports(parts_of(), tmp_path).names == ("ray",)
+        make_transports(parts_of(tmp_path, kv_transfer="nixl"))
+    assert make_transports(parts_of(tmp_path)).names == ("ray",)
 
 
 def sized(name: str, *, ready: bool, most: int, copies_out: bool) -> Any:

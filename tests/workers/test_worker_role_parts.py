@@ -153,18 +153,18 @@ class Counted(OneSidedTransport):
         await super().close()
 
 
-async def test_transports_go_on_in_the_other_role_but_for_those_of_one_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_transports_go_on_in_the_other_role_but_for_those_of_one_role(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, ipc, new = Counted("ray"), Counted("cuda_ipc"), Counted("cuda_ipc")
     transports = Transports([ipc, ray])
     await transports.start()
     parts = cast(EdgeParts, SimpleNamespace(config=WorkerConfig(role="decode", runner="fake"), carried=transports))
     with pytest.raises(SetupError, match="this worker has none"):
-        make_transports(parts, tmp_path)
+        make_transports(parts)
     await transports.start()
     assert (ipc.calls, ray.calls) == ("s", "s"), "nothing has changed"
-    kind = replace(TRANSPORT_KINDS["cuda_ipc"], make=lambda parts, run_dir: new)
+    kind = replace(TRANSPORT_KINDS["cuda_ipc"], make=lambda parts: new)
     monkeypatch.setitem(TRANSPORT_KINDS, "cuda_ipc", kind)
-    again = make_transports(parts, tmp_path)
+    again = make_transports(parts)
     assert [again.get(name) for name in again.names] == [new, ray]
     await again.start()
     assert (ipc.calls, new.calls, ray.calls) == ("sc", "s", "s")

@@ -9,6 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from twostep.cluster.epochs import first_epoch
 from twostep.errors import SetupError
@@ -47,11 +51,13 @@ def run_worker(role: str, argv: Sequence[str] | None, make_edge: Callable[[EdgeP
         gc.collect()
         gc.freeze()
         starting.phase("service")
-        try:
-            code = event_loop.run(_serve(config, model, secret, make_edge, starting))
-        finally:
-            if model.ranks is not None:
-                model.ranks.close()
+        # Not before it is needed: who is ended while it loads leaves nothing behind.
+        with nullcontext(config.run_dir) if config.run_dir else TemporaryDirectory(prefix="ts-") as run_dir:
+            try:
+                code = event_loop.run(_serve(replace(config, run_dir=Path(run_dir)), model, secret, make_edge, starting))
+            finally:
+                if model.ranks is not None:
+                    model.ranks.close()
         if model.ranks is not None:
             # Libraries and devices that wait for ranks that are gone would keep the interpreter from ending.
             logging.shutdown()
