@@ -171,7 +171,7 @@ class MessagesBody(ChatBody):
     messages: Annotated[
         bytes, packed(_messages, Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)])
     ]
-    """Where the last is the assistant's, the answer goes on with it."""
+    """The answer goes on with the last message if that is the assistant's."""
     system: Annotated[bytes, packed(_system, str | Blocks)] = b""
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
     stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(

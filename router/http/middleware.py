@@ -126,7 +126,7 @@ def _authorization(request: web.Request) -> str | None:
 
 
 def _opens_page_data(request: web.Request) -> bool:
-    """Who has the admin key sees the page's data, and gets nothing else by it here."""
+    """Returns whether the admin key is shown for the page's data; it opens nothing else here."""
     if not request.path.startswith(_CLOSED_FOLDER):
         return False
     scheme, _, told = request.headers.get("Authorization", "").strip().partition(" ")

@@ -260,7 +260,7 @@ class CommonBody(Body):
 
     @property
     def num_echoed_logprobs(self) -> int | None:
-        """How many of the likeliest are told with the prompt's tokens, as if those were the answer's; None: they are not."""
+        """Returns how many of the likeliest are told with the prompt's tokens, as if those were the answer's; None: they are not."""
         return None
 
     @property

@@ -60,7 +60,7 @@ class StatusBoard:
         decision: Callable[[], SeenDecision | None],
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Who the router is, and what it knows of itself now: called on the event loop; all return at once. `on_look`
+        """The arguments say who the router is and what it knows of itself now: called on the event loop; all return at once. `on_look`
         is called once a second."""
         self._metrics, self._pool, self._router_id, self._model = metrics, pool, router_id, model
         self._state, self._ready, self._draining, self._refusals, self._decision = state, ready, draining, refusals, decision

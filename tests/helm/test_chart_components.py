@@ -22,7 +22,7 @@ BESIDE = merged(SWITCHES["colocated-beside-pools"], SWITCHES["autoscaling"])
 
 
 def _has(whole: Any, part: Any) -> bool:
-    """Whether what a component was given is there: in maps, and in lists in any place."""
+    """Returns whether what a component was given is there: in maps, and in lists in any place."""
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(name in whole and _has(whole[name], value) for name, value in part.items())
     return whole == part or (isinstance(part, list) and all(each in whole for each in part))

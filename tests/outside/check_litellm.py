@@ -20,7 +20,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "descri
 
 
 def routes(url: str, model: str) -> dict[str, dict[str, Any]]:
-    """How the same call reaches each API."""
+    """Returns the arguments by which the same call reaches each API."""
     common = {"api_key": "unused", "num_retries": 0, "timeout": 300}
     return {
         "chat": {"model": f"openai/{model}", "api_base": f"{url}/v1", **common},

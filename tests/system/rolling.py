@@ -179,7 +179,7 @@ async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> in
 
 
 def _moved_when_they_should(parts: Sequence[Part]) -> bool:
-    """Whether decode workers and routers without time give their streams away, and those that have time do not."""
+    """Tells whether decode workers and routers without time give their streams away, and those that have time do not."""
     given = {part.name: part.num_moved > 0 for part in parts if "drain" in part.name}
     wrong = [name for name, moved in given.items() if moved and f"{LONG_S:g} s" in name]
     wrong += [name for name, moved in given.items() if not moved and f"{SHORT_S:g} s" in name and not name.startswith("prefill")]

@@ -1,4 +1,4 @@
-"""How busy GPUs are: told while the driver tells, missing while it does not, and nobody waits for it."""
+"""Figures of GPUs are told while the driver tells, missing while it does not, and nobody waits for it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ChatOptions(RequestOptions, total=False):
     tools: Sequence[Mapping[str, Any]]
     """Functions that the model may call, each as an entry of OpenAI's `tools`."""
     tool_choice: Literal["auto", "none", "required"] | Mapping[str, Any]
-    """Whether it must call one, or which: {"type": "function", "function": {"name": ...}}. "auto" if left out: as it likes."""
+    """Says whether the model must call one, or which: {"type": "function", "function": {"name": ...}}. "auto" if left out: as it likes."""
     parallel_tool_calls: bool
     """False: one call at most."""
     tool_calls: Literal["parsed", "text"]
