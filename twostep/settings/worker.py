@@ -86,6 +86,12 @@ class WorkerSettings(TracedServiceSettings):
     max_num_seqs: int = setting(
         0, f"sequences that run or are reserved at once; if not given {CPU_NUM_SEQS}, on a GPU {GPU_NUM_SEQS}", Whole(1, 1 << 20)
     )
+    max_cudagraph_capture_size: int = setting(
+        2048,
+        "tokens of the largest step with prompts that a GPU replays as a CUDA graph; larger ones are launched kernel by kernel. "
+        "0: only steps without prompts are replayed, which saves seconds at the start and half a GiB",
+        Whole(0, 1 << 20),
+    )
     max_waiting: int = setting(256, "prompts that may wait; more are refused", Whole(1, 1 << 20))
     max_step_ms: float | None = setting(
         None,

@@ -229,6 +229,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
         "num_threads": config.cpu_threads or None,
         "load_format": config.load_format,
         "max_num_seqs": config.max_num_seqs,
+        "max_graph_tokens": config.max_cudagraph_capture_size,
     }
 
 

@@ -70,8 +70,8 @@ def hopper_attention(
     """
     kv = cache.shape
     share = num_heads // kv.num_kv_heads
-    num_items = len(tiles) * kv.num_kv_heads
-    if not num_items:
+    most_items = (len(tiles) - 1) * kv.num_kv_heads
+    if not most_items:
         return
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
@@ -91,8 +91,8 @@ def hopper_attention(
         num_keys=_NUM_KEYS,
         stages=_NUM_STAGES,
     )
-    _attention_kernel[(min(num_items, num_programs),)](
-        qkv, out, blocks, tiles, query_start, seq_lens, block_tables, num_items, qkv.stride(0), out.stride(0), block_tables.stride(0),
+    _attention_kernel[(min(most_items, num_programs),)](
+        qkv, out, blocks, tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
         layer * rows_of_layer, len(rows), math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
@@ -100,11 +100,11 @@ def hopper_attention(
 @gluon.jit
 def _tile_of(item, step, P: gl.constexpr):
     """KV head, sequence, first query, rows and length of an item, and its tiles of keys: [first_tile, num_tiles)."""
-    tiles_ptr, query_start_ptr, seq_lens_ptr, _ = step
+    tiles_ptr, query_start_ptr, seq_lens_ptr = step
     tile = item // P.num_kv_heads
     kv_head = item % P.num_kv_heads
-    seq = gl.load(tiles_ptr + tile * 2)
-    first = gl.load(tiles_ptr + tile * 2 + 1)
+    seq = gl.load(tiles_ptr + 2 + tile * 2)
+    first = gl.load(tiles_ptr + 2 + tile * 2 + 1)
     row_start = gl.load(query_start_ptr + seq)
     num_queries = gl.load(query_start_ptr + seq + 1) - row_start
     seq_len = gl.load(seq_lens_ptr + seq)
@@ -128,7 +128,7 @@ def _item_of(turn):
 def _fill(blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P: gl.constexpr):
     """The loading warp. A tile [P.num_keys, P.head_dim] lies in shared memory as P.head_dim / 64 columns of [P.num_keys, 64]."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
-    num_items = step[3]
+    num_items = gl.load(step[0]) * P.num_kv_heads
     BOX_COLUMNS: gl.constexpr = 64
     TILE_BYTES: gl.constexpr = P.num_keys * P.head_dim * 2
     BLOCKS: gl.constexpr = P.num_keys // P.block_size
@@ -216,7 +216,7 @@ def _fold(
 def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, GROUP: gl.constexpr, P: gl.constexpr):
     """A warp group: 64 rows of each item."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
-    num_items = step[3]
+    num_items = gl.load(step[0]) * P.num_kv_heads
     ROWS: gl.constexpr = 64
     NUM_KEYS: gl.constexpr = P.num_keys
     HEAD_DIM: gl.constexpr = P.head_dim
@@ -294,9 +294,9 @@ def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2
             gl.store(out_ptr + (token * stride_out + column)[:, None] + d[None, :], result, mask=valid[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_items", "stride_table", "layer_row", "num_rows"])
+@gluon.jit(do_not_specialize=["stride_table", "layer_row", "num_rows"])
 def _attention_kernel(
-    q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items, stride_q, stride_out, stride_table,
+    q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
     layer_row, num_rows, scale_log2, P: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = P.head_dim // 64
@@ -315,7 +315,7 @@ def _attention_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
-    step = (tiles_ptr, query_start_ptr, seq_lens_ptr, num_items)
+    step = (tiles_ptr, query_start_ptr, seq_lens_ptr)
     gl.warp_specialize(
         [
             (_attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
