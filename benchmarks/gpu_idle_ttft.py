@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gpu_goodput import system, wait_ready
+from gpu_goodput import system
 
 from twostep import Client
 from twostep.settings.reading import FlagParser
@@ -38,7 +38,6 @@ def main() -> None:
         out: Path = arguments.out or Path(name)
         out.mkdir(parents=True, exist_ok=True)
         with system(arguments, Path(name), out) as (target, _):
-            print(f"up after {wait_ready(target, out / 'up.log'):.1f} s", flush=True)
             print(f"{'tokens':>7} {'TTFT':>7} {'least':>7} {'second':>7}  " + " ".join(f"{phase[:-2]:>12}" for phase in PHASES))
             with Client(target) as client:
                 for length in arguments.lengths:
