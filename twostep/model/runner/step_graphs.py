@@ -33,7 +33,7 @@ from twostep.model.step.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
 
-_WARM_UPS = 2
+_WARM_UPS = 1
 # Of the trial: a prefix that is worth sharing, and what the order of sums may change in 16 bits after all layers.
 _TRIAL_KEYS = 4096
 _TRIAL_DIFFERENCE = 6e-2

@@ -50,7 +50,7 @@ def mixed_ladder(most_rows: int, max_num_seqs: int) -> list[StepShape]:
     These are the rows from which on cuBLAS takes longer on an H200 (benchmarks/RESULTS.md); for 384 to 480 of them it takes longer than
     for 512. Places for decodes that stay empty cost nothing, but are rows, so that some sizes are enough."""
     rows = [16, 32, 64, 128, 160, 192, 256, 320, 384, 512, 640, 768, *range(1024, most_rows + 1, 256)]
-    decodes = [size for size in (0, 8, 32, 64, 96, 128, 192, *range(256, max_num_seqs, 128)) if size < max_num_seqs] + [max_num_seqs]
+    decodes = [size for size in (0, 32, 64, 128, *range(256, max_num_seqs, 128)) if size < max_num_seqs] + [max_num_seqs]
     chunks = min(_MOST_CHUNKS, max_num_seqs)
     return [
         StepShape(count, size, chunks)
