@@ -9,6 +9,7 @@ Late and network are what they took longer for this token than for the one befor
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 from twostep.rpc.v1 import decode_pb2, inference_pb2
@@ -40,21 +41,23 @@ class StepTimes(NamedTuple):
 
 
 class LongestGaps:
-    """Holds the longest gaps of one answer, `most` of them."""
+    """Holds what is known of the longest gaps of one answer, `most` of them; the account is made at the end."""
 
     def __init__(self, most: int = 1) -> None:
         self._most = max(1, min(MAX_GAPS, most))
-        # The shortest of them first. Equal ones differ in their position.
-        self._kept: list[tuple[float, int, inference_pb2.Gap]] = []
+        # The shortest of them first; of equal ones, the earlier.
+        self._kept: list[tuple[float, int, Callable[[], inference_pb2.Gap]]] = []
+        self._num_seen = 0
         self.least_s = 0.0  # one that is no longer than this is not kept
 
     @property
     def longest_s(self) -> float:
         return max((gap_s for gap_s, _, _ in self._kept), default=0.0)
 
-    def keep(self, gap: inference_pb2.Gap, gap_s: float) -> None:
+    def keep(self, gap_s: float, told: Callable[[], inference_pb2.Gap]) -> None:
         """Takes a gap above `least_s`."""
-        entry = (gap_s, gap.position, gap)
+        self._num_seen += 1
+        entry = (gap_s, self._num_seen, told)
         if len(self._kept) < self._most:
             heapq.heappush(self._kept, entry)
         else:
@@ -63,8 +66,8 @@ class LongestGaps:
             self.least_s = self._kept[0][0]
 
     def told(self) -> list[inference_pb2.Gap]:
-        """Returns them by position."""
-        return [gap for _, _, gap in sorted(self._kept, key=lambda entry: entry[1])]
+        """Returns them in the order in which they came."""
+        return [told() for _, _, told in sorted(self._kept, key=lambda entry: entry[1])]
 
 
 def gap_between(position: int, gap_s: float, before: StepTimes | None, now: StepTimes | None) -> inference_pb2.Gap:

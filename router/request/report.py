@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.request.answer import AnswerReader
 from router.request.gaps import LongestGaps, StepTimes, gap_between, gap_of_hand_over
@@ -179,16 +180,16 @@ class RequestReport:
     def _keep_gap(self, position: int, gap_s: float, steps: StepTimes | None) -> None:
         if self.first_decode_at is None and self.transfer.transport != "none":
             hand_over_s = gap_s if self.committed_at is None else max(0.0, self.committed_at - (self.last_token_at or 0.0))
-            self.gaps.keep(gap_of_hand_over(position, gap_s, hand_over_s, steps), gap_s)
+            self.gaps.keep(gap_s, partial(gap_of_hand_over, position, gap_s, hand_over_s, steps))
         else:
-            self.gaps.keep(gap_between(position, gap_s, self.steps, steps), gap_s)
+            self.gaps.keep(gap_s, partial(gap_between, position, gap_s, self.steps, steps))
 
     def _migrated(self, position: int, now: float) -> None:
         """Another attempt's first token: the answer goes on."""
         gap_s = now - (self.last_token_at or now)
         self.metrics.itl.observe(gap_s)
         if gap_s > self.gaps.least_s:
-            self.gaps.keep(inference_pb2.Gap(position=position, gap_s=gap_s, migration_s=gap_s), gap_s)
+            self.gaps.keep(gap_s, partial(inference_pb2.Gap, position=position, gap_s=gap_s, migration_s=gap_s))
         self.last_token_at = now
 
     def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:

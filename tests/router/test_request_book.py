@@ -57,7 +57,7 @@ def served(book: RequestBook, clock: SetClock, name: str, *, first_s: float, tot
     report = begun(book, clock, name, **fields)
     report.first_token_at = report.started + first_s
     report.last_token_at, report.status = report.started + total_s, "OK"
-    report.gaps.keep(Gap(gap_s=gap_s), gap_s)
+    report.gaps.keep(gap_s, Gap)
     clock.now += total_s
     book.ended(report)
 

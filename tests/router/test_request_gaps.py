@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_fakes import Cluster, Script, until
 
 from router.request.gaps import LongestGaps, StepTimes, gap_between, gap_of_hand_over
 from twostep.rpc.v1.decode_pb2 import StepEvents, StepRecord
@@ -55,8 +59,49 @@ def test_the_longest_are_kept(most: int, gaps: list[float]) -> None:
     kept = LongestGaps(most)
     for position, gap_s in enumerate(gaps):
         if gap_s > kept.least_s:
-            kept.keep(Gap(position=position), gap_s)
+            kept.keep(gap_s, partial(Gap, position=position))
     told = [gap.position for gap in kept.told()]
     assert told == sorted(told)
     assert sorted(gaps[i] for i in told) == sorted((g for g in gaps if g), reverse=True)[:most][::-1]
     assert kept.longest_s == max(gaps, default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "part", "position"),
+    [
+        (Script(), "hand_over_s", 1),
+        (Script(fail_at=4), "migration_s", 4),
+        (Script(break_stream_at=4), "replay_s", 4),
+    ],
+)
+async def test_an_end_tells_what_was_waited_for(cluster: Cluster, script: Script, part: str, position: int) -> None:
+    await cluster.prefill()
+    for name in ("d0", "d1"):
+        decode = await cluster.decode(name)
+        decode.script = script
+        script.prompt_tokens = 512
+    async with cluster.serving():
+        request = cluster.request(max_tokens=8)
+        request.num_gaps = 16
+        end = (await cluster.ask(request)).end
+        assert end is not None
+        short = (await cluster.ask(max_tokens=8)).end
+    gaps = {gap.position: gap for gap in end.gaps}
+    assert getattr(gaps[position], part) > 0
+    assert {p for p, gap in gaps.items() if gap.migration_s or gap.replay_s} <= {4}
+    assert gaps[2].prompt_tokens == 512
+    assert short is not None
+    assert len(short.gaps) == 1, "whoever does not ask is told of the longest"
+
+
+async def test_a_wait_for_a_worker_is_told_apart_from_the_route(cluster: Cluster) -> None:
+    await cluster.prefill()
+    decode = await cluster.decode()
+    decode.max_held = 0
+    async with cluster.serving():
+        asked = asyncio.create_task(cluster.ask(max_tokens=3))
+        await until(lambda: bool(decode.requests), "it was refused")
+        decode.max_held = 1 << 30
+        end = (await asked).end
+    assert end is not None
+    assert 0 < end.phases.wait_s <= end.phases.route_s

@@ -149,8 +149,8 @@ def first_token_parts(record: RequestRecord) -> dict[str, float]:
     ttft_s, phases = record.times_s[0] - record.sent_s, record.phases
     if not phases:
         return {"untold": ttft_s}
-    wait_s = min(phases.get("wait_s", 0.0), phases["route_s"])
-    told = {"wait": wait_s, "route": phases["route_s"] - wait_s, "queue": phases["queue_s"], "prefill": phases["prefill_s"]}
+    told = {name: phases.get(f"{name}_s", 0.0) for name in ("wait", "route", "queue", "prefill")}
+    told["route"] = max(0.0, told["route"] - told["wait"])
     return told | {"network": max(0.0, ttft_s - sum(told.values()))}
 
 
@@ -162,7 +162,7 @@ def second_token_parts(record: RequestRecord) -> dict[str, float]:
     told: dict[str, float] = {}
     left_s = gap_s
     for name in ("publish", "fetch", "first_decode"):
-        told[name] = min(left_s, phases[f"{name}_s"])
+        told[name] = min(left_s, phases.get(f"{name}_s", 0.0))
         left_s -= told[name]
     return told | {"other": left_s}
 

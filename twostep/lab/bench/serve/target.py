@@ -33,7 +33,7 @@ _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.
 _KINDS = {grpc.StatusCode.RESOURCE_EXHAUSTED: REFUSED, grpc.StatusCode.DEADLINE_EXCEEDED: "timeout"}
 _PHASES = tuple(field.name for field in pb.Phases.DESCRIPTOR.fields)
 # The bench asks for the longest so many of each answer; any further one above its bound is longer than none of these.
-_NUM_GAPS = 32
+_NUM_GAPS = 16
 _GAP_FIELDS = tuple(field.name for field in pb.Gap.DESCRIPTOR.fields)
 _RETRY_AFTER = "x-twostep-retry-after-ms"
 _OPEN_TIMEOUT_S = 10.0
