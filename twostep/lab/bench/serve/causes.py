@@ -86,7 +86,8 @@ def long_gaps(record: RequestRecord, bound_s: float | None) -> list[LongGap]:
     gaps = gaps_s(record.times_s)
     if not record.completed or not gaps:
         return []
-    longest, usual_s = max(range(len(gaps)), key=gaps.__getitem__), statistics.median(gaps)
+    longest = max(range(len(gaps)), key=gaps.__getitem__)
+    usual_s = statistics.median_low(sorted(gaps)[:-1] or [0.0])  # of the others
     # The first position of each message.
     begins = [0, *accumulate(record.num_tokens)]
     told: dict[int, list[Mapping[str, float]]] = defaultdict(list)

@@ -176,7 +176,7 @@ def _piece(kind: str, name: str, seconds: float, longest: float) -> str:
 
 
 def _longest_sum(runs: Sequence[PageRun]) -> float:
-    return max((figures.sum_s for run in runs for figures in run.summary.gaps_by_cause.values()), default=0.0)
+    return max((figures.sum_s for run in runs for figures in run.summary.gaps_by_cause.values()), default=0.0) or 1.0
 
 
 def _causes_table(causes: Mapping[str, CauseFigures], longest: float) -> str:

@@ -15,27 +15,25 @@ from twostep.lab.bench.serve.record import RequestRecord
 
 def read_runs(path: Path) -> list[tuple[str, list[RequestRecord]]]:
     """Returns each run's name and requests: one for each rate of the file. Raises InvalidRequest naming the file and what it lacks."""
+    runs: dict[str, list[RequestRecord]] = {}
     try:
-        text = path.read_text(encoding="utf-8")
-        first, _ = json.JSONDecoder().raw_decode(text.lstrip() or "{}")
-        if "itls" in first:
-            return [(path.stem, _of_vllm(json.loads(text)))]
-        rates: dict[float | None, list[RequestRecord]] = {}
-        for line in text.splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            rates.setdefault(row["rate"], []).append(RequestRecord.from_json(row))
+            rate = row["request_rate" if "itls" in row else "rate"]
+            found = runs.setdefault(path.stem if rate in (None, "inf") else f"{path.stem}: {rate:.4g} requests/s", [])
+            found += _of_vllm(row) if "itls" in row else [RequestRecord.from_json(row)]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise InvalidRequest(
             f"{path} cannot be read ({error!r}); give a file of `twostep bench serve --save-requests`, or of `vllm bench serve "
             "--save-result --save-detailed`"
         ) from error
-    if not rates:
+    if not any(runs.values()):
         raise InvalidRequest(f"{path} has no requests; give a file of `twostep bench serve --save-requests`")
-    return [(path.stem if rate is None else f"{path.stem}: {rate:.4g} requests/s", records) for rate, records in rates.items()]
+    return list(runs.items())
 
 
 def _of_vllm(result: Mapping[str, Any]) -> list[RequestRecord]:
-    """Its lists have an entry for each request. Older versions do not tell when one began: all at once, then."""
+    """Its lists have an entry for each request, in any order. Older versions do not tell when one began: all at once, then."""
     begins: Sequence[float] = result.get("start_times") or [0.0] * len(result["ttfts"])
     start = min(begins, default=0.0)
     records = []
@@ -61,4 +59,4 @@ def _of_vllm(result: Mapping[str, Any]) -> list[RequestRecord]:
                 message=str(error),
             )
         )
-    return records
+    return sorted(records, key=lambda record: record.sent_s)
