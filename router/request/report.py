@@ -140,7 +140,9 @@ class RequestReport:
         self.metrics.ttft.observe(now - self.started)
         if self.last_token_at is None:
             self.last_token_at = now
-        self.route_s, self.wait_s = accepted_at - self.started, self.waited_s
+        # The first token may have overtaken what says that it was accepted.
+        accepted_at = min(accepted_at, now - first.queue_s - first.prefill_s)
+        self.route_s, self.wait_s = max(0.0, accepted_at - self.started), self.waited_s
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
 
