@@ -49,7 +49,11 @@ def page(runs: Sequence[PageRun], title: str, about: str = "") -> str:
     firsts = [run.summary.first_token_parts_s for run in runs]
     causes = _keys("cause", {cause: CAUSES[cause] for cause in CAUSES if any(g.cause == cause for found in gaps for g in found)})
     sections = [
-        _section("Runs", "Times in milliseconds; the definitions are those of docs/benchmarking.md.", [_panel("", _runs_table(runs))]),
+        _section(
+            "Runs",
+            "Times in milliseconds; a gap is a request's longest one. The definitions are those of docs/benchmarking.md.",
+            [_panel("", _runs_table(runs))],
+        ),
         _section(
             "Where the time to the first token went",
             "Each bar is the mean of the requests about that percentile.",
@@ -129,7 +133,7 @@ def _ms(seconds: float) -> str:
 
 
 def _runs_table(runs: Sequence[PageRun]) -> str:
-    times = (("TTFT", "ttft_s", "ttft_ms"), ("TPOT", "tpot_s", "tpot_ms"), ("longest gap", "longest_gap_s", "gap_ms"))
+    times = (("TTFT", "ttft_s", "ttft_ms"), ("TPOT", "tpot_s", "tpot_ms"), ("gap", "longest_gap_s", "gap_ms"))
     rows = []
     for run in runs:
         s = run.summary
@@ -199,7 +203,7 @@ def _worst(gaps: Sequence[LongGap]) -> str:
             f"{gap.ended_s:.2f}",
             f"{gap.request}",
             f"{gap.position}",
-            f'<td class="words">{_key("cause", gap.cause)}</td>',
+            f'<td class="left">{_key("cause", gap.cause)}</td>',
             f'<td class="words">{escape(_told(gap))}</td>',
         ]
         for gap in sorted(gaps, key=lambda gap: gap.gap_s, reverse=True)[:_WORST]
