@@ -140,6 +140,17 @@ class DecodeSequence:
             self.span.token(last=token.finish_reason is not None)
 
 
+def record_of(output: StepOutput) -> decode_pb2.StepRecord:
+    """Returns what routers are told of a step."""
+    return decode_pb2.StepRecord(
+        step=output.step,
+        ended_s=output.ended_at,
+        duration_s=output.duration_s,
+        prompt_tokens=output.num_prefill_tokens,
+        decodes=output.num_decode_tokens,
+    )
+
+
 class Sequences:
     def __init__(self, engine: Engine, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
         self.config = config
@@ -363,7 +374,7 @@ class Sequences:
                 sequence.on_progress(progress, output.began_at)
         for scores in output.scores:
             self._send_scores(scores)
-        self._send_tokens(output.tokens)
+        self._send_tokens(output.tokens, record_of(output))
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)
             if sequence is None:
@@ -387,7 +398,8 @@ class Sequences:
                 sequence.history.score(part, message.events.add())
             self._send(sequence.router_id, message)
 
-    def _send_tokens(self, tokens: Iterable[TokenOutput]) -> None:
+    def _send_tokens(self, tokens: Iterable[TokenOutput], record: decode_pb2.StepRecord | None = None) -> None:
+        """`record`: of the step that has just computed them."""
         messages: dict[str, decode_pb2.StepEvents] = {}
         for token in tokens:
             sequence = self._sequences.get(token.seq_id)
@@ -399,7 +411,7 @@ class Sequences:
                 continue
             message = messages.get(sequence.router_id)
             if message is None:
-                message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step)
+                message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step, steps=[] if record is None else [record])
             sequence.on_token(token, message.events.add())
             if token.finish_reason is not None:
                 del self._sequences[token.seq_id]

@@ -304,14 +304,14 @@ class Attempt:
         if event.HasField("token"):
             token = event.token
             self._note_decode_token(token)
-            self._report.on_decode_token()
+            self._report.on_decode_token(token.position, self._decode.stream.steps)
             self._on_token(token)
             return
         kind = event.WhichOneof("event")
         if kind == "first_token":
             self._committed = True
             self._note_decode_token(event.first_token.token)
-            self._report.on_computed_here()
+            self._report.on_computed_here(self._decode.stream.steps)
             self._on_first_token(event.first_token)
         elif kind == "prompt_logprobs":
             part = event.prompt_logprobs

@@ -176,7 +176,8 @@ class Dispatcher:
                 return self._begun(begun, entry, request)
             begun.raise_if_hopeless()
         async with queue.place(entry):
-            await queue.turn(entry)
+            with request.report.waiting():
+                await queue.turn(entry)
             while True:
                 self._refuse(request)
                 begun = await self._round(request)
@@ -188,7 +189,8 @@ class Dispatcher:
                     self._absent_since = None
                 elif self._absent_for_s() >= self._no_worker_grace_s:
                     raise Unavailable(begun.reason)
-                await queue.again(entry, refused=not begun.held)
+                with request.report.waiting():
+                    await queue.again(entry, refused=not begun.held)
 
     def _begun(self, attempt: Attempt, entry: QueueEntry, request: _Dispatch) -> Attempt:
         self._queue.took(entry)
