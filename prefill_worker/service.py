@@ -108,7 +108,8 @@ class KvService(kv_pb2_grpc.KvServicer):
         concerning(request.ticket.request_id, trace_id_of(metadata_of(context)))
         hand_over = self._hand_overs.find(Ticket.from_proto(request.ticket))
         layout = self._hand_overs.layout
-        transport = self._hand_overs.watched(hand_over, request.transports, request.wire)
+        cached = request.num_cached_tokens if request.HasField("num_cached_tokens") else None
+        transport = self._hand_overs.watched(hand_over, request.transports, request.wire, num_cached_tokens=cached)
         yield kv_pb2.WatchEvent(
             manifest=kv_pb2.Manifest(
                 layout=layout_to_proto(layout),

@@ -2,7 +2,7 @@
 
 On a pair of workers, or on the decode worker alone:
 
-begin     pair: Decode.Reserve, then Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
+begin     pair: Decode.Reserve and, beside it or after it, Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
           Raises WorkerRefused: try another placement
 finish    pair: Decode.Attach with the ticket; tokens from both sides, put in order, go to the output. Alone: all of them come from the
           decode worker. Returns after the last one. Raises AttemptFailed if a worker is lost before that
@@ -138,17 +138,23 @@ class Attempt:
 
     # ---- the three steps ------------------------------------------------------------------------------------------------
 
-    async def begin(self, cached_tokens: int) -> None:
-        """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue. Raises
+    async def begin(self, cached_tokens: int, decode_cached_tokens: int | None = None) -> None:
+        """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue.
+        `decode_cached_tokens`: what the decode worker of a pair is thought to have, and Run begins beside Reserve; None: after it. Raises
         WorkerRefused, or what is wrong with the request."""
         prefill = self._prefill
         # First of all: with prefill_here tokens may come before the answer to Reserve.
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
+        if prefill is not None and decode_cached_tokens is not None and self._decode.stream.open:
+            self._call_run(prefill, decode_cached_tokens)
         num_decode_cached = await self._reserve()
         if prefill is not None:
-            ticket = await self._accept(prefill, num_decode_cached)
+            if self._run is None:
+                self._call_run(prefill, num_decode_cached)
+            # Not followed before both have accepted: no token leaves of an attempt that may yet be refused.
+            ticket = await self._accepted(prefill)
             self._accepted_at = time.monotonic()
             self._tasks = [asyncio.create_task(self._attach(ticket)), asyncio.create_task(self._follow())]
             for task in self._tasks:
@@ -228,12 +234,20 @@ class Attempt:
             "request_class": class_to_proto(job.request_class),
         }
 
-    async def _accept(self, prefill: PrefillLink, num_decode_cached: int) -> kv_pb2.Ticket:
-        worker_id = prefill.record.worker_id
+    def _call_run(self, prefill: PrefillLink, num_decode_cached: int) -> None:
+        """The call goes out by itself; what became of it is found by reading."""
         request = prefill_pb2.PrefillRequest(num_decode_cached_tokens=num_decode_cached, **self._for_both(computes=True))
         try:
             with _call_errors():
                 self._run = prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
+        except _CallFailed as error:
+            raise _refusal(prefill, error) from error
+
+    async def _accepted(self, prefill: PrefillLink) -> kv_pb2.Ticket:
+        worker_id = prefill.record.worker_id
+        assert self._run is not None, "it is called first"
+        try:
+            with _call_errors():
                 async with asyncio.timeout(min(_ACCEPT_TIMEOUT_S, self._job.remaining_s())):
                     event = await self._run.read()
         except TimeoutError:
