@@ -122,7 +122,7 @@ class Attempt:
         self._early: dict[int, prefill_pb2.Token] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepted_at = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._run: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent] | None = None
         # Nothing more comes from the prefill worker.
         self._run_over = asyncio.Event()
@@ -147,18 +147,21 @@ class Attempt:
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
+        accepting = None
         if prefill is not None and decode_cached_tokens is not None and self._decode.stream.open:
-            self._call_run(prefill, decode_cached_tokens)
+            accepting = asyncio.create_task(self._accept(prefill, decode_cached_tokens))
+            # What became of it is nobody's business once the decode worker has refused.
+            accepting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._tasks.append(accepting)
         num_decode_cached = await self._reserve()
         if prefill is not None:
-            if self._run is None:
-                self._call_run(prefill, num_decode_cached)
             # Not followed before both have accepted: no token leaves of an attempt that may yet be refused.
-            ticket = await self._accepted(prefill)
+            ticket = await (self._accept(prefill, num_decode_cached) if accepting is None else accepting)
             self._accepted_at = time.monotonic()
-            self._tasks = [asyncio.create_task(self._attach(ticket)), asyncio.create_task(self._follow())]
-            for task in self._tasks:
+            for work in (self._attach(ticket), self._follow()):
+                task = asyncio.create_task(work)
                 task.add_done_callback(self._task_ended)
+                self._tasks.append(task)
         self._accepted_at = self._accepted_at or time.monotonic()
 
     async def finish(self) -> None:
@@ -234,20 +237,12 @@ class Attempt:
             "request_class": class_to_proto(job.request_class),
         }
 
-    def _call_run(self, prefill: PrefillLink, num_decode_cached: int) -> None:
-        """The call goes out by itself; what became of it is found by reading."""
+    async def _accept(self, prefill: PrefillLink, num_decode_cached: int) -> kv_pb2.Ticket:
+        worker_id = prefill.record.worker_id
         request = prefill_pb2.PrefillRequest(num_decode_cached_tokens=num_decode_cached, **self._for_both(computes=True))
         try:
             with _call_errors():
                 self._run = prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
-        except _CallFailed as error:
-            raise _refusal(prefill, error) from error
-
-    async def _accepted(self, prefill: PrefillLink) -> kv_pb2.Ticket:
-        worker_id = prefill.record.worker_id
-        assert self._run is not None, "it is called first"
-        try:
-            with _call_errors():
                 async with asyncio.timeout(min(_ACCEPT_TIMEOUT_S, self._job.remaining_s())):
                     event = await self._run.read()
         except TimeoutError:
