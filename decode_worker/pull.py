@@ -250,7 +250,12 @@ class Pull:
         """Returns why no more events come from the source. Raises what makes this side end the pull."""
         puller = self._puller
         offered = await puller.paths.offered(self._source, host_only=self._ticket.layout != puller.fingerprint)
-        request = kv_pb2.WatchRequest(ticket=self._ticket.to_proto(), transports=offered, wire=puller.wires)
+        request = kv_pb2.WatchRequest(
+            ticket=self._ticket.to_proto(),
+            transports=offered,
+            wire=puller.wires,
+            num_cached_tokens=self._target.num_cached_blocks * puller.layout.block_size,
+        )
         call = stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()), metadata=self._metadata)
         try:
             async for event in call:

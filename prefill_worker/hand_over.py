@@ -106,11 +106,8 @@ class HandOvers:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
         size = self.layout.block_size
-        if num_decode_cached_tokens > len(request.token_ids):
-            raise InvalidRequest(f"num_decode_cached_tokens is {num_decode_cached_tokens}; give {len(request.token_ids)} at most")
         life_s = min(life_s, MAX_LIFE_S)
-        # A decode worker of another block size may hold a part of a block of ours.
-        first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
+        first, count = self._first_block(request, num_decode_cached_tokens), -(-len(request.token_ids) // size)
         self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         self._engine.submit(request, hold=True)
@@ -153,11 +150,22 @@ class HandOvers:
             )
         return hand_over
 
-    def watched(self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = ()) -> KvTransport:
-        """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`). `offered`: those that
-        work for this one, best first; `wires`: forms that it takes besides raw. Raises Unavailable and Incompatible, and then changes
-        nothing."""
+    def _first_block(self, request: EngineRequest, num_cached_tokens: int) -> int:
+        """Raises InvalidRequest."""
+        if num_cached_tokens > len(request.token_ids):
+            raise InvalidRequest(f"the decode worker holds {num_cached_tokens} tokens of {len(request.token_ids)}; give that many at most")
+        # A decode worker of another block size may hold a part of a block of ours.
+        return num_cached_tokens // self.layout.block_size
+
+    def watched(
+        self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = (), *, num_cached_tokens: int | None = None
+    ) -> KvTransport:
+        """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`) and, with
+        `num_cached_tokens`, which of them: those that it does not hold. `offered`: those that work for this one, best first; `wires`: forms
+        that it takes besides raw. Raises Unavailable, Incompatible and InvalidRequest, and then nothing is chosen."""
         if hand_over.transport is None:
+            if num_cached_tokens is not None:
+                hand_over.first_block = self._first_block(hand_over.request, num_cached_tokens)
             hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, hand_over.wanted_blocks * self._block_bytes)
             hand_over.plan = self._plan(hand_over, hand_over.transport)
             if hand_over.started:

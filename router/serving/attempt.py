@@ -2,7 +2,7 @@
 
 On a pair of workers, or on the decode worker alone:
 
-begin     pair: Decode.Reserve, then Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
+begin     pair: Decode.Reserve and, beside it or after it, Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
           Raises WorkerRefused: try another placement
 finish    pair: Decode.Attach with the ticket; tokens from both sides, put in order, go to the output. Alone: all of them come from the
           decode worker. Returns after the last one. Raises AttemptFailed if a worker is lost before that
@@ -122,7 +122,7 @@ class Attempt:
         self._early: dict[int, prefill_pb2.Token] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepted_at = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._run: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent] | None = None
         # Nothing more comes from the prefill worker.
         self._run_over = asyncio.Event()
@@ -138,21 +138,30 @@ class Attempt:
 
     # ---- the three steps ------------------------------------------------------------------------------------------------
 
-    async def begin(self, cached_tokens: int) -> None:
-        """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue. Raises
+    async def begin(self, cached_tokens: int, decode_cached_tokens: int | None = None) -> None:
+        """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue.
+        `decode_cached_tokens`: what the decode worker of a pair is thought to have, and Run begins beside Reserve; None: after it. Raises
         WorkerRefused, or what is wrong with the request."""
         prefill = self._prefill
         # First of all: with prefill_here tokens may come before the answer to Reserve.
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
+        accepting = None
+        if prefill is not None and decode_cached_tokens is not None and self._decode.stream.open:
+            accepting = asyncio.create_task(self._accept(prefill, decode_cached_tokens))
+            # What became of it is nobody's business once the decode worker has refused.
+            accepting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._tasks.append(accepting)
         num_decode_cached = await self._reserve()
         if prefill is not None:
-            ticket = await self._accept(prefill, num_decode_cached)
+            # Not followed before both have accepted: no token leaves of an attempt that may yet be refused.
+            ticket = await (self._accept(prefill, num_decode_cached) if accepting is None else accepting)
             self._accepted_at = time.monotonic()
-            self._tasks = [asyncio.create_task(self._attach(ticket)), asyncio.create_task(self._follow())]
-            for task in self._tasks:
+            for work in (self._attach(ticket), self._follow()):
+                task = asyncio.create_task(work)
                 task.add_done_callback(self._task_ended)
+                self._tasks.append(task)
         self._accepted_at = self._accepted_at or time.monotonic()
 
     async def finish(self) -> None:

@@ -1,9 +1,9 @@
 """One request's life over its attempts.
 
 1. ask which workers hold how much of the prompt (at most 2 ms)
-2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, run on
-   prefill; a refusal: the next placement. All full: wait in the queue for workers. No worker there, or no transport between them: wait a
-   moment for it to come back
+2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, and run on
+   prefill beside that where it is likely to be taken, else after it; a refusal: the next placement. All full: wait in the queue for
+   workers. No worker there, or no transport between them: wait a moment for it to come back
 3. tokens flow into the output until the last one
 4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on other workers if there are any
 """
@@ -25,8 +25,9 @@ from router.request.targets import Expired, refusal
 from router.serving.attempt import Attempt, AttemptFailed, WorkerRefused
 from router.waiting.fair_queue import QueueEntry
 from router.waiting.queues import WorkerQueue
-from router.workers.pool import WorkerPool
+from router.workers.pool import DecodeLink, WorkerPool
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, PrefixIndex, WorkerLife
+from twostep.cluster.records import WorkerRecord
 from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.sampling_params import newer_parameters
@@ -171,7 +172,7 @@ class Dispatcher:
         self._refuse(request, queue_s=queue.queue_s(entry))
         if not queue.num_queued:
             self._absent_since = None
-            begun = await self._round(request)
+            begun = await self._round(request, beside=True)
             if isinstance(begun, Attempt):
                 return self._begun(begun, entry, request)
             begun.raise_if_hopeless()
@@ -218,8 +219,9 @@ class Dispatcher:
         if refused is not None:
             raise refused
 
-    async def _round(self, request: _Dispatch) -> Attempt | _NotNow:
-        """Asks placement after placement, the best first, each worker that refuses no more in this round."""
+    async def _round(self, request: _Dispatch, *, beside: bool = False) -> Attempt | _NotNow:
+        """Asks placement after placement, the best first, each worker that refuses no more in this round. `beside`: where the decode worker
+        is likely to take it, the prefill worker is asked at the same time, not after it; what waited in the queue is in no such hurry."""
         job, demand = request.job, request.demand()
         refusals = self._held_back(job.request_class)
         lacking = self._lacking(job)
@@ -249,8 +251,10 @@ class Dispatcher:
                 on_computed=self._queue.release,
             )
             begun = False
+            there, here = (request.cached.get(link.life, NOT_CACHED).num_tokens for link in (prefill or decode, decode))
+            beside = beside and not refusals.full and prefill is not None and _likely_taken(demand.num_tokens, prefill.record, decode)
             try:
-                await attempt.begin(request.cached.get((prefill or decode).life, NOT_CACHED).num_tokens)
+                await attempt.begin(there, here if beside else None)
                 begun = True
             except WorkerRefused as refused:
                 log.debug("request %s: %s", job.request_id, refused)
@@ -295,6 +299,19 @@ class Dispatcher:
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
             return self._decide(pool.snapshot(cached, excluded=refusals.workers, not_local=refusals.local), demand)
         return placed
+
+
+def _likely_taken(num_tokens: int, prefill: WorkerRecord, decode: DecodeLink) -> bool:
+    """Returns whether a reservation for so many tokens is likely to succeed, and both workers take Run beside it. What the decode worker
+    says of its load is a second old: there must be room for the prompt twice."""
+    record, load = decode.record, decode.record.load
+    num_seqs = max(load.num_running + load.num_reserved, len(decode.users))
+    return (
+        prefill.cached_at_watch
+        and record.cached_at_watch
+        and num_seqs < record.max_num_seqs
+        and load.num_free_blocks * record.layout.block_size >= 2 * num_tokens
+    )
 
 
 def time_is_up(*, placed: bool) -> DeadlineExceeded:

@@ -476,6 +476,7 @@ class Cluster:
             load=WorkerLoad(num_free_blocks=1024),
             version=__version__,
             sampling=NEWER_PARAMETERS,
+            cached_at_watch=True,
         )
         self.redis = redis.asyncio.Redis.from_url(redis_server.url)
         self.router: Router

@@ -309,11 +309,12 @@ class RouterDouble:
         failed = (await self.event("failed", request_id)).failed
         return failed.code, failed.retryable
 
-    async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
-        """The whole life of a request, as a router lives it."""
+    async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, told: int | None = None, **options: Any) -> Answer:
+        """The whole life of a request, as a router lives it. `told`: what Run is told that the decode worker holds, rightly or not; None:
+        what it holds."""
         answer = Answer()
         answer.num_decode_cached = (await self.reserve(request_id, prompt, max_tokens, **options)).num_cached_tokens
-        call = self.run(request_id, prompt, max_tokens, cached=answer.num_decode_cached, **options)
+        call = self.run(request_id, prompt, max_tokens, cached=answer.num_decode_cached if told is None else told, **options)
         async for event in call:
             match event.WhichOneof("event"):
                 case "accepted":

@@ -147,6 +147,9 @@ class WorkerRecord:
     pod_namespace: str = ""
     pod_owner: str = ""
     sampling: tuple[str, ...] = ()  # parameters that it knows and 0.1 did not (twostep/sampling_params.py)
+    # Watch says what the decode worker holds (as a prefill worker, it listens to that; as a decode worker, it says it): Run need not wait
+    # for Reserve.
+    cached_at_watch: bool = False
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
     @property

@@ -23,9 +23,9 @@ from twostep.sampling_params import Grammar
 _MAX_SCORES = 1024
 # A client's 128, and what a router adds to make the name unique.
 MAX_ID_CHARS = 160
-# Longer prompts are taken in and hashed in a thread, so many tokens at a time: 128 Ki of them take tens of milliseconds, for
-# which nobody's stream is to wait.
-_MAX_INLINE_TOKENS = 2048
+# Longer prompts are taken in and hashed in a thread, so many tokens at a time: these take a quarter of a millisecond, 128 Ki of them some,
+# for which nobody's stream is to wait.
+_MAX_INLINE_TOKENS = 4096
 
 _GRAMMAR_THREADS = 2
 _MAX_PENDING_GRAMMARS = 256
@@ -117,7 +117,8 @@ class RequestReader:
         )
         hasher = None
         if len(proto.token_ids) <= _MAX_INLINE_TOKENS:
-            token_ids = tuple(proto.token_ids)
+            # A slice is a list, made in half the time that going through the field takes.
+            token_ids = tuple(proto.token_ids[:])
         else:
             hasher = PrefixHasher(prefix_key, self.layout.block_size)
             token_ids = await asyncio.to_thread(_hashed, proto.token_ids, hasher)

@@ -152,6 +152,7 @@ class Worker:
             pod_namespace=config.pod_namespace,
             pod_owner=config.pod_owner,
             sampling=NEWER_PARAMETERS,
+            cached_at_watch=True,
         )
 
     async def start(self) -> None:

@@ -148,6 +148,9 @@ class WatchRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """The reader holds the KV of so many tokens (whole blocks of its own): those are not published. The first Watch decides; unset: by Run."""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     @_builtins.property
@@ -166,12 +169,15 @@ class WatchRequest(_message.Message):
         ticket: Global___Ticket | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         wire: _abc.Iterable[_builtins.str] | None = ...,
+        num_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "num_cached_tokens", b"num_cached_tokens", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket", "transports", b"transports", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "num_cached_tokens", b"num_cached_tokens", "ticket", b"ticket", "transports", b"transports", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cached_tokens) -> _WhichOneofReturnType__num_cached_tokens | None: ...
 
 Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
