@@ -220,8 +220,9 @@ class HandOvers:
         for scores in output.scores:
             if (hand_over := self._under_way(scores.seq_id)) is not None:
                 hand_over.on_scores(scores)
-        for token in output.tokens:
-            if (hand_over := self._under_way(token.seq_id)) is not None:
+        for row, seq_id in enumerate(output.tokens.seq_ids):
+            if (hand_over := self._under_way(seq_id)) is not None:
+                token = output.tokens[row]
                 hand_over.on_token(token)
                 if token.finish_reason is not None:
                     self.abort(hand_over, "the first token ended the request")

@@ -74,7 +74,7 @@ class Engine:
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
-        self._launcher = StepLauncher(runner, clock)
+        self._launcher = StepLauncher(runner, blocks.tables, clock)
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
@@ -119,8 +119,7 @@ class Engine:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
-            ids: list[int] = sequence.blocks.tolist()
-            return ids
+            return list(sequence.blocks)
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation

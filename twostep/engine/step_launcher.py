@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twostep.engine.batch import InFlight, KvShape, LayerMark, Runner, Sampled
+from twostep.engine.block_tables import BlockTables
 from twostep.engine.step_work import StepWork, build_batch
 from twostep.engine.types import LayerProgress
 from twostep.errors import InternalError
@@ -76,8 +77,9 @@ class CollectedStep:
 class StepLauncher:
     """Launches and collects on one engine's thread, without its lock: nothing else changes sequences and blocks of a planned step."""
 
-    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(self, runner: Runner, tables: BlockTables, clock: Callable[[], float]) -> None:
         self._runner = runner
+        self._tables = tables
         self._clock = clock
         # Gets each step that says how far its layers are; None: nothing asks.
         self.on_marked: Callable[[MarkedStep], None] | None = None
@@ -111,7 +113,7 @@ class StepLauncher:
     def _launch(self, work: StepWork) -> InFlight:
         shape = self._runner.kv_shape
         mark_layers = layers_to_mark(work, shape) if self.on_marked is not None and self._runner.marks_layers else ()
-        batch = build_batch(work, block_size=shape.block_size, mark_layers=mark_layers)
+        batch = build_batch(work, self._tables, block_size=shape.block_size, mark_layers=mark_layers)
         if mark_layers:
             for sequence in work.sequences:
                 sequence.leaves_early = sequence.leaves_early or sequence.hold
