@@ -159,15 +159,22 @@ class _Choice:
         rails = [
             (there, here, transport) for there in sources for here in targets if (transport := self._transport(there, here)) is not None
         ]
-        best_sources = {there: self._pick(sources[there]) for there, _, _ in rails}
         best_targets = {
             (here, transport): self._pick([self._predictor.decode(decoding, transport) for decoding in targets[here]])
             for here, transport in {(here, transport) for _, here, transport in rails}
         }
+        # A worker that may do both is no pair with itself.
+        others = {
+            (there, here, transport): [
+                p for p in sources[there] if p.candidate.record.worker_id != best_targets[here, transport].candidate.record.worker_id
+            ]
+            for there, here, transport in rails
+        }
         pairs = [
             (p.cost + d.cost + conversion_cost(self._layouts[there[0]], self._layouts[here[0]], self._demand.num_tokens), p, d)
             for there, here, transport in rails
-            for p, d in ((best_sources[there], best_targets[here, transport]),)
+            if others[there, here, transport]
+            for p, d in ((self._pick(others[there, here, transport]), best_targets[here, transport]),)
         ]
         if not pairs:
             return None

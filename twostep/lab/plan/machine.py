@@ -166,6 +166,7 @@ def load_preset(name: str) -> Preset:
             max_num_seqs=int(raw.get("max_num_seqs", 256)),
             look_ahead=bool(raw.get("look_ahead", True)),
             ahead_s=float(ahead.get("prefill", math.inf)),
+            max_step_s=float(raw.get("max_step_ms", 0.0)) / 1e3,
         )
         decode = replace(
             prefill,
@@ -175,10 +176,17 @@ def load_preset(name: str) -> Preset:
             step_tokens=int(tokens.get("decode", 2048)),
             ahead_s=float(ahead.get("decode", math.inf)),
         )
-        hand_over, edge_s = HandOverCost(**raw.get("hand_over", {})), float(raw.get("edge_s", 0.0))
         return Preset(
             name=str(raw.get("name", path.stem)),
-            base=SimulatedDeployment(num_prefill=1, num_decode=1, prefill=prefill, decode=decode, hand_over=hand_over, edge_s=edge_s),
+            base=SimulatedDeployment(
+                num_prefill=1,
+                num_decode=1,
+                prefill=prefill,
+                decode=decode,
+                hand_over=HandOverCost(**raw.get("hand_over", {})),
+                edge_s=float(raw.get("edge_s", 0.0)),
+                edge_tail_s=float(raw.get("edge_tail_s", 0.0)),
+            ),
             model=PlannedModel(**raw["model"]) if "model" in raw else None,
             gpu_memory_bytes=int(raw.get("gpu_memory_bytes", 0)),
             runtime_bytes=int(raw.get("runtime_bytes", DEFAULT_RUNTIME_BYTES)),

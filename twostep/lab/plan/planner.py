@@ -25,7 +25,7 @@ from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepWorkload, chunk_pairs
 
-AGGREGATED_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+AGGREGATED_BUDGETS = (128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 # What arithmetic says is exceeded by this much at most before a simulation is asked.
 _SLACK = 1.15
 _MOST_WORKERS = 4096
@@ -50,8 +50,8 @@ class Question:
 
     def aggregated(self, budget: int, num_workers: int) -> SimulatedDeployment:
         # Launching prompts takes the host about as long as the device needs for a small chunk: steps are planned at once.
-        spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf)
-        return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec)
+        spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf, max_step_s=0.0)
+        return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec, both_roles=False)
 
     def hour(self, deployment: SimulatedDeployment) -> float:
         """Returns the cost of an hour."""

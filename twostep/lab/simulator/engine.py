@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, WaitingPrompt, plan_step, watermark
+from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, StepTimeLimit, WaitingPrompt, plan_step, watermark
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 # Ends of steps that no sequence refers to any more are dropped when there are so many.
@@ -34,8 +34,9 @@ _MOST_STEP_ENDS = 8192
 class EngineSpec:
     """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. With `look_ahead` a step is
-    planned so long before the running one ends (twostep/engine/pacing.py), or at its beginning if it is shorter."""
+    of decodes alone are replayed graphs. While sequences decode, a step with prompts takes `max_step_s` at most (0: any time), but computes
+    `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends (twostep/engine/pacing.py), or
+    at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
@@ -44,6 +45,8 @@ class EngineSpec:
     max_waiting: int = 256
     num_blocks: int = 1 << 30
     block_size: int = 16
+    max_step_s: float = 0.0
+    min_chunk: int = 32
     look_ahead: bool = False
     ahead_s: float = math.inf
 
@@ -257,6 +260,9 @@ class SimulatedEngine:
         open_ = not self._stalled and not self._yielding and bool(self._preempted or self._waiting)
         if not (open_ or self._prompts):
             return self._launched_step(now, num_decodes, ()) if num_decodes else None  # nothing to choose
+        limit = None
+        if self.spec.max_step_s and num_decodes:
+            limit = StepTimeLimit(curve=self.spec.prompt_curve, max_step_s=self.spec.max_step_s, min_chunk=self.spec.min_chunk)
         plan = plan_step(
             decodes=list(self._decoding),  # all will be planned: there are no more than seats, and no more seats than the budget
             prompts=[RunningPrompt(s, s.remaining, s.planned) for s in self._prompts],
@@ -268,7 +274,7 @@ class SimulatedEngine:
                 self.free_blocks - self._watermark() if open_ else 0,
             ),
             num_context=self.context + sum(s.length for s in self._stalled),
-            time_limit=None,
+            time_limit=limit,
         )
         for candidate in plan.admitted:
             self._admit(candidate.item)
