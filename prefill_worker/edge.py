@@ -53,11 +53,11 @@ class PrefillEdge:
         await self.hand_overs.close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        stats.num_leases = len(self.hand_overs)
-        stats.oldest_lease_s = self.hand_overs.oldest_s
-        stats.num_sequences = self._prefill.num_running
-        stats.bytes_moved = self.hand_overs.bytes_published
-        stats.blocks_moved = self.hand_overs.blocks_published
-        stats.blocks_reused = self.hand_overs.blocks_skipped
+        stats.num_leases += len(self.hand_overs)
+        stats.oldest_lease_s = max(stats.oldest_lease_s, self.hand_overs.oldest_s)
+        stats.num_sequences += self._prefill.num_running
+        stats.bytes_moved += self.hand_overs.bytes_published
+        stats.blocks_moved += self.hand_overs.blocks_published
+        stats.blocks_reused += self.hand_overs.blocks_skipped
         for transport in self.transports:
             stats.transports.append(await self._telemetry.stats(transport, Direction.PUBLISH))

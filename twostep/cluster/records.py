@@ -119,7 +119,7 @@ NO_OWNER = "none"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     worker_id: str
-    role: str  # "prefill" | "decode"
+    role: str  # "prefill" | "decode": what it is for, and all that it does unless `both_roles`
     address: str  # host:port of its gRPC server
     epoch: Int  # names one life of the worker; a later one's is larger (twostep/cluster/epochs.py)
     model: str  # name it is served under
@@ -138,9 +138,11 @@ class WorkerRecord:
     # How long its steps take; None: not measured yet.
     curve: Curve = None
     version: str = UNSAID  # twostep.__version__ of its process
-    # Token budget of a step, and whether prompts may be computed on a decode worker, in chunks of it.
+    # Token budget of a step, and whether it takes prompts whose answers it decodes itself. An older router asks that of decode workers.
     step_tokens: Annotated[Int, Field(ge=1)] = 512
     local_prefill: bool = False
+    # It takes work of either role, whichever it is for; False: older workers, and those with --fixed-roles.
+    both_roles: bool = False
     # The Kubernetes pod it runs in, and the role of the Deployment that the pod is counted for, which a change of roles leaves as it is, or
     # NO_OWNER.
     pod_name: str = ""
@@ -148,6 +150,16 @@ class WorkerRecord:
     pod_owner: str = ""
     sampling: tuple[str, ...] = ()  # parameters that it knows and 0.1 did not (twostep/sampling_params.py)
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
+
+    @property
+    def hands_over(self) -> bool:
+        """Returns whether it computes prompts for other workers."""
+        return self.role == "prefill" or self.both_roles
+
+    @property
+    def takes_over(self) -> bool:
+        """Returns whether it decodes: what others hand over, and what it computes itself if it has `local_prefill`."""
+        return self.role == "decode" or self.both_roles
 
     @property
     def serves(self) -> bool:
