@@ -12,6 +12,7 @@ from decode_worker.service import DecodeService
 from decode_worker.tracing import SequenceSpans
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
 from kv_transfer.transports import Transports
+from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
@@ -50,6 +51,10 @@ class DecodeEdge:
     @property
     def num_fetched_bytes(self) -> int:
         return self.sequences.bytes_fetched
+
+    @property
+    def measured(self) -> Sequence[MeasuredHandOver]:
+        return self.sequences.hand_overs.means
 
     def on_step(self, output: StepOutput) -> None:
         self.sequences.on_step(output)

@@ -93,6 +93,16 @@ class GpuLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredHandOver:
+    """What a hand-over by this transport takes, from the prompt's first token to the commit on the decode worker: the mean of the last
+    ones, and of their bytes."""
+
+    transport: str
+    seconds: FiniteFloat
+    num_bytes: FiniteFloat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     num_running: Int = 0
     num_waiting: Int = 0
@@ -110,6 +120,15 @@ class WorkerLoad:
     fetched_bytes_per_s: FiniteFloat = 0.0
     tokens_per_s: FiniteFloat = 0.0
     gpus: tuple[GpuLoad, ...] = ()  # in the order of its ranks; empty: a CPU, or the driver does not tell
+    num_handing_over: Int = 0  # of the running ones, prompts that are computed for others
+    prompt_tokens_per_s: FiniteFloat = 0.0  # of the tokens computed, those of prompts
+    tpot_s: FiniteFloat = 0.0  # tightest time per token promised to those that decode now; 0: none was promised
+    hand_overs: tuple[MeasuredHandOver, ...] = ()  # what lately came to it, by transport
+
+    @property
+    def num_seqs(self) -> int:
+        """Returns those that decode here, and are to."""
+        return self.num_running - self.num_handing_over + self.num_reserved
 
 
 # As `pod_owner`: of no Deployment that an autoscaler scales.
@@ -143,6 +162,7 @@ class WorkerRecord:
     local_prefill: bool = False
     # It takes work of either role, whichever it is for; False: older workers, and those with --fixed-roles.
     both_roles: bool = False
+    max_step_s: FiniteFloat = 0.0  # longest that a step which computes prompts may take while others decode, whoever they are; 0: any time
     # The Kubernetes pod it runs in, and the role of the Deployment that the pod is counted for, which a change of roles leaves as it is, or
     # NO_OWNER.
     pod_name: str = ""

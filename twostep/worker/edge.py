@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.engine import Engine
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError, Unavailable
@@ -94,6 +95,11 @@ class Edge(Protocol):
         """KV that this edge has taken from other workers since it was made."""
         ...
 
+    @property
+    def measured(self) -> Sequence[MeasuredHandOver]:
+        """What hand-overs to this edge took lately."""
+        ...
+
     def on_step(self, output: StepOutput) -> None: ...
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
@@ -137,6 +143,10 @@ class JoinedEdge:
     @property
     def num_fetched_bytes(self) -> int:
         return sum(edge.num_fetched_bytes for edge in self._edges)
+
+    @property
+    def measured(self) -> Sequence[MeasuredHandOver]:
+        return [each for edge in self._edges for each in edge.measured]
 
     def on_step(self, output: StepOutput) -> None:
         for edge in self._edges:

@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -147,8 +148,9 @@ class Worker:
             step_tokens=self.engine.max_num_batched_tokens,
             local_prefill=config.serves_alone,
             both_roles=config.both_roles,
+            max_step_s=(config.max_step_ms or 0.0) / 1e3,
             curve=curve,
-            load=self.telemetry.load(stats, self.edge.num_fetched_bytes),
+            load=replace(self.telemetry.load(stats, self.edge.num_fetched_bytes), hand_overs=tuple(self.edge.measured)),
             pod_name=config.pod_name,
             pod_namespace=config.pod_namespace,
             pod_owner=config.pod_owner,
