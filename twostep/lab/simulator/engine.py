@@ -131,6 +131,7 @@ class SimulatedEngine:
         self.most_blocks = 0
         self.most_decodes = 0
         self.num_tokens = 0  # computed of prompts, and sampled by decodes
+        self.num_prompt_tokens = 0  # of prompts alone
         self.sequence_s = 0.0  # decodes × seconds: over busy_s, how many decode at once
         self.token_s = 0.0  # tokens whose KV decodes read × seconds
 
@@ -153,6 +154,11 @@ class SimulatedEngine:
     @property
     def num_decoding(self) -> int:
         return len(self._decoding) + len(self._stalled)
+
+    @property
+    def num_handing_over(self) -> int:
+        """Of the running ones, prompts that are computed for others."""
+        return sum(s.hold for s in self._prompts) + sum(s.hold for step in self._launched for s in step.ended)
 
     @property
     def num_seqs(self) -> int:
@@ -300,6 +306,7 @@ class SimulatedEngine:
         end_s = (max(now, self._launched[-1].end_s) if self._launched else now) + duration
         self.busy_s += duration
         self.num_tokens += num_prompt_tokens + num_decodes
+        self.num_prompt_tokens += num_prompt_tokens
         self.sequence_s += duration * num_decodes
         self.token_s += duration * self.context
         if (num_blocks := self.spec.num_blocks - self.free_blocks) > self.most_blocks:
