@@ -49,13 +49,14 @@ class Preset:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """`base` has all of the workers' specs. `memory` is None where workers publish their blocks themselves; `gpus` is how many each worker
-    takes."""
+    takes. `fixed_roles`: workers that are there do nothing but their role's work."""
 
     name: str
     base: SimulatedDeployment
     model: PlannedModel
     memory: WorkerMemory | None
     gpus: int = 1
+    fixed_roles: bool = False
 
 
 def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, gpus: int = 1) -> Machine:
@@ -91,7 +92,8 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         scale_bytes=0 if layout.quantization == "none" else 2,
     )
     known = preset.with_specs(prefill=_published(prefill), decode=_published(decode))
-    return _machine(replace(known, name=f"workers like {prefill.worker_id} and {decode.worker_id}"), model, None, layout.tp_size)
+    known = replace(known, name=f"workers like {prefill.worker_id} and {decode.worker_id}")
+    return replace(_machine(known, model, None, layout.tp_size), fixed_roles=not all(record.both_roles for record in there))
 
 
 def _machine(preset: Preset, model: PlannedModel, memory: WorkerMemory | None, gpus: int) -> Machine:
@@ -118,6 +120,7 @@ def _published(record: WorkerRecord) -> dict[str, Any]:
         "max_num_seqs": record.max_num_seqs,
         "num_blocks": record.num_blocks,
         "block_size": record.layout.block_size,
+        "max_step_s": record.max_step_s,
     }
 
 
