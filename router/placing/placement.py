@@ -43,7 +43,7 @@ __all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementReques
 
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
-# Gained by less than that, and that share of what hangs on loads, KV is not moved.
+# Gained by less than that, and that share of what hangs on the loads in which they differ, KV is not moved.
 _LEAST_GAIN_S = 1e-3
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
 _MAX_PAIRS_NAMED = 4
@@ -180,7 +180,7 @@ class _Choice:
         if pair is None or alone is None:
             only = pair or alone
             return None if only is None else self._placement(only, [only], "there is no other way")
-        gain, least = alone.cost - pair.cost, _LEAST_GAIN_S + _NEAR * alone.load_s
+        gain, least = alone.cost - pair.cost, _LEAST_GAIN_S + _NEAR * abs(alone.load_s - pair.load_s)
         if gain > least:
             return self._placement(pair, [pair, alone], f"the best worker alone costs {_seconds(gain)} more")
         what = (

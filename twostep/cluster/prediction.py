@@ -45,7 +45,7 @@ ANSWER_TOKENS = 128
 # How much of the prompt's computing is paid by those who come behind.
 _CONGESTION = 0.5
 # What a second counts that somebody loses within what was promised.
-_SLACK_SHARE = 0.1
+_SLACK_SHARE = 0.05
 # Of a promised TPOT, what a step with prompts may take: the rest is the host's (twostep/engine/scheduler.py).
 _TPOT_SHARE = 0.9
 # Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
@@ -184,10 +184,8 @@ class Decoding:
     idle_step_s: float  # with this one alone
     tpot_s: float  # with this sequence, and the prompts that pass there
     gap_s: float
-    waiting_s: float  # until the prompts queued there are computed, and how much of that their chunks add to its steps
-    stall_s: float
-    computing_s: float  # the uncached part of the request's prompt, and how much of that it adds to steps
-    computing_stall_s: float
+    waiting_s: float  # until the prompts queued there are computed
+    computing_s: float  # the uncached part of the request's prompt
     prompt_others_s: float  # what those that decode there, and prompts to come, lose if it computes the prompt
     prompt_penalty: float
     others_s: float  # what everybody there loses if it decodes the answer
@@ -401,11 +399,13 @@ class Predictor:
                 chunk = min(chunk, max(_LEAST_CHUNK, fits))
             beside, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, int(chunk) + 1, decodes=seqs + 1.0, context=context)
             gap = max(longer, beside)
-            tpot = longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk))
-            if not seqs:
-                # Beside its tokens prompts are cut smaller, for as long as it decodes; alone they fill the budget.
+            # For as long as it lasts, or what waits there now, if that is more.
+            tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
+            if record.role == "prefill":
+                # Beside tokens prompts are cut smaller, for as long as anybody decodes; alone they fill the budget. All that decode there
+                # share that: if one goes elsewhere nothing is gained, if all do it is all of it.
                 lost = beside / chunk - prompt_s(curve, most, most * demand.num_tokens / 2, int(most))[0] / most
-                slower = _CONGESTION * answer * tpot * rate * max(0.0, lost)
+                slower = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost) / (seqs + 1.0)
         later, others_penalty = answer * seqs * (longer - step), 0.0
         if load.tpot_s and seqs:
             others_penalty = _miss(tpot, load.tpot_s * 1e3)
@@ -424,9 +424,7 @@ class Predictor:
             tpot_s=tpot,
             gap_s=gap,
             waiting_s=waiting,
-            stall_s=stall,
             computing_s=computing,
-            computing_stall_s=own_stall,
             prompt_others_s=prompt_others,
             prompt_penalty=prompt_penalty,
             others_s=later + slower,
@@ -447,14 +445,12 @@ class Predictor:
         if not answer:
             return Prediction(candidate=at.candidate, cost=at.penalty, load_s=0.0)
         moving = hand_over_s(at.missing_bytes, transport, at.candidate.record.load.hand_overs) + at.host_copy_s
-        # The second token waits for the hand-over and for the step under way, and prompts that are computed there meanwhile make steps
-        # longer, for as long as they last.
-        extra = moving + at.step_s / 2 + at.stall_s
-        tpot = at.tpot_s + extra / answer
+        # The second token waits for the hand-over and for the step under way.
+        tpot = at.tpot_s + (moving + at.step_s / 2) / answer
         return Prediction(
             candidate=at.candidate,
-            cost=self._own * (self._answer_cost(at, tpot) + extra) + at.others_s + _miss(tpot, self._demand.tpot_ms) + at.penalty,
-            load_s=answer * (at.tpot_s - at.idle_step_s) + at.others_s + at.stall_s,
+            cost=self._own * self._answer_cost(tpot) + at.others_s + _miss(tpot, self._demand.tpot_ms) + at.penalty,
+            load_s=answer * (at.tpot_s - at.idle_step_s) + at.others_s,
             others_s=at.others_s,
             tpot_s=tpot,
             gap_s=max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s),
@@ -469,7 +465,7 @@ class Predictor:
         missed = _miss(ttft, self._demand.ttft_ms) + _miss(tpot, self._demand.tpot_ms)
         return Prediction(
             candidate=at.candidate,
-            cost=self._own * (ttft + self._answer_cost(at, tpot)) + others + missed + at.prompt_penalty + at.penalty,
+            cost=self._own * (ttft + self._answer_cost(tpot)) + others + missed + at.prompt_penalty + at.penalty,
             load_s=at.waiting_s + answer * (at.tpot_s - at.idle_step_s) + others,
             others_s=others,
             ttft_s=ttft,
@@ -489,8 +485,8 @@ class Predictor:
     def _ttft(self, at: Decoding) -> float:
         return at.step_s / 2 + at.waiting_s + at.computing_s + at.host_copy_s
 
-    def _answer_cost(self, at: Decoding, tpot_s: float) -> float:
+    def _answer_cost(self, tpot_s: float) -> float:
         """Seconds of its own tokens, of which those within its target count for little."""
         target_ms = self._demand.tpot_ms
         within = target_ms is not None and tpot_s * 1e3 <= target_ms
-        return self._answer * at.tpot_s * (_SLACK_SHARE if within else 1.0)
+        return self._answer * tpot_s * (_SLACK_SHARE if within else 1.0)
