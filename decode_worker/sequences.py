@@ -23,6 +23,7 @@ from enum import Enum
 from functools import partial
 
 from decode_worker.conversion import BlockTarget
+from decode_worker.hand_over_meter import HandOverMeter
 from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Pull, PulledKv, Puller, PullHooks
 from decode_worker.tracing import CANCELLED, SequenceSpan
@@ -152,6 +153,7 @@ class Sequences:
         self.bytes_fetched = 0
         self.blocks_fetched = 0
         self.blocks_reused = 0
+        self.hand_overs = HandOverMeter()
         self._engine = engine
         self._puller = puller
         self._secret = secret
@@ -341,6 +343,7 @@ class Sequences:
         num_reused = sequence.target.num_cached_blocks
         self.bytes_fetched += kv.num_bytes
         self.blocks_fetched += kv.num_blocks
+        self.hand_overs.observe(kv.transport, kv.publish_s + kv.fetch_s, kv.num_bytes)
         self.blocks_reused += num_reused
         if sequence.span is not None:
             sequence.span.committed()

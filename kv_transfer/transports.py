@@ -49,7 +49,7 @@ def _cuda_ipc(parts: EdgeParts) -> KvTransport:
     from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415
     from kv_transfer.gpu_pool import gpu_pool_of  # noqa: PLC0415
 
-    return CudaIpcTransport(gpu_pool_of(parts.model.runner, "cuda_ipc"), serves=parts.config.role == "prefill")
+    return CudaIpcTransport(gpu_pool_of(parts.model.runner, "cuda_ipc"), serves=parts.config.hands_over)
 
 
 def _nixl(parts: EdgeParts) -> KvTransport:
@@ -94,7 +94,7 @@ def _ray(parts: EdgeParts) -> KvTransport:
     )
 
 
-# The best first. A decode worker lets no peer read its pool, so that cuda_ipc differs by role; the others serve either, and go on.
+# The best first. With --fixed-roles a decode worker lets no peer read its pool, so that cuda_ipc differs by role; the others go on.
 TRANSPORT_KINDS = {
     "cuda_ipc": TransportKind(make=_cuda_ipc, of_one_role=True),
     "nixl": TransportKind(make=_nixl),
@@ -176,6 +176,8 @@ def make_transports(parts: EdgeParts) -> Transports:
     """Makes them, to be started. What an edge of its other role has left is used again.
     Raises SetupError where one that was asked for by name cannot be."""
     if isinstance(parts.carried, Transports):
+        if parts.config.both_roles:
+            return parts.carried
         return parts.carried.in_role(lambda name: _make(name, parts))
     asked = parts.config.kv_transfer
     if asked == "auto":

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from decode_worker.edge import DecodeEdge
 from kv_transfer.transports import make_transports
 from prefill_worker.edge import PrefillEdge
+from twostep.worker.edge import edge_maker
 from twostep.worker.process import run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    edges: dict[str, type[PrefillEdge | DecodeEdge]] = {"prefill": PrefillEdge, "decode": DecodeEdge}
-    return run_worker("prefill", argv, lambda parts: edges[parts.config.role](parts, make_transports(parts)))
+    return run_worker("prefill", argv, edge_maker({"prefill": PrefillEdge, "decode": DecodeEdge}, make_transports))
 
 
 if __name__ == "__main__":

@@ -39,13 +39,15 @@ from kv_transfer.wire_encoding import RAW
 from prefill_worker.encoder import WireEncoder
 from prefill_worker.publisher import HandOver, Publisher
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
-from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
+from twostep.errors import InvalidRequest, NonFiniteLogits, ResourceExhausted, TwostepError, Unavailable
 from twostep.worker.edge import EdgeParts
 from twostep.worker.requests import attempt_id
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
+# Two workers that hand over to each other can wait for each other's blocks. An engine that has planned nothing for so long does.
+_STUCK_S = 1.0
 # The longest life of a lease and its ticket.
 MAX_LIFE_S = 600.0
 # Leases beyond those of requests that wait or run: what ends takes a moment.
@@ -79,6 +81,8 @@ class HandOvers:
         self._publisher = Publisher(parts.engine, transports, encoder, self._on_chunk, telemetry, lease_ttl_s=self.lease_ttl_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        # The engine's steps when they were looked at, and since when they have not become more.
+        self._steps, self._stuck_since = -1, 0.0
 
     def __len__(self) -> int:
         """The number of leases that still hold something."""
@@ -352,6 +356,19 @@ class HandOvers:
                 hand_over.context.run(log.warning, "lease %s expired: %s", lease.lease_id, lease.reason)
                 hand_over.error = hand_over.error or Unavailable(f"the hand-over ended ({lease.reason}); try again")
                 self._settle(hand_over, transition)
+            self._give_way(time.monotonic())
+
+    def _give_way(self, now: float) -> None:
+        """Ends what waits for blocks that are reserved for prompts of other workers, which may wait for blocks that this worker's
+        prompts have reserved there: routers place them again."""
+        waiting = [h for h in self._live.values() if not h.started and not h.lease.state.ended and now - h.submitted_at > _STUCK_S]
+        stats = self._engine.stats() if waiting else None
+        if stats is None or stats.steps != self._steps or stats.stalled_s or not stats.num_waiting or not stats.num_reserved:
+            self._steps, self._stuck_since = -1 if stats is None else stats.steps, now
+        elif now - self._stuck_since > _STUCK_S:
+            for hand_over in waiting:
+                error = ResourceExhausted("the blocks for this prompt are reserved for KV of other workers; try another worker, or later")
+                self.abort(hand_over, error.message, error)
 
     # ---- tickets --------------------------------------------------------------------------------------------------------
 

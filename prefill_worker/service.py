@@ -143,7 +143,8 @@ class KvService(kv_pb2_grpc.KvServicer):
             if hand_over.lease.state.ended:
                 raise self._hand_overs.ended_error(hand_over)
             if hand_over.first_token is not None and hand_over.lease.num_chunks == num_sent:
-                yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=[hand_over.first_token.token_id]))
+                output_ids, publish_s = [hand_over.first_token.token_id], hand_over.publish_s
+                yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=output_ids, publish_s=publish_s))
                 return
             self._hand_overs.renew(hand_over)
             if num_sent == len(hand_over.published):

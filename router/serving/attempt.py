@@ -26,7 +26,7 @@ from router.request.cleanup import Cleanup
 from router.request.job import RequestJob
 from router.request.output import Output
 from router.request.report import RequestReport
-from router.workers.pool import DecodeLink, PrefillLink, WorkerLink
+from router.workers.pool import DecodeLink, WorkerLink
 from router.workers.prefix_index import WorkerLife
 from twostep.errors import InternalError, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.convert import class_to_proto, sampling_to_proto
@@ -97,7 +97,7 @@ class Attempt:
         job: RequestJob,
         number: int,
         *,
-        prefill: PrefillLink | None,
+        prefill: WorkerLink | None,
         decode: DecodeLink,
         output: Output,
         report: RequestReport,
@@ -209,7 +209,7 @@ class Attempt:
         timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
         try:
             with _call_errors():
-                response = await decode.stub.Reserve(request, timeout=timeout, metadata=self._job.metadata)
+                response = await decode.decode.Reserve(request, timeout=timeout, metadata=self._job.metadata)
         except _CallFailed as error:
             if error.code == "RESOURCE_EXHAUSTED":
                 self._on_decode = False
@@ -237,12 +237,12 @@ class Attempt:
             "request_class": class_to_proto(job.request_class),
         }
 
-    async def _accept(self, prefill: PrefillLink, num_decode_cached: int) -> kv_pb2.Ticket:
+    async def _accept(self, prefill: WorkerLink, num_decode_cached: int) -> kv_pb2.Ticket:
         worker_id = prefill.record.worker_id
         request = prefill_pb2.PrefillRequest(num_decode_cached_tokens=num_decode_cached, **self._for_both(computes=True))
         try:
             with _call_errors():
-                self._run = prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
+                self._run = prefill.prefill.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
                 async with asyncio.timeout(min(_ACCEPT_TIMEOUT_S, self._job.remaining_s())):
                     event = await self._run.read()
         except TimeoutError:
@@ -289,7 +289,7 @@ class Attempt:
             timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
             try:
                 with _call_errors():
-                    await self._decode.stub.Attach(request, timeout=timeout, metadata=self._job.metadata)
+                    await self._decode.decode.Attach(request, timeout=timeout, metadata=self._job.metadata)
                 return
             except _CallFailed as error:
                 if error.code == "NOT_FOUND" and repeated:

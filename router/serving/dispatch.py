@@ -84,17 +84,17 @@ class _NotNow:
 
 @dataclass(slots=True)
 class _Refusals:
-    """The workers to pass over in one round. `local`: decode workers that would not compute the prompt; they may still take its KV."""
+    """The workers to pass over in one round. `prompts`: those that would not compute the prompt; they may still take its KV."""
 
     workers: set[WorkerLife] = field(default_factory=set)
-    local: set[WorkerLife] = field(default_factory=set)
+    prompts: set[WorkerLife] = field(default_factory=set)
     # Some were not even asked: enough of this router's prompts wait there.
     held: bool = False
     full: bool = False
     reason: str = ""
 
-    def add(self, refused: WorkerRefused, *, local: bool) -> None:
-        (self.local if local and refused.declined else self.workers).add(refused.life)
+    def add(self, refused: WorkerRefused, *, computing: WorkerLife) -> None:
+        (self.prompts if refused.life == computing and refused.declined else self.workers).add(refused.life)
         self.full = self.full or refused.full
         self.reason = refused.error.message
 
@@ -258,7 +258,7 @@ class Dispatcher:
                 begun = True
             except WorkerRefused as refused:
                 log.debug("request %s: %s", job.request_id, refused)
-                refusals.add(refused, local=prefill is None)
+                refusals.add(refused, computing=(prefill or decode).life)
             finally:
                 if not begun:
                     attempt.close()
@@ -273,9 +273,8 @@ class Dispatcher:
         refusals = _Refusals()
         steps = self._staged_steps if request_class is not RequestClass.BATCH else -(-self._staged_steps // 2)
         if steps:
-            refusals.workers |= {life for life, link in self._pool.prefill.items() if link.queued_tokens >= steps * link.record.step_tokens}
-            refusals.local |= {life for life, link in self._pool.decode.items() if link.queued_tokens >= steps * link.record.step_tokens}
-            refusals.held = bool(refusals.workers or refusals.local)
+            refusals.prompts |= self._pool.behind(steps)
+            refusals.held = bool(refusals.prompts)
         return refusals
 
     def _lacking(self, job: RequestJob) -> set[WorkerLife]:
@@ -295,9 +294,9 @@ class Dispatcher:
     ) -> Placement | NoPlacement:
         """Workers that lost an earlier attempt are asked again only if there are no others."""
         pool = self._pool
-        placed = self._decide(pool.snapshot(cached, excluded=refusals.workers | lost, not_local=refusals.local), demand)
+        placed = self._decide(pool.snapshot(cached, excluded=refusals.workers | lost, no_prompts=refusals.prompts), demand)
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
-            return self._decide(pool.snapshot(cached, excluded=refusals.workers, not_local=refusals.local), demand)
+            return self._decide(pool.snapshot(cached, excluded=refusals.workers, no_prompts=refusals.prompts), demand)
         return placed
 
 

@@ -96,6 +96,10 @@ class DecodeStream:
             return False
         return True
 
+    @property
+    def num_attempts(self) -> int:
+        return len(self._sinks)
+
     def add(self, attempt: AttemptId, sink: EventSink) -> None:
         assert attempt not in self._sinks, "an attempt has one sink"
         self._sinks[attempt] = sink

@@ -157,7 +157,8 @@ async def test_transports_go_on_in_the_other_role_but_for_those_of_one_role(monk
     ray, ipc, new = Counted("ray"), Counted("cuda_ipc"), Counted("cuda_ipc")
     transports = Transports([ipc, ray])
     await transports.start()
-    parts = cast(EdgeParts, SimpleNamespace(config=WorkerConfig(role="decode", runner="fake"), carried=transports))
+    config = WorkerConfig(role="decode", runner="fake", fixed_roles=True)
+    parts = cast(EdgeParts, SimpleNamespace(config=config, carried=transports))
     with pytest.raises(SetupError, match="this worker has none"):
         make_transports(parts)
     await transports.start()

@@ -158,6 +158,17 @@ class WorkerSettings(TracedServiceSettings):
         "decode: compute prompts here too, in chunks between the others' tokens, where routers find that better than a hand-over",
     )
 
+    fixed_roles: bool = setting(
+        False,
+        "do the work of the role alone; otherwise any worker may compute a prompt between others' tokens, and keep the sequence, where "
+        "routers find that better",
+    )
+
+    @property
+    def both_roles(self) -> bool:
+        """Returns whether it takes work of either role, whichever it is for."""
+        return self.local_prefill and not self.fixed_roles and self.kv_transfer != "none"
+
     @property
     def dummy_weights(self) -> bool:
         """Returns whether no weights are read."""

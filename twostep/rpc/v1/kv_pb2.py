@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17twostep/rpc/v1/kv.proto\x12\ntwostep.v1\"\xbc\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x0f\n\x07tp_rank\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x14\n\x0cquantization\x18\t \x01(\t\"\xa6\x01\n\x06Ticket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0e\n\x06layout\x18\x06 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x07 \x01(\x03\x12\x0b\n\x03mac\x18\x08 \x01(\x0c\x12\x0e\n\x06tenant\x18\t \x01(\t\"\x8a\x01\n\x0cWatchRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.twostep.v1.Ticket\x12\x12\n\ntransports\x18\x02 \x03(\t\x12\x0c\n\x04wire\x18\x03 \x03(\t\x12\x1e\n\x11num_cached_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_num_cached_tokens\"\x8d\x01\n\nWatchEvent\x12(\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.twostep.v1.ManifestH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.twostep.v1.ChunkH\x00\x12(\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x14.twostep.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"\x9e\x01\n\x08Manifest\x12$\n\x06layout\x18\x01 \x01(\x0b\x32\x14.twostep.v1.KvLayout\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\x12\x0c\n\x04wire\x18\x07 \x01(\t\"\xb9\x01\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x13\n\x0bgenerations\x18\x08 \x03(\r\x12\x15\n\rsource_blocks\x18\t \x03(\r\"2\n\x08\x43omplete\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\"\xa3\x02\n\x12\x41\x63knowledgeRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.twostep.v1.Ticket\x12\x37\n\x07outcome\x18\x02 \x01(\x0e\x32&.twostep.v1.AcknowledgeRequest.Outcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06reader\x18\x04 \x01(\x04\x12\x15\n\rsource_blocks\x18\x05 \x03(\r\x12\x13\n\x0bgenerations\x18\x06 \x03(\r\"d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_PROGRESS\x10\x01\x12\x15\n\x11OUTCOME_COMMITTED\x10\x02\x12\x13\n\x0fOUTCOME_ABORTED\x10\x03\"M\n\x13\x41\x63knowledgeResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.twostep.v1.LeaseState\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"V\n\x0cProbeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x17\n\x0f\x65xpires_unix_ms\x18\x03 \x01(\x03\x12\x0b\n\x03mac\x18\x04 \x01(\x0c\"k\n\rProbeResponse\x12-\n\x05paths\x18\x01 \x03(\x0b\x32\x1e.twostep.v1.ProbeResponse.Path\x1a+\n\x04Path\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\"d\n\x0f\x41gentPutRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\"(\n\x10\x41gentPutResponse\x12\x14\n\x0cstored_bytes\x18\x01 \x01(\x04\"|\n\x11\x41gentFetchRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x63hunk\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"\x14\n\x12\x41gentFetchResponse\"$\n\x10\x41gentDropRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"$\n\x11\x41gentDropResponse\x12\x0f\n\x07objects\x18\x01 \x01(\r\"\'\n\x12\x41gentStatusRequest\x12\x11\n\ttry_store\x18\x01 \x01(\x08\"|\n\x13\x41gentStatusResponse\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\nnum_leases\x18\x02 \x01(\r\x12\x13\n\x0bnum_objects\x18\x03 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x04*\xf7\x01\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14LEASE_STATE_RESERVED\x10\x01\x12\x1a\n\x16LEASE_STATE_PUBLISHING\x10\x02\x12\x15\n\x11LEASE_STATE_READY\x10\x03\x12\x18\n\x14LEASE_STATE_FETCHING\x10\x04\x12\x19\n\x15LEASE_STATE_COMMITTED\x10\x05\x12\x18\n\x14LEASE_STATE_RELEASED\x10\x06\x12\x17\n\x13LEASE_STATE_ABORTED\x10\x07\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x08\x32\xcf\x01\n\x02Kv\x12;\n\x05Watch\x12\x18.twostep.v1.WatchRequest\x1a\x16.twostep.v1.WatchEvent0\x01\x12N\n\x0b\x41\x63knowledge\x12\x1e.twostep.v1.AcknowledgeRequest\x1a\x1f.twostep.v1.AcknowledgeResponse\x12<\n\x05Probe\x12\x18.twostep.v1.ProbeRequest\x1a\x19.twostep.v1.ProbeResponse2\xa3\x02\n\x07KvAgent\x12@\n\x03Put\x12\x1b.twostep.v1.AgentPutRequest\x1a\x1c.twostep.v1.AgentPutResponse\x12\x46\n\x05\x46\x65tch\x12\x1d.twostep.v1.AgentFetchRequest\x1a\x1e.twostep.v1.AgentFetchResponse\x12\x43\n\x04\x44rop\x12\x1c.twostep.v1.AgentDropRequest\x1a\x1d.twostep.v1.AgentDropResponse\x12I\n\x06Status\x12\x1e.twostep.v1.AgentStatusRequest\x1a\x1f.twostep.v1.AgentStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17twostep/rpc/v1/kv.proto\x12\ntwostep.v1\"\xbc\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x0f\n\x07tp_rank\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x14\n\x0cquantization\x18\t \x01(\t\"\xa6\x01\n\x06Ticket\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0e\n\x06layout\x18\x06 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x07 \x01(\x03\x12\x0b\n\x03mac\x18\x08 \x01(\x0c\x12\x0e\n\x06tenant\x18\t \x01(\t\"\x8a\x01\n\x0cWatchRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.twostep.v1.Ticket\x12\x12\n\ntransports\x18\x02 \x03(\t\x12\x0c\n\x04wire\x18\x03 \x03(\t\x12\x1e\n\x11num_cached_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_num_cached_tokens\"\x8d\x01\n\nWatchEvent\x12(\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.twostep.v1.ManifestH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.twostep.v1.ChunkH\x00\x12(\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x14.twostep.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"\x9e\x01\n\x08Manifest\x12$\n\x06layout\x18\x01 \x01(\x0b\x32\x14.twostep.v1.KvLayout\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\x12\x0c\n\x04wire\x18\x07 \x01(\t\"\xb9\x01\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x04\x12\x13\n\x0bgenerations\x18\x08 \x03(\r\x12\x15\n\rsource_blocks\x18\t \x03(\r\"E\n\x08\x43omplete\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12\x11\n\tpublish_s\x18\x03 \x01(\x01\"\xa3\x02\n\x12\x41\x63knowledgeRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.twostep.v1.Ticket\x12\x37\n\x07outcome\x18\x02 \x01(\x0e\x32&.twostep.v1.AcknowledgeRequest.Outcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06reader\x18\x04 \x01(\x04\x12\x15\n\rsource_blocks\x18\x05 \x03(\r\x12\x13\n\x0bgenerations\x18\x06 \x03(\r\"d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_PROGRESS\x10\x01\x12\x15\n\x11OUTCOME_COMMITTED\x10\x02\x12\x13\n\x0fOUTCOME_ABORTED\x10\x03\"M\n\x13\x41\x63knowledgeResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.twostep.v1.LeaseState\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"V\n\x0cProbeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x17\n\x0f\x65xpires_unix_ms\x18\x03 \x01(\x03\x12\x0b\n\x03mac\x18\x04 \x01(\x0c\"k\n\rProbeResponse\x12-\n\x05paths\x18\x01 \x03(\x0b\x32\x1e.twostep.v1.ProbeResponse.Path\x1a+\n\x04Path\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\"d\n\x0f\x41gentPutRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\"(\n\x10\x41gentPutResponse\x12\x14\n\x0cstored_bytes\x18\x01 \x01(\x04\"|\n\x11\x41gentFetchRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x63hunk\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"\x14\n\x12\x41gentFetchResponse\"$\n\x10\x41gentDropRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"$\n\x11\x41gentDropResponse\x12\x0f\n\x07objects\x18\x01 \x01(\r\"\'\n\x12\x41gentStatusRequest\x12\x11\n\ttry_store\x18\x01 \x01(\x08\"|\n\x13\x41gentStatusResponse\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\nnum_leases\x18\x02 \x01(\r\x12\x13\n\x0bnum_objects\x18\x03 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x04*\xf7\x01\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14LEASE_STATE_RESERVED\x10\x01\x12\x1a\n\x16LEASE_STATE_PUBLISHING\x10\x02\x12\x15\n\x11LEASE_STATE_READY\x10\x03\x12\x18\n\x14LEASE_STATE_FETCHING\x10\x04\x12\x19\n\x15LEASE_STATE_COMMITTED\x10\x05\x12\x18\n\x14LEASE_STATE_RELEASED\x10\x06\x12\x17\n\x13LEASE_STATE_ABORTED\x10\x07\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x08\x32\xcf\x01\n\x02Kv\x12;\n\x05Watch\x12\x18.twostep.v1.WatchRequest\x1a\x16.twostep.v1.WatchEvent0\x01\x12N\n\x0b\x41\x63knowledge\x12\x1e.twostep.v1.AcknowledgeRequest\x1a\x1f.twostep.v1.AcknowledgeResponse\x12<\n\x05Probe\x12\x18.twostep.v1.ProbeRequest\x1a\x19.twostep.v1.ProbeResponse2\xa3\x02\n\x07KvAgent\x12@\n\x03Put\x12\x1b.twostep.v1.AgentPutRequest\x1a\x1c.twostep.v1.AgentPutResponse\x12\x46\n\x05\x46\x65tch\x12\x1d.twostep.v1.AgentFetchRequest\x1a\x1e.twostep.v1.AgentFetchResponse\x12\x43\n\x04\x44rop\x12\x1c.twostep.v1.AgentDropRequest\x1a\x1d.twostep.v1.AgentDropResponse\x12I\n\x06Status\x12\x1e.twostep.v1.AgentStatusRequest\x1a\x1f.twostep.v1.AgentStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twostep.rpc.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATE']._serialized_start=2191
-  _globals['_LEASESTATE']._serialized_end=2438
+  _globals['_LEASESTATE']._serialized_start=2210
+  _globals['_LEASESTATE']._serialized_end=2457
   _globals['_KVLAYOUT']._serialized_start=40
   _globals['_KVLAYOUT']._serialized_end=228
   _globals['_TICKET']._serialized_start=231
@@ -46,37 +46,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_start=846
   _globals['_CHUNK']._serialized_end=1031
   _globals['_COMPLETE']._serialized_start=1033
-  _globals['_COMPLETE']._serialized_end=1083
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1086
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1377
-  _globals['_ACKNOWLEDGEREQUEST_OUTCOME']._serialized_start=1277
-  _globals['_ACKNOWLEDGEREQUEST_OUTCOME']._serialized_end=1377
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1379
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1456
-  _globals['_PROBEREQUEST']._serialized_start=1458
-  _globals['_PROBEREQUEST']._serialized_end=1544
-  _globals['_PROBERESPONSE']._serialized_start=1546
-  _globals['_PROBERESPONSE']._serialized_end=1653
-  _globals['_PROBERESPONSE_PATH']._serialized_start=1610
-  _globals['_PROBERESPONSE_PATH']._serialized_end=1653
-  _globals['_AGENTPUTREQUEST']._serialized_start=1655
-  _globals['_AGENTPUTREQUEST']._serialized_end=1755
-  _globals['_AGENTPUTRESPONSE']._serialized_start=1757
-  _globals['_AGENTPUTRESPONSE']._serialized_end=1797
-  _globals['_AGENTFETCHREQUEST']._serialized_start=1799
-  _globals['_AGENTFETCHREQUEST']._serialized_end=1923
-  _globals['_AGENTFETCHRESPONSE']._serialized_start=1925
-  _globals['_AGENTFETCHRESPONSE']._serialized_end=1945
-  _globals['_AGENTDROPREQUEST']._serialized_start=1947
-  _globals['_AGENTDROPREQUEST']._serialized_end=1983
-  _globals['_AGENTDROPRESPONSE']._serialized_start=1985
-  _globals['_AGENTDROPRESPONSE']._serialized_end=2021
-  _globals['_AGENTSTATUSREQUEST']._serialized_start=2023
-  _globals['_AGENTSTATUSREQUEST']._serialized_end=2062
-  _globals['_AGENTSTATUSRESPONSE']._serialized_start=2064
-  _globals['_AGENTSTATUSRESPONSE']._serialized_end=2188
-  _globals['_KV']._serialized_start=2441
-  _globals['_KV']._serialized_end=2648
-  _globals['_KVAGENT']._serialized_start=2651
-  _globals['_KVAGENT']._serialized_end=2942
+  _globals['_COMPLETE']._serialized_end=1102
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1105
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1396
+  _globals['_ACKNOWLEDGEREQUEST_OUTCOME']._serialized_start=1296
+  _globals['_ACKNOWLEDGEREQUEST_OUTCOME']._serialized_end=1396
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1398
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1475
+  _globals['_PROBEREQUEST']._serialized_start=1477
+  _globals['_PROBEREQUEST']._serialized_end=1563
+  _globals['_PROBERESPONSE']._serialized_start=1565
+  _globals['_PROBERESPONSE']._serialized_end=1672
+  _globals['_PROBERESPONSE_PATH']._serialized_start=1629
+  _globals['_PROBERESPONSE_PATH']._serialized_end=1672
+  _globals['_AGENTPUTREQUEST']._serialized_start=1674
+  _globals['_AGENTPUTREQUEST']._serialized_end=1774
+  _globals['_AGENTPUTRESPONSE']._serialized_start=1776
+  _globals['_AGENTPUTRESPONSE']._serialized_end=1816
+  _globals['_AGENTFETCHREQUEST']._serialized_start=1818
+  _globals['_AGENTFETCHREQUEST']._serialized_end=1942
+  _globals['_AGENTFETCHRESPONSE']._serialized_start=1944
+  _globals['_AGENTFETCHRESPONSE']._serialized_end=1964
+  _globals['_AGENTDROPREQUEST']._serialized_start=1966
+  _globals['_AGENTDROPREQUEST']._serialized_end=2002
+  _globals['_AGENTDROPRESPONSE']._serialized_start=2004
+  _globals['_AGENTDROPRESPONSE']._serialized_end=2040
+  _globals['_AGENTSTATUSREQUEST']._serialized_start=2042
+  _globals['_AGENTSTATUSREQUEST']._serialized_end=2081
+  _globals['_AGENTSTATUSRESPONSE']._serialized_start=2083
+  _globals['_AGENTSTATUSRESPONSE']._serialized_end=2207
+  _globals['_KV']._serialized_start=2460
+  _globals['_KV']._serialized_end=2667
+  _globals['_KVAGENT']._serialized_start=2670
+  _globals['_KVAGENT']._serialized_end=2961
 # @@protoc_insertion_point(module_scope)

@@ -309,7 +309,10 @@ class Complete(_message.Message):
 
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    PUBLISH_S_FIELD_NUMBER: _builtins.int
     num_chunks: _builtins.int
+    publish_s: _builtins.float
+    """From the first token to the last chunk published. Older workers do not say."""
     @_builtins.property
     def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled by the prefill worker, normally the first one. With prompt and seed they are the sampler's whole state."""
@@ -319,10 +322,11 @@ class Complete(_message.Message):
         *,
         num_chunks: _builtins.int = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
+        publish_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_chunks", b"num_chunks", "output_ids", b"output_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_chunks", b"num_chunks", "output_ids", b"output_ids", "publish_s", b"publish_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
