@@ -16,6 +16,7 @@ Written in Gluon, Triton's lower language, which its interpreter does not run: t
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS
 from twostep.model.step.kv_cache import KvCache
 
@@ -61,40 +63,56 @@ def hopper_attention(
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     num_programs: int,
+    blocks: TensorDescriptor | None = None,
     window: int = 0,
 ) -> None:
     """triton_prefill.prefill_attention for shapes that triton_prefill.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
     TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
 
     num_programs  how many run at once: the number of multiprocessors
+    blocks        pool_blocks(cache), the same for all layers; None: made here
     """
     kv = cache.shape
-    share = num_heads // kv.num_kv_heads
     most_items = (len(tiles) - 1) * kv.num_kv_heads
     if not most_items:
         return
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert block_tables.stride(1) == 1
+    program = _program(kv, num_heads, window)
+    _attention_kernel[(min(most_items, num_programs),)](
+        qkv, out, pool_blocks(cache) if blocks is None else blocks, tiles, query_start, seq_lens, block_tables, qkv.stride(0),
+        out.stride(0), block_tables.stride(0), layer * _rows_of_layer(kv), kv.num_blocks * program.block_rows,
+        math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def pool_blocks(cache: KvCache) -> TensorDescriptor:
+    """Describes the pool to the tensor memory accelerator, as rows of one head's numbers."""
+    kv = cache.shape
     rows = cache.tensor.view(-1, kv.head_dim)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    blocks = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
-    rows_of_layer = 2 * kv.num_kv_heads * kv.block_size
-    program = HopperProgram(
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
+
+
+@functools.cache
+def _program(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
+    share = num_heads // kv.num_kv_heads
+    return HopperProgram(
         num_kv_heads=kv.num_kv_heads,
         share=share,
         tokens=HOPPER_ROWS // share,
         head_dim=kv.head_dim,
         block_size=kv.block_size,
-        block_rows=kv.num_layers * rows_of_layer,
+        block_rows=kv.num_layers * _rows_of_layer(kv),
         window=window,
         num_keys=_NUM_KEYS,
         stages=_NUM_STAGES,
     )
-    _attention_kernel[(min(most_items, num_programs),)](
-        qkv, out, blocks, tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
-        layer * rows_of_layer, len(rows), math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+
+
+def _rows_of_layer(kv: KvShape) -> int:
+    return 2 * kv.num_kv_heads * kv.block_size
 
 
 @gluon.jit

@@ -229,6 +229,8 @@ class TritonAttentionPlan:
         self.shared: SharedPrefix | None = None
         # Where the step says how far it is, and its number (triton_progress.py); None: nowhere.
         self.progress: tuple[torch.Tensor, torch.Tensor] | None = None
+        # For the Hopper kernel: the same for all layers.
+        self._pool_blocks: Any = None
         # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
         self._dense: DenseCopy | None = None
         self._dense_lens = step.seq_lens
@@ -289,6 +291,8 @@ class TritonAttentionPlan:
             triton_prefill.prefill_attention(qkv, out, cache, at, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
-        from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
+        from twostep.model.kernels.hopper_prefill import hopper_attention, pool_blocks  # noqa: PLC0415
 
-        hopper_attention(qkv, out, cache, at, num_programs=num_sms_of(qkv.device), **inputs)
+        if self._pool_blocks is None:
+            self._pool_blocks = pool_blocks(cache)
+        hopper_attention(qkv, out, cache, at, num_programs=num_sms_of(qkv.device), blocks=self._pool_blocks, **inputs)
