@@ -35,7 +35,7 @@ _SILENT_S = 3.0
 # Some heartbeats: fewer are noise, more are history.
 _TIME_CONSTANT_S = 3.0
 # How old what records tell is at most: a heartbeat, and a look at them.
-_RECENT_S = 1.5
+RECENT_S = 1.5
 
 OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
 
@@ -102,6 +102,7 @@ class DecodeLink(WorkerLink):
         stream_lease_s: float,
     ) -> None:
         super().__init__(record, open_to)
+        self.full_at = -math.inf  # when it last refused a reservation for want of room
         self.stub = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
             self.stub,
@@ -252,8 +253,8 @@ class LoadMeter:
             self.batch_tokens += num_tokens
 
     def recent_tokens(self, now: float) -> float:
-        """Prompt tokens that were sent there lately, batch requests' aside; what was sent _RECENT_S ago counts a third."""
-        return self._recent_tokens * math.exp((self._changed - now) / _RECENT_S)
+        """Prompt tokens that were sent there lately, batch requests' aside; what was sent RECENT_S ago counts a third."""
+        return self._recent_tokens * math.exp((self._changed - now) / RECENT_S)
 
     def observe(self, load: WorkerLoad, num_attempts: int, now: float) -> None:
         """Whenever records are read: `load` has held since the last time, for all that is known."""
