@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _SILENT_S = 3.0
 # Some heartbeats: fewer are noise, more are history.
 _TIME_CONSTANT_S = 3.0
+# How old what records tell is at most: a heartbeat, and a look at them.
+RECENT_S = 1.5
 
 OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
 
@@ -102,6 +104,7 @@ class DecodeLink(WorkerLink):
         stream_lease_s: float,
     ) -> None:
         super().__init__(record, open_to)
+        self.full_at = -math.inf  # when it last refused a reservation for want of room
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
             self.decode,
