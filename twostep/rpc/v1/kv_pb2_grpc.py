@@ -203,7 +203,7 @@ class KvAgentStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutResponse.FromString,
                 _registered_method=True)
-        self.Fetch = channel.unary_unary(
+        self.Fetch = channel.unary_stream(
                 '/twostep.v1.KvAgent/Fetch',
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
@@ -218,6 +218,16 @@ class KvAgentStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusResponse.FromString,
                 _registered_method=True)
+        self.Neighbour = channel.unary_unary(
+                '/twostep.v1.KvAgent/Neighbour',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourResponse.FromString,
+                _registered_method=True)
+        self.Store = channel.unary_unary(
+                '/twostep.v1.KvAgent/Store',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreResponse.FromString,
+                _registered_method=True)
 
 
 class KvAgentServicer:
@@ -231,7 +241,8 @@ class KvAgentServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One answer. What it says to lie in the object store stays there until the caller ends the call.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -248,6 +259,20 @@ class KvAgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Neighbour(self, request, context):
+        """Where another agent can be asked directly, if it is on this node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Store(self, request, context):
+        """Where the node's object store can be mapped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvAgentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -256,7 +281,7 @@ def add_KvAgentServicer_to_server(servicer, server):
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutResponse.SerializeToString,
             ),
-            'Fetch': grpc.unary_unary_rpc_method_handler(
+            'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.SerializeToString,
@@ -270,6 +295,16 @@ def add_KvAgentServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusResponse.SerializeToString,
+            ),
+            'Neighbour': grpc.unary_unary_rpc_method_handler(
+                    servicer.Neighbour,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourResponse.SerializeToString,
+            ),
+            'Store': grpc.unary_unary_rpc_method_handler(
+                    servicer.Store,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -321,7 +356,7 @@ class KvAgent:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/twostep.v1.KvAgent/Fetch',
@@ -381,6 +416,60 @@ class KvAgent:
             '/twostep.v1.KvAgent/Status',
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Neighbour(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.KvAgent/Neighbour',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Store(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.KvAgent/Store',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,
