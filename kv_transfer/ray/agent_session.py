@@ -96,8 +96,8 @@ class AgentConfig:
 
 @dataclass(slots=True, eq=False)
 class RingSlot:
-    """A part of the ring, uint8 [num_bytes], until `AgentSession.give_back`. `call` is the agent's that uses it. What was fetched may lie in
-    the object store instead: then `bytes` is there, and `hold` what keeps it there."""
+    """A part of the ring, uint8 [num_bytes], until `AgentSession.give_back`. `call` is the agent's that uses it. What was fetched may lie
+    in the object store instead: then `bytes` is there, and the call `hold` keeps it there."""
 
     offset: int
     bytes: npt.NDArray[np.uint8]

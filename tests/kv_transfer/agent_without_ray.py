@@ -21,7 +21,6 @@ from kv_transfer.ray.child import Child
 from kv_transfer.ray.ring import SharedMemory
 from kv_transfer.slots import SlotAllocator
 
-
 _STORE_BYTES = 256 << 20
 # Less Ray keeps elsewhere.
 _LEAST_BYTES = 8 << 10
@@ -36,9 +35,13 @@ class Store:
         os.truncate(self.descriptor, _STORE_BYTES)
         self.memory = SharedMemory(Path(), self.descriptor, _STORE_BYTES).bytes
         self.slots = SlotAllocator(_STORE_BYTES)
+        self.most_used = 0
 
     def put(self, data: Any) -> Ref:
         return Ref(self, np.asarray(data))
+
+    def overwrite(self) -> None:
+        self.memory[: self.most_used] = _FREED
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -52,6 +55,7 @@ class Ref:
         self._offset = store.slots.allocate(data.nbytes) if data.nbytes >= _LEAST_BYTES else None
         self._data = data.copy() if self._offset is None else store.memory[self._offset : self._offset + data.nbytes]
         self._data[:] = data
+        store.most_used = max(store.most_used, (self._offset or 0) + data.nbytes)
         # What numpy makes a view of, which keeps this alive.
         address, _ = self._data.__array_interface__["data"]
         self.__array_interface__ = self._data.__array_interface__ | {"data": (address, True)}
@@ -69,11 +73,14 @@ class Ref:
 class RayOfOneProcess:
     """The part of Ray that the actor uses: its store, and other actors by name."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, shown: bool = True) -> None:
+        """`shown`: workers can map the store."""
         self._actors: dict[str, KvAgent] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._store = Store()
-        patch.setattr(agent_actor, "ray", SimpleNamespace(put=self._store.put, get=np.asarray, get_actor=self._handle))
+        patch.setattr(
+            agent_actor, "ray", SimpleNamespace(put=self._store.put, get=np.asarray if shown else np.array, get_actor=self._handle)
+        )
 
     def launcher(self, clock: Callable[[], float]) -> Callable[[AgentConfig, str, int], Awaitable[AgentSession]]:
         """Returns a `launch` for a RayTransport."""
@@ -110,6 +117,8 @@ class RayOfOneProcess:
         running.cancel()
         del self._actors[endpoint]
         await actor.stop()
+        # It takes its objects along. (No test has those of another meanwhile.)
+        self._store.overwrite()
 
     def _handle(self, endpoint: str, namespace: str) -> Any:
         if endpoint not in self._actors:
