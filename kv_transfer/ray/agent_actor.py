@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -236,9 +237,12 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
 
     async def Neighbour(self, request: kv_pb2.AgentNeighbourRequest, context: Any) -> kv_pb2.AgentNeighbourResponse:
         """Asks another agent, which may be of a version that knows no such question."""
+        told: list[Any] = []
         try:
-            peer = await self._peer(request.endpoint)
-            told = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(request.timeout_s):
+                    peer = await self._peer(request.endpoint)
+                    told = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
         except Exception as error:  # as in Fetch
             raise _source_lost(request.endpoint, error) from error
         return kv_pb2.AgentNeighbourResponse(socket=told[0], inode=told[1]) if told else kv_pb2.AgentNeighbourResponse()

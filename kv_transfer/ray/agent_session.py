@@ -61,6 +61,7 @@ _STORE_S = 60.0
 _PINNED_STORE_BYTES = 4 << 30
 _WHOLE_STORE = 1 << 62
 _MAX_NEAR = 64
+_MEET_S = 5.0
 _STDERR_LINES = 20
 
 T = TypeVar("T")
@@ -147,9 +148,8 @@ class AgentSession:
         # The object store's first bytes, once they are mapped.
         self._store: SharedMemory | None = None
         self._store_inode = 0
-        self._mapping: asyncio.Task[None] | None = None
         self._near: OrderedDict[str, _Near] = OrderedDict()
-        self._asking: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def launch(cls, config: AgentConfig, endpoint: str, number: int) -> AgentSession:
@@ -293,9 +293,10 @@ class AgentSession:
         self._socket_path.unlink(missing_ok=True)
         if self._late_calls:
             await asyncio.wait(self._late_calls)
+        while self._background:
+            await asyncio.wait(self._background)
         for near in self._near.values():
             await near.close()
-        await asyncio.gather(*self._asking, *([] if self._mapping is None else [self._mapping]))
         await self._unpin()
 
     async def take_slot(self, num_bytes: int, *, deadline: float) -> RingSlot:
@@ -405,9 +406,11 @@ class AgentSession:
         except TimeoutError:
             raise Unavailable(f"KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise error_from_grpc(error.code().name, error.details() or error.code().name) from None
-            near.stub = None
+            code = error.code()
+            if code is grpc.StatusCode.UNAVAILABLE:
+                near.stub = None
+            elif code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise error_from_grpc(code.name, error.details() or code.name) from None
             return False
         except asyncio.CancelledError:
             self._check_cancelled()
@@ -418,20 +421,17 @@ class AgentSession:
         near = self._near.get(endpoint)
         if near is None:
             near = self._near[endpoint] = _Near()
-            task = asyncio.create_task(self._meet(endpoint, near), name="kv-agent-neighbour")
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self._spawn(self._meet(endpoint, near))
             if len(self._near) > _MAX_NEAR:
-                task = asyncio.create_task(self._near.popitem(last=False)[1].close())
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
+                self._spawn(self._near.popitem(last=False)[1].close())
         self._near.move_to_end(endpoint)
         return near
 
     async def _meet(self, endpoint: str, near: _Near) -> None:
-        request = kv_pb2.AgentNeighbourRequest(endpoint=endpoint)
+        request = kv_pb2.AgentNeighbourRequest(endpoint=endpoint, timeout_s=_MEET_S)
+        timeout_s = _MEET_S + _GRACE_S
         try:
-            told: kv_pb2.AgentNeighbourResponse = await self._call(lambda: self._stub.Neighbour(request, timeout=_STORE_S), counts=False)
+            told: kv_pb2.AgentNeighbourResponse = await self._call(lambda: self._stub.Neighbour(request, timeout=timeout_s), counts=False)
         except TwostepError as error:
             log.debug("%s is asked through Ray: %s", endpoint, error.message)
             return
@@ -484,7 +484,12 @@ class AgentSession:
 
     def map_store(self, pin: Pin | None, *, on_gpu: bool) -> None:
         """Begins to; what is fetched meanwhile, or if that fails, comes through the ring."""
-        self._mapping = asyncio.create_task(self._map_store(pin, on_gpu=on_gpu), name="kv-agent-store")
+        self._spawn(self._map_store(pin, on_gpu=on_gpu))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _map_store(self, pin: Pin | None, *, on_gpu: bool) -> None:
         request = kv_pb2.AgentStoreRequest(num_bytes=_PINNED_STORE_BYTES if on_gpu else _WHOLE_STORE, take_memory=on_gpu)
