@@ -27,7 +27,7 @@ class KvAgentActor:
         return await self._agent.fetch(lease_id, chunk)
 
     async def neighbour(self) -> list[Any]:
-        """Another agent's call: where this one's unix socket is, and the inode of its object store's file; or nothing."""
+        """Another agent's call: where this one's unix socket is, and the identity of its object store; or nothing."""
         return await self._agent.neighbour()
 
     async def probe(self, num_bytes: int) -> list[Any]:

@@ -115,9 +115,9 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
         return [] if published is None else [published.ref]
 
     async def neighbour(self) -> list[Any]:
-        """Another agent's call: where its worker may ask this one directly, [socket path, inode of the store's file]; or nothing."""
+        """Another agent's call: where its worker may ask this one directly, [socket path, the store's identity]; or nothing."""
         store = await self._look_for_store()
-        return [] if store is None else [self._socket_path, store.inode]
+        return [] if store is None else [self._socket_path, store.identity]
 
     async def probe(self, num_bytes: int) -> list[Any]:
         """Another agent's call: the probe pattern, put for the caller alone. Freed once the caller lets go of it."""
@@ -233,7 +233,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
                 await asyncio.get_running_loop().run_in_executor(self._store_trial, store.take_memory, num_bytes)
             except OSError as error:
                 raise ResourceExhausted(f"no {num_bytes} bytes for the object store: {error.strerror}; make /dev/shm larger") from error
-        return kv_pb2.AgentStoreResponse(path=str(store.path), inode=store.inode, num_bytes=num_bytes)
+        return kv_pb2.AgentStoreResponse(path=str(store.path), identity=store.identity, num_bytes=num_bytes)
 
     async def Neighbour(self, request: kv_pb2.AgentNeighbourRequest, context: Any) -> kv_pb2.AgentNeighbourResponse:
         """Asks another agent, which may be of a version that knows no such question."""
@@ -245,7 +245,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
                     told = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
         except Exception as error:  # as in Fetch
             raise _source_lost(request.endpoint, error) from error
-        return kv_pb2.AgentNeighbourResponse(socket=told[0], inode=told[1]) if told else kv_pb2.AgentNeighbourResponse()
+        return kv_pb2.AgentNeighbourResponse(socket=told[0], identity=told[1]) if told else kv_pb2.AgentNeighbourResponse()
 
     async def _look_for_store(self) -> StoreFile | None:
         if self._store is None:

@@ -147,7 +147,7 @@ class AgentSession:
         self._unpins: list[Callable[[], None]] = []
         # The object store's first bytes, once they are mapped.
         self._store: SharedMemory | None = None
-        self._store_inode = 0
+        self._store_identity = ""
         self._near: OrderedDict[str, _Near] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -435,7 +435,7 @@ class AgentSession:
         except TwostepError as error:
             log.debug("%s is asked through Ray: %s", endpoint, error.message)
             return
-        if told.socket and self._store is not None and told.inode == self._store_inode:
+        if told.socket and self._store is not None and told.identity == self._store_identity:
             near.channel = grpc.aio.insecure_channel(f"unix:{told.socket}")
             near.stub = kv_pb2_grpc.KvAgentStub(near.channel)
 
@@ -497,13 +497,13 @@ class AgentSession:
             told: kv_pb2.AgentStoreResponse = await self._call(lambda: self._stub.Store(request, timeout=_STORE_S), counts=False)
             if not told.path:
                 raise OSError("its raylet does not show it; give worker and node one process namespace and one user")
-            store = SharedMemory.open(Path(told.path), num_bytes=told.num_bytes, inode=told.inode)
+            store = SharedMemory.open(Path(told.path), num_bytes=told.num_bytes, identity=told.identity)
         except (TwostepError, OSError) as error:
             log.warning("the object store is not mapped, so that KV is copied once more on its way: %s", error)
             return
         if pin is not None:
             await self._pin(store, "the object store", pin)
-        self._store, self._store_inode = store, told.inode
+        self._store, self._store_identity = store, told.identity
 
     async def pin_ring(self, pin: Pin) -> None:
         await self._pin(self._ring, "the KV agent's ring", pin)

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.ray.store_file import identity_of
 from twostep.errors import SetupError
 
 # Makes memory fast to copy to and from a device; what it returns undoes that (see twostep.engine.batch.Runner.pin_host).
@@ -77,12 +78,12 @@ class SharedMemory:
             ) from error
 
     @classmethod
-    def open(cls, path: Path, *, num_bytes: int = 0, inode: int = 0) -> SharedMemory:
-        """Maps what another process created, or its first bytes. Raises OSError, also if it is not the file of that inode."""
+    def open(cls, path: Path, *, num_bytes: int = 0, identity: str = "") -> SharedMemory:
+        """Maps what another process created, or its first bytes. Raises OSError, also if it is not the file of that identity."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
-            if (inode and found.st_ino != inode) or found.st_size < num_bytes:
+            if (identity and identity_of(found) != identity) or found.st_size < num_bytes:
                 raise OSError(errno.ESTALE, "another file is there now", str(path))
             return cls(path, descriptor, num_bytes or found.st_size)
         finally:

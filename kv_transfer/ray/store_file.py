@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFile:
-    """A file that this process has mapped from its beginning, at `address`; whoever opens `path` finds `inode` there, or another file."""
+    """A file that this process has mapped from its beginning, at `address`; whoever opens `path` finds a file of that identity, or another
+    one."""
 
     path: Path
-    inode: int
+    identity: str
     address: int
     num_bytes: int
 
@@ -50,17 +51,27 @@ def find_store(data: npt.NDArray[np.uint8], openers: Sequence[int]) -> StoreFile
             if start <= address < stop and int(inode):
                 begin = start - int(offset, 16)
                 major, minor = (int(part, 16) for part in device.split(":"))
-                path = _open_elsewhere(openers, os.makedev(major, minor), int(inode))
-                return None if path is None else StoreFile(path=path, inode=int(inode), address=begin, num_bytes=stop - begin)
+                identity = _identity(os.makedev(major, minor), int(inode))
+                path = _open_elsewhere(openers, identity)
+                return None if path is None else StoreFile(path=path, identity=identity, address=begin, num_bytes=stop - begin)
     return None
 
 
-def _open_elsewhere(openers: Sequence[int], device: int, inode: int) -> Path | None:
+def identity_of(found: os.stat_result) -> str:
+    """Returns what is the same for two who have one file open, whatever they call it, and for no two files of one machine: containers
+    have file systems of their own in shared memory, whose inodes have the same numbers."""
+    return _identity(found.st_dev, found.st_ino)
+
+
+def _identity(device: int, inode: int) -> str:
+    return f"{device}:{inode}"
+
+
+def _open_elsewhere(openers: Sequence[int], identity: str) -> Path | None:
     for process in openers:
         with suppress(OSError):
             for path in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):
-                    found = path.stat()
-                    if (found.st_dev, found.st_ino) == (device, inode):
+                    if identity_of(path.stat()) == identity:
                         return path
     return None

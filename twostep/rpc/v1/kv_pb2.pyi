@@ -708,20 +708,20 @@ class AgentNeighbourResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOCKET_FIELD_NUMBER: _builtins.int
-    INODE_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
     """Of its unix socket; empty if it has none to offer."""
-    inode: _builtins.int
-    """Of the file of its object store, which has to be the worker's own."""
+    identity: _builtins.str
+    """Its object store's, as in AgentStoreResponse, which has to be the worker's own."""
     def __init__(
         self,
         *,
         socket: _builtins.str = ...,
-        inode: _builtins.int = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inode", b"inode", "socket", b"socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "socket", b"socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,23 +756,24 @@ class AgentStoreResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
-    INODE_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Of a file to open; empty where the store cannot be mapped."""
-    inode: _builtins.int
+    identity: _builtins.str
+    """Tells it from every other file of this machine."""
     num_bytes: _builtins.int
     """At most the bytes that were wanted."""
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
-        inode: _builtins.int = ...,
+        identity: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inode", b"inode", "num_bytes", b"num_bytes", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "num_bytes", b"num_bytes", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
