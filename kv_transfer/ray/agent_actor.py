@@ -1,7 +1,7 @@
 """The KV agent's actor (kv_transfer/agent_actor.py): the code that runs inside a Ray worker process.
 
-    its worker    ──gRPC over a unix socket──▶ Put, Fetch, Drop, Status      bytes lie in the ring, or in the store, where it is mapped
-    other workers ──the same, on its node────▶ Fetch, near                   bytes lie in the store, which they have mapped too
+    its worker    ──gRPC over a unix socket──▶ Put, Hold, Drop, Status       bytes lie in the ring, or in the store, where it is mapped
+    other workers ──the same, on its node────▶ Hold, near                    bytes lie in the store, which they have mapped too
     other agents  ──actor call by name───────▶ fetch(lease_id, chunk)        answered with [ref], in-band, or []
 
 It owns every object it puts, so its death frees them all. Only strs, ints and refs cross Ray's protocol.
@@ -15,9 +15,9 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,11 +143,17 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
             raise
         return kv_pb2.AgentPutResponse(stored_bytes=self._book.stats.stored_bytes)
 
-    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> AsyncIterator[kv_pb2.AgentFetchResponse]:
+    async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
+        """Copies a chunk of another agent into a slot of the ring, for a worker that has not mapped the store."""
+        request.near, request.store_bytes = False, 0
+        async with aclosing(self.Hold(request, context)) as answers:
+            return await anext(answers)
+
+    async def Hold(self, request: kv_pb2.AgentFetchRequest, context: Any) -> AsyncGenerator[kv_pb2.AgentFetchResponse, None]:
         """Has a chunk of another agent brought into this node's object store. Says where it lies there, and holds it until the worker ends
         the call; or copies it into a slot of the ring, which is not written any more when this answers or raises."""
         if request.near:
-            async for response in self._fetch_near(request):
+            async for response in self._hold_near(request):
                 yield response
             return
         slot = self._slot(request.offset, request.num_bytes)
@@ -188,7 +194,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
             refs.clear()
             view = None
 
-    async def _fetch_near(self, request: kv_pb2.AgentFetchRequest) -> AsyncIterator[kv_pb2.AgentFetchResponse]:
+    async def _hold_near(self, request: kv_pb2.AgentFetchRequest) -> AsyncIterator[kv_pb2.AgentFetchResponse]:
         """Says where a chunk of our own lies in the store, and holds it until the call ends."""
         if request.endpoint != self._endpoint:
             raise Unavailable(f"KV agent {request.endpoint} is not here any more, {self._endpoint} is; prefill again")
@@ -243,7 +249,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
                 async with asyncio.timeout(request.timeout_s):
                     peer = await self._peer(request.endpoint)
                     told = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
-        except Exception as error:  # as in Fetch
+        except Exception as error:  # as in Hold
             raise _source_lost(request.endpoint, error) from error
         return kv_pb2.AgentNeighbourResponse(socket=told[0], identity=told[1]) if told else kv_pb2.AgentNeighbourResponse()
 

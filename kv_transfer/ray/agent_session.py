@@ -381,11 +381,14 @@ class AgentSession:
             store_bytes=0 if self._store is None else self._store.num_bytes,
         )
         self.check_alive()
-        if self._store is not None and (near := self._near_agent(endpoint)).stub is not None:
+        if self._store is None:
+            await self._call(lambda: self._stub.Fetch(request, timeout=timeout_s + _GRACE_S))
+            return
+        if (near := self._near_agent(endpoint)).stub is not None:
             if await self._fetch_near(near, request, slot):
                 return
             request.near = False
-        slot.hold = self._stub.Fetch(request, timeout=timeout_s + _GRACE_S)
+        slot.hold = self._stub.Hold(request, timeout=timeout_s + _GRACE_S)
         self._found(slot, await self._call(slot.hold.read))
 
     def _found(self, slot: RingSlot, answer: kv_pb2.AgentFetchResponse) -> bool:
@@ -399,7 +402,7 @@ class AgentSession:
         """Asks the source's agent itself. Returns False if Ray has to be asked; raises what the agent's error says, and Unavailable after
         `timeout_s`."""
         request.near = True
-        slot.hold = near.stub.Fetch(request, timeout=request.timeout_s + _GRACE_S)
+        slot.hold = near.stub.Hold(request, timeout=request.timeout_s + _GRACE_S)
         try:
             async with asyncio.timeout(request.timeout_s):
                 return self._found(slot, await slot.hold.read())

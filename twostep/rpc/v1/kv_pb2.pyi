@@ -546,9 +546,9 @@ class AgentFetchRequest(_message.Message):
     timeout_s: _builtins.float
     """UNAVAILABLE after so long. The call's own deadline is later: until it is answered, the ring slot may still be written."""
     store_bytes: _builtins.int
-    """The worker reads the store's first so many bytes by itself: what lies there is not copied into the slot."""
+    """Of Hold: the worker reads the store's first so many bytes by itself: what lies there is not copied into the slot."""
     near: _builtins.bool
-    """Asked of the agent that holds the chunk, by another worker on its node: there is no slot."""
+    """Of Hold: asked of the agent that holds the chunk, by another worker on its node: there is no slot."""
     def __init__(
         self,
         *,

@@ -203,8 +203,13 @@ class KvAgentStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutResponse.FromString,
                 _registered_method=True)
-        self.Fetch = channel.unary_stream(
+        self.Fetch = channel.unary_unary(
                 '/twostep.v1.KvAgent/Fetch',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
+                _registered_method=True)
+        self.Hold = channel.unary_stream(
+                '/twostep.v1.KvAgent/Hold',
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
                 _registered_method=True)
@@ -241,7 +246,13 @@ class KvAgentServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """One answer. What it says to lie in the object store stays there until the caller ends the call.
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hold(self, request, context):
+        """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,8 +292,13 @@ def add_KvAgentServicer_to_server(servicer, server):
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentPutResponse.SerializeToString,
             ),
-            'Fetch': grpc.unary_stream_rpc_method_handler(
+            'Fetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Fetch,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.SerializeToString,
+            ),
+            'Hold': grpc.unary_stream_rpc_method_handler(
+                    servicer.Hold,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.SerializeToString,
             ),
@@ -356,10 +372,37 @@ class KvAgent:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/twostep.v1.KvAgent/Fetch',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twostep.v1.KvAgent/Hold',
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
             options,

@@ -92,8 +92,9 @@ class KvAgentStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvAgentAsyncStub: ...
     Put: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentPutRequest, _kv_pb2.AgentPutResponse]
-    Fetch: _grpc.UnaryStreamMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]
-    """One answer. What it says to lie in the object store stays there until the caller ends the call."""
+    Fetch: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]
+    Hold: _grpc.UnaryStreamMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]
+    """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call."""
     Drop: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentDropRequest, _kv_pb2.AgentDropResponse]
     Status: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentStatusRequest, _kv_pb2.AgentStatusResponse]
     Neighbour: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentNeighbourRequest, _kv_pb2.AgentNeighbourResponse]
@@ -107,8 +108,9 @@ class KvAgentAsyncStub(KvAgentStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Put: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentPutRequest, _kv_pb2.AgentPutResponse]  # type: ignore[assignment]
-    Fetch: _aio.UnaryStreamMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]  # type: ignore[assignment]
-    """One answer. What it says to lie in the object store stays there until the caller ends the call."""
+    Fetch: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]  # type: ignore[assignment]
+    Hold: _aio.UnaryStreamMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]  # type: ignore[assignment]
+    """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call."""
     Drop: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentDropRequest, _kv_pb2.AgentDropResponse]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentStatusRequest, _kv_pb2.AgentStatusResponse]  # type: ignore[assignment]
     Neighbour: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentNeighbourRequest, _kv_pb2.AgentNeighbourResponse]  # type: ignore[assignment]
@@ -131,8 +133,15 @@ class KvAgentServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _kv_pb2.AgentFetchRequest,
         context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.AgentFetchResponse, _abc.Awaitable[_kv_pb2.AgentFetchResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _kv_pb2.AgentFetchRequest,
+        context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.AgentFetchResponse], _abc.AsyncIterator[_kv_pb2.AgentFetchResponse]]:
-        """One answer. What it says to lie in the object store stays there until the caller ends the call."""
+        """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call."""
 
     @_abc_1.abstractmethod
     def Drop(
