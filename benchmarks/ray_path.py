@@ -264,7 +264,8 @@ def main() -> None:
                     version.run(case, counts=number > 0)
     for name in versions[0].taken:
         cells = [f"{statistics.median(v.taken[name]):8.1f} ({max(v.taken[name]):6.1f})" for v in versions]
-        ratio = statistics.median(versions[-1].taken[name]) / statistics.median(versions[0].taken[name])
+        # Processors' time has steps of 10 ms: little is nothing.
+        ratio = statistics.median(versions[-1].taken[name]) / max(0.1, statistics.median(versions[0].taken[name]))
         print(f"{name:28}" + "".join(cells) + (f"   x {ratio:.2f}" if len(versions) > 1 else ""))
 
 
