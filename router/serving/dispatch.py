@@ -25,8 +25,9 @@ from router.request.targets import Expired, refusal
 from router.serving.attempt import Attempt, AttemptFailed, WorkerRefused
 from router.waiting.fair_queue import QueueEntry
 from router.waiting.queues import WorkerQueue
-from router.workers.pool import RECENT_S, DecodeLink, WorkerPool
+from router.workers.pool import DecodeLink, WorkerPool
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, PrefixIndex, WorkerLife
+from twostep.cluster.prediction import RECENT_S
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.request_class import RequestClass

@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 _SILENT_S = 3.0
 # Some heartbeats: fewer are noise, more are history.
 _TIME_CONSTANT_S = 3.0
-# How old what records tell is at most: a heartbeat, and a look at them.
-RECENT_S = 1.5
 
 OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
 
