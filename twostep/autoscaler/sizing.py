@@ -267,8 +267,10 @@ def needed(config: PolicyConfig, specs: Mapping[Role, WorkerSpec], demands: Mapp
     prefill, decode = (workers_needed(config, role, specs[role], demands[role]) for role in ("prefill", "decode"))
     if not (both_roles and prefill and decode and specs["prefill"].curve and specs["decode"].curve):
         return Workers(prefill=prefill, decode=decode, total=prefill + decode)
+    # Where more decode than on average, it is prompts that give way: steps become no longer.
+    even = replace(config, attainment=0.5)
     parts = range(1, decode * _PARTS)
-    part = 1 + bisect_left(parts, True, key=lambda n: decode_holds(config, specs["decode"], demands["decode"], n / _PARTS))
+    part = 1 + bisect_left(parts, True, key=lambda n: decode_holds(even, specs["decode"], demands["decode"], n / _PARTS))
     decoding = part / _PARTS
     total = min(prefill + decode, _prompt_servers(config, specs["prefill"], demands["prefill"], beside=decoding))
     return Workers(prefill=int(total - decoding), decode=int(decoding), total=total)
