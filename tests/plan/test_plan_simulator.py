@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
 from twostep.lab.bench.serve.metrics import LatencyTargets
-from twostep.lab.plan.goodput import find_knee, promising, seconds_for, simulate, try_rate, try_requests
+from twostep.lab.plan.goodput import find_knee, seconds_for, simulate, try_rate, try_requests
 from twostep.lab.plan.machine import machine_of_preset
 from twostep.lab.plan.workload import PlannedWorkload, parse_workload
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
-from twostep.lab.simulator.engine import EngineSpec
+from twostep.lab.simulator.engine import EngineSpec, SimulatedEngine, SimulatedSequence
 from twostep.step_curve import StepCurve
 
 # A step takes 10 ms, and 1 ms more for each row.
@@ -81,13 +81,21 @@ def test_while_anybody_decodes_steps_with_prompts_are_bounded() -> None:
         assert at == pytest.approx(0.110 + sum(steps), abs=1e-6)
 
 
-def test_a_bound_of_steps_is_what_the_tightest_target_promises() -> None:
-    spec = EngineSpec(curve=PLAIN, max_step_s=0.02)
-    both = SimulatedDeployment(num_prefill=1, num_decode=1, prefill=spec, decode=spec, both_roles=True)
-    assert promising(both, LatencyTargets(ttft_ms=5)).spec_of("prefill").max_step_s == 0.02
-    assert promising(both, LatencyTargets(tpot_ms=40, gap_ms=30)).spec_of("decode").max_step_s == pytest.approx(0.027)
-    fixed = replace(both, both_roles=False)
-    assert promising(fixed, LatencyTargets(tpot_ms=40)) == fixed
+def test_promises_bound_steps_with_prompts() -> None:
+    """A decode step takes 11 ms. With a TPOT of 20 the first token leaves 19 for a step, and 8 more for each of the 16 tokens to come; an
+    answer with none to come has the 19 alone. A gap of 60 leaves 20, and does so while a sequence is to come."""
+    for promise, num_output, longest in (
+        ({"tpot_s": 0.020}, 100, 0.019 + 16 * 0.008),
+        ({"tpot_s": 0.020}, 2, 0.019),
+        ({"tpot_s": 0.020, "gap_s": 0.060}, 100, 0.020),
+    ):
+        engine = SimulatedEngine(EngineSpec(curve=PLAIN, **promise))
+        assert engine.longest_step_s(0.0) == inf
+        coming = SimulatedSequence(num_prompt=10, num_output=num_output, num_uncached=10)
+        assert engine.reserve(coming)
+        assert engine.longest_step_s(0.0) == (0.020 if "gap_s" in promise else inf)
+        engine.commit(coming, 0.0)
+        assert engine.longest_step_s(0.0) == pytest.approx(longest)
 
 
 def test_the_edge_has_a_tail_and_keeps_the_order_of_tokens() -> None:

@@ -99,6 +99,7 @@ class RoutedPlacement:
         if known is None:
             known = self._known[worker] = _Known(self._record(worker))
         bytes_ = request.num_prompt * self._hand_over.kv_token_bytes
+        bound = engine.longest_step_s(now) if engine.num_decoding else math.inf
         load = WorkerLoad(
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
@@ -106,7 +107,7 @@ class RoutedPlacement:
             num_free_blocks=engine.free_blocks,
             num_queued_tokens=engine.uncomputed_tokens,
             num_context_tokens=engine.context,
-            max_step_s=engine.spec.max_step_s if engine.num_decoding else 0.0,
+            max_step_s=0.0 if bound == math.inf else bound,
             num_handing_over=engine.num_handing_over,
             prompt_tokens_per_s=known.prompt_tokens_per_s(engine.num_prompt_tokens, now),
             tpot_s=(self._targets.tpot_ms or 0.0) / 1e3 if engine.num_decoding else 0.0,
@@ -154,5 +155,5 @@ class RoutedPlacement:
             step_tokens=spec.step_tokens,
             local_prefill=True,
             both_roles=True,
-            max_step_s=spec.max_step_s,
+            max_step_s=0.0 if self._targets.tpot_ms or self._targets.gap_ms else spec.max_step_s,
         )
