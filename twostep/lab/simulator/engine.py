@@ -38,7 +38,7 @@ class EngineSpec:
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
     of decodes alone are replayed graphs. While sequences decode, a step with prompts takes `max_step_s` at most (0: any time), but computes
     `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends (twostep/engine/pacing.py), or
-    at its beginning if it is shorter. `tpot_s` and `gap_s` are what all its sequences were promised, instead of `max_step_s`; 0: nothing."""
+    at its beginning if it is shorter. `tpot_s` and `gap_s` are promised to all its sequences, instead of `max_step_s`; 0: are not."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
