@@ -121,6 +121,7 @@ class SimulatedEngine:
         self._ending: dict[int, list[SimulatedSequence]] = {}
         self._growing: dict[int, list[SimulatedSequence]] = {}
         self._num_arrived = 0
+        self._left = (0, 0.0, 0), math.inf  # what promises of a TPOT leave for a step, and at which moment
         self.free_blocks = spec.num_blocks
         self.num_running = 0  # those that end in a launched step included
         self.num_reserved = 0
@@ -170,6 +171,10 @@ class SimulatedEngine:
         """All that are here or are to come."""
         return self.num_running + self.num_reserved + len(self._waiting) + len(self._preempted)
 
+    @property
+    def has_seat(self) -> bool:
+        return self.num_running + self.num_reserved < self._max_num_seqs
+
     def fits(self, num_tokens: int) -> bool:
         """Returns whether an empty engine could hold a sequence that ends with so many tokens."""
         return self._blocks(num_tokens) <= self.spec.num_blocks
@@ -185,7 +190,7 @@ class SimulatedEngine:
 
     def reserve(self, sequence: SimulatedSequence) -> bool:
         """Blocks for a prompt that is computed elsewhere; False: there is no room now."""
-        if self.num_running + self.num_reserved >= self._max_num_seqs or self._preempted or self._yielding:
+        if not self.has_seat or self._preempted or self._yielding:
             return False
         num_blocks = self._blocks(sequence.num_prompt)
         end_blocks = self._blocks(max(sequence.num_prompt, sequence.num_prompt + sequence.num_output - 1))
@@ -255,14 +260,24 @@ class SimulatedEngine:
         bound = spec.gap_s / 3 if spec.gap_s and (self._decoding or self.num_reserved) else math.inf
         if not spec.tpot_s or not self._decoding:
             return bound
-        tpot_s = _PROMISED_SHARE * spec.tpot_s
-        made_up_s = max(0.0, tpot_s - spec.curve.decode_step_s(len(self._decoding), self.context))
-        begin, number = max(now, self.free_at_s), self._next_step
+        begin = max(now, self.free_at_s)
+        moment = self._next_step, begin, len(self._decoding)
+        if self._left[0] != moment:
+            self._left = moment, self._left_s(begin)
+        return max(0.0, min(bound, self._left[1]))
+
+    def _left_s(self, begin: float) -> float:
+        """Of a step that begins then."""
+        tpot_s, number = _PROMISED_SHARE * self.spec.tpot_s, self._next_step
+        made_up_s = max(0.0, tpot_s - self.spec.curve.decode_step_s(len(self._decoding), self.context))
+        left_s = math.inf
         for s in self._decoding:
-            left_s = tpot_s * (number - s.joined + 1) - (begin - s.since) + made_up_s * min(_MADE_UP_WITHIN, s.ends_at - number)
-            if left_s < bound:
-                bound = left_s
-        return max(0.0, bound)
+            num_left = s.ends_at - number
+            within = num_left if num_left < _MADE_UP_WITHIN else _MADE_UP_WITHIN
+            each_s = tpot_s * (number - s.joined + 1) - (begin - s.since) + made_up_s * within
+            if each_s < left_s:
+                left_s = each_s
+        return left_s
 
     def launch(self, now: float) -> bool:
         """Plans a step and launches it. False: there is nothing to do."""

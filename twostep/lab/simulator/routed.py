@@ -67,6 +67,10 @@ class RoutedPlacement:
         decode: Sequence[SimulatedWorker],
         full: Collection[int],
     ) -> PlacementChoice | None:
+        # Whoever has no seat would refuse: a queue in the router is as good as one there, and quicker to simulate.
+        open_ = [i not in full and worker.engine.has_seat for i, worker in enumerate(decode)]
+        if not any(open_):
+            return None
         self._num_placed += 1
         seen: dict[SimulatedWorker, Candidate] = {}
         for worker in (*prefill, *decode):
@@ -75,7 +79,7 @@ class RoutedPlacement:
         placed = place(
             Snapshot(
                 prefill=[seen[worker] for worker in prefill],
-                decode=[replace(seen[worker], excluded=True) if i in full else seen[worker] for i, worker in enumerate(decode)],
+                decode=[seen[w] if is_open else replace(seen[w], excluded=True) for w, is_open in zip(decode, open_, strict=True)],
             ),
             PlacementRequest(
                 request_id=str(self._num_placed),
