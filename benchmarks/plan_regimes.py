@@ -37,7 +37,9 @@ def main() -> None:
     simulating.add_argument("cells", type=Path)
     simulating.add_argument("--preset", default="h200-llama-3.1-8b-graphs")
     simulating.add_argument("--gpus", type=int, default=2)
-    simulating.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each simulation")
+    simulating.add_argument(
+        "--seconds", type=float, default=40.0, help="of arrivals in each simulation; ten times as many for prompts of 8000"
+    )
     simulating.add_argument("--jobs", type=int, default=1)
     page = commands.add_parser("page")
     page.add_argument("cells", type=Path)
@@ -52,7 +54,15 @@ def main() -> None:
 def _simulate(args: argparse.Namespace) -> None:
     known = {_key(cell) for cell in _read(args.cells)} if args.cells.exists() else set()
     cells = [
-        {"preset": args.preset, "gpus": args.gpus, "prompt": prompt, "answer": answer, "slo": slo, "seconds": args.seconds}
+        # Long prompts come seldom: so that there are enough to judge by.
+        {
+            "preset": args.preset,
+            "gpus": args.gpus,
+            "prompt": prompt,
+            "answer": answer,
+            "slo": slo,
+            "seconds": args.seconds * (10 if prompt >= 8000 else 1),
+        }
         for slo, prompt, answer in itertools.product(TARGETS, PROMPTS, OUTPUTS)
     ]
     left = [cell for cell in cells if _key(cell) not in known]
