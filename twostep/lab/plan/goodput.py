@@ -147,8 +147,8 @@ def promising(deployment: SimulatedDeployment, targets: LatencyTargets) -> Simul
     """The same with workers of both roles that know which targets their sequences have."""
     if not deployment.both_roles:
         return deployment
-    promised = {"tpot_s": (targets.tpot_ms or 0.0) / 1e3, "gap_s": (targets.gap_ms or 0.0) / 1e3}
-    return replace(deployment, decode=replace(deployment.decode, **promised))
+    decode = replace(deployment.decode, tpot_s=(targets.tpot_ms or 0.0) / 1e3, gap_s=(targets.gap_ms or 0.0) / 1e3)
+    return replace(deployment, decode=decode)
 
 
 def _use(worker: SimulatedWorker, seconds: float, *, aggregated: bool) -> WorkerUse:

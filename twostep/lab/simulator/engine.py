@@ -59,6 +59,11 @@ class EngineSpec:
         return self.curve if self.mixed is None else self.mixed
 
     @property
+    def usual_step_s(self) -> float:
+        """How long steps with prompts may take beside others' tokens, on the whole; 0: any time."""
+        return min((s for s in (_PROMISED_SHARE * self.tpot_s, self.gap_s / 3) if s), default=self.max_step_s)
+
+    @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 

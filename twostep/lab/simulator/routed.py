@@ -103,7 +103,6 @@ class RoutedPlacement:
         if known is None:
             known = self._known[worker] = _Known(self._record(worker))
         bytes_ = request.num_prompt * self._hand_over.kv_token_bytes
-        bound = engine.longest_step_s(now) if engine.num_decoding else math.inf
         load = WorkerLoad(
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
@@ -111,7 +110,7 @@ class RoutedPlacement:
             num_free_blocks=engine.free_blocks,
             num_queued_tokens=engine.uncomputed_tokens,
             num_context_tokens=engine.context,
-            max_step_s=0.0 if bound == math.inf else bound,
+            max_step_s=engine.spec.usual_step_s if engine.num_decoding else 0.0,
             num_handing_over=engine.num_handing_over,
             prompt_tokens_per_s=known.prompt_tokens_per_s(engine.num_prompt_tokens, now),
             tpot_s=(self._targets.tpot_ms or 0.0) / 1e3 if engine.num_decoding else 0.0,
