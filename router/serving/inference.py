@@ -336,8 +336,8 @@ class Inference:
     def max_model_len(self) -> int:
         """The model's context, or less if no pair of live workers has so much, nor a decode worker that computes prompts."""
         records = self._pool.records()
-        longest_prefill = max((r.max_model_len for r in records if r.role == "prefill"), default=self._max_model_len)
-        decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.role == "decode"]
+        longest_prefill = max((r.max_model_len for r in records if r.hands_over), default=self._max_model_len)
+        decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.takes_over]
         return min(self._max_model_len, max(decode, default=longest_prefill))
 
     @property
@@ -347,7 +347,7 @@ class Inference:
 
     def _pool_tokens(self) -> int:
         """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""
-        pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.role == "decode"]
+        pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.takes_over]
         self._last_pool_tokens = max(pools, default=self._last_pool_tokens)
         return self._last_pool_tokens
 

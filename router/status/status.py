@@ -231,7 +231,7 @@ def what_ends(records: Iterable[WorkerRecord], worker_id: str, role: str) -> str
     if leaving is None or leaving.role == role:
         return ""
     others = [record for record in workers if record.worker_id != worker_id]
-    if any(record.role == leaving.role for record in others):
+    if any(record.role == leaving.role or record.both_roles for record in others) or leaving.both_roles:
         return ""
     if leaving.role == "decode":
         return f"{worker_id} is the last decode worker: nothing would be served until there is another"

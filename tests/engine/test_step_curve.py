@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +26,19 @@ def test_a_prompt_in_chunks_is_the_sum_of_its_steps() -> None:
     first = StepWorkload(prompt_tokens=90, pairs=chunk_pairs(90, 20), decodes=10, context=500)
     last = StepWorkload(prompt_tokens=10, pairs=chunk_pairs(10, 110), decodes=10, context=500)
     assert CURVE.prefill_s(120, 20, 100, decodes=10, context=500) == pytest.approx(CURVE.step_s(first) + CURVE.step_s(last))
+
+
+@given(st.integers(0, 400), st.integers(0, 400_000), st.integers(0, 9000), st.floats(1e-3, 0.1), st.sampled_from([0.0, 1e-9]))
+def test_the_chunk_within_a_bound_is_the_largest(decodes: int, context: int, before: int, bound_s: float, per_pair_s: float) -> None:
+    curve = dataclasses.replace(CURVE, per_pair_s=per_pair_s)
+
+    def seconds(count: float) -> float:
+        work = StepWorkload(prompt_tokens=math.ceil(count), pairs=count * (before + count / 2), decodes=decodes, context=context)
+        return curve.step_s(work)
+
+    fits = curve.chunk_within(bound_s, decodes=decodes, context=context, before=before)
+    assert not fits or seconds(math.floor(fits)) <= bound_s + 1e-9
+    assert seconds(math.floor(fits) + 2) > bound_s
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 5000))

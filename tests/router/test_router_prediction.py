@@ -13,7 +13,7 @@ from placement_simulation import GPU, LAYOUT, worker_record
 
 from router.placing.placement import Candidate, MeanLoad, Placement, PlacementRequest, Snapshot, place
 from twostep.cluster.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
-from twostep.cluster.records import WorkerLoad
+from twostep.cluster.records import MeasuredHandOver, WorkerLoad
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepWorkload
 
@@ -300,3 +300,70 @@ def test_the_step_with_decodes_counts_rows_once() -> None:
     total, stall = prompt_s(GPU, 150, 0.0, 1000, decodes=100, context=0)
     assert total == pytest.approx(GPU.step_s(StepWorkload(prompt_tokens=150, decodes=100)))
     assert stall == pytest.approx(50 * GPU.per_row_s)
+
+
+# ---- workers of both roles ----------------------------------------------------------------------------------------------
+
+busy = st.fixed_dictionaries(
+    {
+        "seqs": st.integers(0, 200),
+        "queued": st.integers(0, 40_000),
+        "cached": st.integers(0, 3000),
+        "role": st.sampled_from(["prefill", "decode"]),
+    }
+)
+
+
+def of_both(number: int, role: str, **options: Any) -> Candidate:
+    """`load`: what its record tells beside what `worker` fills in."""
+    load = options.pop("load", {})
+    found = worker(role, name=f"w{number}", both_roles=True, local_prefill=True, **options)
+    record = dataclasses.replace(found.record, load=dataclasses.replace(found.record.load, **load))
+    return dataclasses.replace(found, record=record)
+
+
+PROMISED = {"tpot_s": 0.02, "max_step_s": 0.018}
+
+
+@given(
+    fleet=st.lists(busy, min_size=1, max_size=6),
+    num_tokens=st.integers(1, 8000),
+    answer=st.integers(1, 600),
+    ttft=st.none() | st.floats(1, 2000),
+    tpot=st.none() | st.floats(1, 100),
+    bound=st.sampled_from([0.0, 0.01, 0.02]),
+)
+def test_a_fleet_is_never_worse_than_each_worker_alone(
+    fleet: list[dict[str, Any]], num_tokens: int, answer: int, ttft: float | None, tpot: float | None, bound: float
+) -> None:
+    load = {"max_step_s": bound, "prompt_tokens_per_s": 20_000.0}
+    workers = [of_both(n, load=load, **each) for n, each in enumerate(fleet)]
+    demand = PlacementRequest(request_id="r", num_tokens=num_tokens, max_new_tokens=answer, ttft_ms=ttft, tpot_ms=tpot)
+    free = place(Snapshot(prefill=workers, decode=workers), demand)
+    alone = place(Snapshot(prefill=[], decode=workers), demand)
+    assert isinstance(free, Placement)
+    assert isinstance(alone, Placement)
+    # Whatever is taken costs no more than the best worker alone, and a move gains something.
+    assert free.cost <= alone.cost
+    assert free.prefill is None or (free.cost < alone.cost and free.prefill.worker_id != free.decode.worker_id)
+    assert {way.prefill is None for way in free.compared} >= {True}
+
+
+def test_an_idle_system_moves_nothing_and_a_busy_decode_worker_keeps_short_prompts() -> None:
+    idle = [of_both(0, "prefill"), of_both(1, "decode")]
+    for num_tokens in (64, 512, 2600):
+        assert placed(idle, idle, num_tokens=num_tokens).prefill is None
+    working = [of_both(0, "prefill", queued=8000, load={"prompt_tokens_per_s": 30_000.0}), of_both(1, "decode", seqs=30, load=PROMISED)]
+    short = placed(working, working, num_tokens=64, tpot_ms=20.0)
+    assert (short.prefill, short.decode.worker_id) == (None, "w1")
+
+
+def test_a_measured_hand_over_is_believed() -> None:
+    measured = MeasuredHandOver(transport="cuda_ipc", seconds=0.3, num_bytes=2600 * token_bytes(LAYOUT))
+    slow = worker("decode", seqs=5)
+    load = dataclasses.replace(slow.record.load, hand_overs=(measured,))
+    slow = dataclasses.replace(slow, record=dataclasses.replace(slow.record, load=load))
+    before = placed([worker("prefill")], [worker("decode", seqs=5)])
+    after = placed([worker("prefill")], [slow])
+    assert after.predicted_tpot_s - before.predicted_tpot_s > 0.25 / 127
+    assert after.predicted_gap_s > 0.3

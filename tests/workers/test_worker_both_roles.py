@@ -67,7 +67,7 @@ async def test_what_is_cancelled_one_way_leaves_the_other_alone(redis_url: str) 
         await until(lambda: there.pair.prefill_worker.engine.stats().num_running > 0, "one computes")
         await until(lambda: back.pair.prefill_worker.engine.stats().num_running > 0, "and so does the other")
         call.cancel()
-        assert await there.cancel("r")
+        await there.cancel("r")
         for runner in runners:
             runner.let_go()
         (await rest).check(prompt, 20)
@@ -75,16 +75,20 @@ async def test_what_is_cancelled_one_way_leaves_the_other_alone(redis_url: str) 
 
 @pytest.mark.parametrize("drains", [0, 1])
 async def test_a_worker_drains_of_both_kinds_of_work(redis_url: str, drains: int) -> None:
-    async with both_ways(redis_url) as (there, back):
+    runners = [HeldRunner(), HeldRunner()]
+    async with both_ways(redis_url, prefill_runner=runners[0], decode_runner=runners[1]) as (there, back):
         prompt = prompt_of(60)
         running = [asyncio.create_task(router.generate(f"r{n}", prompt, 60)) for n, router in enumerate((there, back))]
-        await until(lambda: all(w.engine.stats().num_running for w in (there.pair.prefill_worker, back.pair.prefill_worker)), "both work")
-        worker = (there.pair.prefill_worker, there.pair.decode_worker)[drains]
+        workers = there.pair.prefill_worker, there.pair.decode_worker
+        # A prompt of each is computed by the other.
+        await until(lambda: all(w.engine.stats().num_running and w.engine.stats().num_reserved for w in workers), "both work")
+        worker = workers[drains]
         stopping = asyncio.create_task(worker.stop(WAIT_S))
         await until(lambda: worker.record().draining, "it drains")
-        to_it = (there, back)[drains]
-        await refused(to_it.run("late", prompt, 4).read(), grpc.StatusCode.UNAVAILABLE)
+        await refused((there, back)[drains].run("late", prompt, 4).read(), grpc.StatusCode.UNAVAILABLE)
         await refused((back, there)[drains].reserve("late", prompt, 4), grpc.StatusCode.UNAVAILABLE)
+        for runner in runners:
+            runner.let_go()
         for answer in await asyncio.gather(*running):
             answer.check(prompt, 60)
         await stopping
@@ -102,5 +106,10 @@ async def test_workers_that_wait_for_each_others_blocks_give_way(redis_url: str,
         tickets = [(await call.read()).accepted.ticket for call in calls]
         for n, (router, ticket) in enumerate(zip((there, back), tickets, strict=True)):
             await router.attach(f"r{n}", ticket)
-        failures = await asyncio.gather(*(router.failure(f"r{n}") for n, router in enumerate((there, back))))
-        assert all(retryable for _, retryable in failures)
+        answers = await asyncio.gather(*(router.rest(f"r{n}") for n, router in enumerate((there, back))))
+        failed = [answer.failed for answer in answers if answer.failed is not None]
+        assert failed, "one has given way"
+        assert all(failure.retryable for failure in failed)
+        for answer in answers:
+            if answer.failed is None:
+                answer.check(prompt, 8, first=1)
