@@ -173,13 +173,14 @@ class HandOvers:
         `num_cached_tokens`, which of them: those that it does not hold. `offered`: those that work for this one, best first; `wires`: forms
         that it takes besides raw. Raises Unavailable, Incompatible and InvalidRequest, and then nothing is chosen."""
         if hand_over.transport is None:
-            planned = hand_over.first_block
+            first = hand_over.first_block
             if num_cached_tokens is not None:
-                hand_over.first_block = self._first_block(hand_over.request, num_cached_tokens)
-            hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, hand_over.wanted_blocks * self._block_bytes)
+                first = self._first_block(hand_over.request, num_cached_tokens)
+            wanted = hand_over.num_blocks - first
+            hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, wanted * self._block_bytes)
             self._sizes = self._sizes_of(hand_over.transport)
-            if (self._sizes, hand_over.first_block) != (hand_over.plan.sizes, planned):
-                hand_over.plan = self._plan(hand_over.first_block, hand_over.wanted_blocks, self._sizes)
+            if (self._sizes, first) != (hand_over.plan.sizes, hand_over.first_block):
+                hand_over.first_block, hand_over.plan = first, self._plan(first, wanted, self._sizes)
                 self._engine.mark_layers(hand_over.seq_id, hand_over.plan.mark_layers)
             if hand_over.started:
                 self._start_publisher(hand_over)

@@ -225,9 +225,11 @@ async def test_who_runs_out_of_time_in_the_queue_costs_no_worker_anything(cluste
         # Or the server's side of gRPC was the first to see that the time is up.
         assert caught.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
         await until(lambda: cluster.router.admission.num_waiting == cluster.router.worker_queue.num_queued == 0, "it waits no more")
+        # Nothing said that the decode worker was full: Run may have begun beside the reservation that was refused. It is cancelled.
+        assert len(prefill.requests) <= (1 if where == "admission" else 2)
+        await until(lambda: len(prefill.held) <= 1, "only the first is held")
         go_on.set()
         await first
-        assert len(prefill.requests) == 1
 
 
 def with_targets(request: pb.GenerateRequest, **targets: float) -> pb.GenerateRequest:
