@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.transports import make_transports
+from kv_transfer.remote import transports_of
 from prefill_worker.edge import PrefillEdge
 from twostep.worker.process import run_worker
 
@@ -14,7 +14,7 @@ from twostep.worker.process import run_worker
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
     edges: dict[str, type[PrefillEdge | DecodeEdge]] = {"prefill": PrefillEdge, "decode": DecodeEdge}
-    return run_worker("decode", argv, lambda parts: edges[parts.config.role](parts, make_transports(parts)))
+    return run_worker("decode", argv, lambda parts: edges[parts.config.role](parts, transports_of(parts)), "kv_transfer.engine_process")
 
 
 if __name__ == "__main__":
