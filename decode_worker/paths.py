@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc.aio
 from redis.exceptions import RedisError
@@ -89,7 +90,7 @@ class Paths:
         self._telemetry = telemetry
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
         self._asking = asyncio.Semaphore(_ASKING_AT_ONCE)
-        self._copying = {transport.name: asyncio.Semaphore(_COPYING_AT_ONCE) for transport in transports}
+        self._copying = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _COPYING_AT_ONCE))
         self._said_full = False
         self._closed = False
 

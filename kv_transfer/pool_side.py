@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kv_transfer.chunking import ChunkRange
 from kv_transfer.conversion import Conversion, ConversionPlan
@@ -17,9 +17,6 @@ from kv_transfer.transport import BlockStore, ChunkInfo, KvTransport
 from kv_transfer.wire_encoding import RAW
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Unavailable
-
-if TYPE_CHECKING:
-    from kv_transfer.transports import Transports
 
 
 class PoolSide(Protocol):
@@ -55,10 +52,16 @@ class SequenceBlocks(Protocol):
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]: ...
 
 
+class TransportsByName(Protocol):
+    def get(self, name: str) -> KvTransport | None: ...
+
+
 class LocalPool:
     """A PoolSide of this process. Belongs to one event loop."""
 
-    def __init__(self, sequences: SequenceBlocks, store: BlockStore, layout: LayoutRecord, encoding: str, transports: Transports) -> None:
+    def __init__(
+        self, sequences: SequenceBlocks, store: BlockStore, layout: LayoutRecord, encoding: str, transports: TransportsByName
+    ) -> None:
         """Raises SetupError where blocks of this layout cannot travel as `encoding`."""
         self._sequences = sequences
         self._store = store

@@ -147,9 +147,9 @@ def reserving(router: RouterDouble, name: str, prompt: list[int], max_tokens: in
 async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried, take = asyncio.Event(), Sequences.reserve
 
-    def reserved(self: Sequences, *args: Any, **options: Any) -> Any:
+    async def reserved(self: Sequences, *args: Any, **options: Any) -> Any:
         try:
-            return take(self, *args, **options)
+            return await take(self, *args, **options)
         except ResourceExhausted:
             tried.set()
             raise
