@@ -151,6 +151,7 @@ def engine_of(worker: Worker) -> Engine:
 
 
 MakeTransports = Callable[[EdgeParts], Transports]
+EDGES: dict[str, type[PrefillEdge | DecodeEdge]] = {"prefill": PrefillEdge, "decode": DecodeEdge}
 
 
 def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:
@@ -162,7 +163,7 @@ def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Ed
         one = one_sided_transport(parts, hub) if isinstance(hub, OneSidedHub) else local_transport(parts, hub, 64 << 20)
         return Transports([one])
 
-    return lambda parts: (PrefillEdge if parts.config.role == "prefill" else DecodeEdge)(parts, transports(parts))
+    return lambda parts: EDGES[parts.config.role](parts, transports(parts))
 
 
 def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
