@@ -19,7 +19,7 @@ from typing import Any
 from twostep.engine.types import TokenOutput
 from twostep.errors import Cancelled, ResourceExhausted, TwostepError
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
-from twostep.worker.requests import fill_token
+from twostep.worker.requests import fill_token, token_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ AttemptId = tuple[str, int]
 
 
 class History:
-    """Keeps what a router may ask for again of one attempt: its last `max_tokens` tokens, and the events that come once. Tokens are kept
-    as they travel: about 50 bytes each, and 12 more for each logprob asked for."""
+    """Keeps what a router may ask for again of one attempt: its last `max_tokens` tokens, and the events that come once. A token is a
+    number; where more is told of it, all of it is kept: about 300 bytes, and 100 more for each logprob asked for."""
 
     def __init__(self, attempt: AttemptId, *, max_tokens: int) -> None:
         self.attempt = attempt
@@ -41,9 +41,9 @@ class History:
         self._first: decode_pb2.DecodeEvent | None = None
         self._failed: decode_pb2.DecodeEvent | None = None
         # Of consecutive positions, which end before `_next_position`.
-        self._tokens: deque[bytes] = deque(maxlen=max_tokens)
+        self._tokens: deque[int | TokenOutput] = deque(maxlen=max_tokens)
         self._next_position: int | None = None
-        self._full = False
+        self._begun_at = 0
         # Of a prompt computed here: the log probabilities sent so far. They are large, and not kept.
         self._next_prompt_position = 0
 
@@ -56,7 +56,7 @@ class History:
         event.request_id, event.attempt = self.attempt
         self._first = decode_pb2.DecodeEvent()
         self._first.CopyFrom(event)
-        self._next_position = token.position + 1
+        self._next_position = self._begun_at = token.position + 1
 
     def score(self, part: inference_pb2.PromptLogprobs, event: decode_pb2.DecodeEvent) -> None:
         """Takes log probabilities of the prompt's next tokens. Fills the empty `event` with what the router is sent."""
@@ -64,15 +64,19 @@ class History:
         event.prompt_logprobs.CopyFrom(part)
         self._next_prompt_position = part.position + len(part.logprobs)
 
-    def add(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
-        """Takes the next token. Fills the empty `event` with what the router is sent."""
-        assert self._next_position in (None, token.position), "a sequence's tokens come in order"
+    def add(self, token: int | TokenOutput, position: int, event: decode_pb2.DecodeEvent) -> None:
+        """Takes the next token, which is its number where no more is told of it. Fills the empty `event` with what the router is sent."""
+        if position != self._next_position:
+            assert self._next_position is None, "a sequence's tokens come in order"
+            self._begun_at = position
         event.request_id, event.attempt = self.attempt
-        message = event.token
-        fill_token(message, token)
-        self._full = self._full or len(self._tokens) == self._tokens.maxlen
-        self._tokens.append(message.SerializeToString())
-        self._next_position = token.position + 1
+        if isinstance(token, int):
+            message = event.token
+            message.token_id, message.position = token, position
+        else:
+            fill_token(event.token, token)
+        self._tokens.append(token)
+        self._next_position = position + 1
 
     def end(self) -> None:
         """Nothing follows."""
@@ -97,7 +101,7 @@ class History:
 
     def reaches(self, next_position: int) -> bool:
         """Returns whether everything from `next_position` on is still here."""
-        return not self._full or next_position >= self._first_position
+        return next_position >= self._first_position or self._first_position == self._begun_at
 
     def scored(self, next_prompt_position: int) -> bool:
         """Returns whether a router that has the prompt's log probabilities before this one has missed none."""
@@ -110,8 +114,12 @@ class History:
             yield self._committed
         if self._first is not None and position.next_position <= self._first.first_token.token.position:
             yield self._first
-        for token in islice(self._tokens, max(0, position.next_position - self._first_position), None):
-            yield self._event(token=prefill_pb2.Token.FromString(token))
+        first = max(position.next_position, self._first_position)
+        for at, token in enumerate(islice(self._tokens, first - self._first_position, None), first):
+            if isinstance(token, int):
+                yield self._event(token=prefill_pb2.Token(token_id=token, position=at))
+            else:
+                yield self._event(token=token_to_proto(token))
         if self._failed is not None:
             yield self._failed
 

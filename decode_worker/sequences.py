@@ -27,7 +27,7 @@ from decode_worker.pull import Pull, PulledKv, Puller, PullHooks
 from decode_worker.tracing import CANCELLED, SequenceSpan
 from kv_transfer.conversion import BlockTarget
 from kv_transfer.ticket import Ticket
-from twostep.engine.types import EngineRequest, FailureKind, PrefillProgress, PromptScores, StepOutput, TokenOutput
+from twostep.engine.types import EngineRequest, FailureKind, PrefillProgress, PromptScores, StepOutput, StepTokens, TokenOutput
 from twostep.errors import (
     Incompatible,
     InternalError,
@@ -125,19 +125,14 @@ class DecodeSequence:
             self.started_at = max(self.submitted_at, began_at)
             self.num_cached_tokens = progress.num_cached_tokens
 
-    def on_token(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
-        """Fills the empty `event` with what its router is sent of its next token. It decodes from now on."""
-        if self.state is State.PREFILLING:
-            self.state = State.DECODING
-            started_at = self.started_at or self.submitted_at
-            if self.span is not None:
-                self.span.computed(self.submitted_at, started_at, self.num_cached_tokens)
-            queue_s, prefill_s = started_at - self.submitted_at, time.monotonic() - started_at
-            self.history.begin(token, event, cached_tokens=self.num_cached_tokens, queue_s=queue_s, prefill_s=prefill_s)
-        else:
-            self.history.add(token, event)
+    def begin(self, token: TokenOutput, event: decode_pb2.DecodeEvent) -> None:
+        """Fills the empty `event` with what its router is sent of the first token of a prompt computed here. It decodes from now on."""
+        self.state = State.DECODING
+        started_at = self.started_at or self.submitted_at
         if self.span is not None:
-            self.span.token(last=token.finish_reason is not None)
+            self.span.computed(self.submitted_at, started_at, self.num_cached_tokens)
+        queue_s, prefill_s = started_at - self.submitted_at, time.monotonic() - started_at
+        self.history.begin(token, event, cached_tokens=self.num_cached_tokens, queue_s=queue_s, prefill_s=prefill_s)
 
 
 class Sequences:
@@ -358,7 +353,7 @@ class Sequences:
         )
         self._send(sequence.router_id, decode_pb2.StepEvents(step=self._step, events=[sequence.history.commit(committed)]))
         withheld, sequence.withheld = sequence.withheld, []
-        self._send_tokens(withheld)
+        self._send_tokens(StepTokens.of(withheld))
         if sequence.withheld_error is not None:
             self._fail(sequence, sequence.withheld_error)
 
@@ -397,26 +392,41 @@ class Sequences:
                 sequence.history.score(part, message.events.add())
             self._send(sequence.router_id, message)
 
-    def _send_tokens(self, tokens: Iterable[TokenOutput]) -> None:
+    def _send_tokens(self, tokens: StepTokens) -> None:
         messages: dict[str, decode_pb2.StepEvents] = {}
-        for token in tokens:
-            sequence = self._sequences.get(token.seq_id)
+        prefilling, fetching = State.PREFILLING, State.FETCHING
+        for row, (seq_id, token_id, position) in enumerate(zip(tokens.seq_ids, tokens.token_ids, tokens.positions, strict=True)):
+            sequence = self._sequences.get(seq_id)
             if sequence is None:
                 continue
-            if sequence.state is State.FETCHING:
+            if sequence.state is fetching:
                 # Of KV that its source has not confirmed yet.
-                sequence.withheld.append(token)
+                sequence.withheld.append(tokens[row])
                 continue
             message = messages.get(sequence.router_id)
             if message is None:
                 message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step)
-            sequence.on_token(token, message.events.add())
-            if token.finish_reason is not None:
-                del self._sequences[token.seq_id]
-                if (outbox := self._outboxes.get(sequence.router_id)) is not None:
-                    outbox.end(sequence.history)
+            event = message.events.add()
+            if sequence.state is prefilling:
+                sequence.begin(tokens[row], event)
+            elif row in tokens.extras:
+                sequence.history.add(tokens[row], position, event)
+            else:
+                sequence.history.add(token_id, position, event)
+            if sequence.span is not None:
+                sequence.span.token()
+            if row in tokens.extras and tokens.extras[row].finish_reason is not None:
+                self._last_told(sequence)
         for router_id, message in messages.items():
             self._send(router_id, message)
+
+    def _last_told(self, sequence: DecodeSequence) -> None:
+        """Takes a sequence off the table whose last token is on its way."""
+        del self._sequences[sequence.seq_id]
+        if sequence.span is not None:
+            sequence.span.end()
+        if (outbox := self._outboxes.get(sequence.router_id)) is not None:
+            outbox.end(sequence.history)
 
     def _send(self, router_id: str, message: decode_pb2.StepEvents) -> None:
         outbox = self._outboxes.get(router_id)

@@ -34,7 +34,7 @@ class SequenceSpans:
 
 
 class SequenceSpan:
-    """The span of one sequence. A token costs two additions."""
+    """The span of one sequence. A token costs an addition."""
 
     __slots__ = ("_begun_at", "_decoding_at", "_num_tokens", "_seq_id", "_span", "_transfers", "metadata")
 
@@ -61,10 +61,8 @@ class SequenceSpan:
         self._span.child("queue", submitted_at, started_at)
         self._span.child("prefill", started_at, now, {"twostep.cached_tokens": num_cached_tokens})
 
-    def token(self, *, last: bool) -> None:
+    def token(self) -> None:
         self._num_tokens += 1
-        if last:
-            self.end()
 
     def end(self, reason: str = "") -> None:
         """Nothing of it is left. `reason` says why if it was not its last token; routers cancel what a stop string has ended."""

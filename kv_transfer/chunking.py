@@ -97,11 +97,17 @@ class ChunkPlan:
             ChunkRange(index=index, first_block=first_block + start, num_blocks=count, layers=layers)
             for index, (start, count, layers) in enumerate(cut)
         )
+        self.sizes = sizes
         self._left = list(self.ranges)
 
     @property
     def num_chunks(self) -> int:
         return len(self.ranges)
+
+    @property
+    def mark_layers(self) -> tuple[int, ...]:
+        """After how many layers of a step chunks of it are ready, ascending; none where the step's end is soon enough."""
+        return tuple(sorted({chunk.layers.stop for chunk in self.ranges if chunk.layers is not None}))
 
     @property
     def done(self) -> bool:

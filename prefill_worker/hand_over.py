@@ -71,6 +71,8 @@ class HandOvers:
         self._transports = transports
         self._layout_fingerprint = fingerprint(self.layout)
         self._table = LeaseTable(max_leases=config.max_waiting + config.max_num_seqs + _SPARE_LEASES)
+        # Those of the last reader's transport: the next one's are likely the same.
+        self._sizes: ChunkSizes | None = None
         self._live: dict[str, HandOver] = {}  # by the engine's name of the sequence
         self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id
         self._publisher = Publisher(
@@ -122,7 +124,9 @@ class HandOvers:
         first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
         self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
-        await self._engine.submit(request, hold=True)
+        # Its first step may be launched before a reader has chosen: it is marked as for the last one.
+        plan = self._plan(first, count - first, self._sizes or self._sizes_of(self._transports.ready[0]))
+        await self._engine.submit(request, hold=True, mark_layers=plan.mark_layers)
         try:
             if self._closed:
                 raise Unavailable("the prefill worker is stopping; another one will do")
@@ -136,6 +140,7 @@ class HandOvers:
             block_size=size,
             first_block=first,
             num_blocks=count,
+            plan=plan,
         )
         self._live[hand_over.seq_id] = hand_over
         self._refusals.pop(hand_over.lease_id, None)
@@ -170,7 +175,10 @@ class HandOvers:
         nothing."""
         if hand_over.transport is None:
             hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, hand_over.wanted_blocks * self._block_bytes)
-            hand_over.plan = self._plan(hand_over, hand_over.transport)
+            self._sizes = self._sizes_of(hand_over.transport)
+            if self._sizes != hand_over.plan.sizes:
+                hand_over.plan = self._plan(hand_over.first_block, hand_over.wanted_blocks, self._sizes)
+                self._engine.mark_layers(hand_over.seq_id, hand_over.plan.mark_layers)
             if hand_over.started:
                 self._start_publisher(hand_over)
         elif offered and hand_over.transport.name not in offered:
@@ -181,16 +189,21 @@ class HandOvers:
             raise Unavailable(f"the lease is published as {hand_over.wire}, this reader takes {', '.join((RAW, *wires))}; prefill again")
         return hand_over.transport
 
-    def _plan(self, hand_over: HandOver, transport: TransportEnd) -> ChunkPlan:
-        """Cuts it by groups of layers where the steps say how far they are."""
-        facts, sizes = self._engine.facts, COPIED_OUT if transport.copies_out else IN_PLACE
+    def _sizes_of(self, transport: TransportEnd) -> ChunkSizes:
+        if self._parts.config.chunk_bytes:
+            return ChunkSizes.of(self._parts.config.chunk_bytes)
+        return COPIED_OUT if transport.copies_out else IN_PLACE
+
+    def _plan(self, first_block: int, num_blocks: int, sizes: ChunkSizes) -> ChunkPlan:
+        """Cuts them by groups of layers where the steps say how far they are."""
+        facts = self._engine.facts
         return ChunkPlan(
-            first_block=hand_over.first_block,
-            num_blocks=hand_over.wanted_blocks,
+            first_block=first_block,
+            num_blocks=num_blocks,
             block_bytes=self._block_bytes,
             num_layers=facts.shape.num_layers if facts.marks_layers else 1,
             step_blocks=max(1, self._engine.max_num_batched_tokens // facts.shape.block_size),
-            sizes=ChunkSizes.of(self._parts.config.chunk_bytes) if self._parts.config.chunk_bytes else sizes,
+            sizes=sizes,
         )
 
     async def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
@@ -234,8 +247,9 @@ class HandOvers:
         for scores in output.scores:
             if (hand_over := self._under_way(scores.seq_id)) is not None:
                 hand_over.on_scores(scores)
-        for token in output.tokens:
-            if (hand_over := self._under_way(token.seq_id)) is not None:
+        for row, seq_id in enumerate(output.tokens.seq_ids):
+            if (hand_over := self._under_way(seq_id)) is not None:
+                token = output.tokens[row]
                 hand_over.on_token(token)
                 if token.finish_reason is not None:
                     self.abort(hand_over, "the first token ended the request")
@@ -266,7 +280,6 @@ class HandOvers:
 
     async def _publish(self, hand_over: HandOver) -> None:
         """Publishes all of it and says so to the lease. Cancelling leaves that to the canceller."""
-        assert hand_over.plan is not None
         try:
             await self._publisher.run(hand_over)
         except TwostepError as error:

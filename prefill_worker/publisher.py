@@ -58,9 +58,9 @@ class HandOver:
     published: list[ChunkInfo] = field(default_factory=list)
     scores: deque[PromptScores] = field(default_factory=deque)
     publisher: asyncio.Task[None] | None = None
-    # Chosen by the first Watch, with how its blocks travel; nothing is published before.
+    # Chosen by the first Watch, with how its blocks travel; nothing is published before. The plan before is for what it will likely choose.
     transport: TransportEnd | None = None
-    plan: ChunkPlan | None = None
+    plan: ChunkPlan
     wire: str = RAW
     # Set aside in the transport's budget for all that is to be published.
     reserved_bytes: int = 0
@@ -256,7 +256,6 @@ class Publisher:
 
     async def run(self, hand_over: HandOver) -> None:
         """Returns when all is published. Raises TwostepErrors only, but for being cancelled: nothing reads the blocks then any more."""
-        assert hand_over.plan is not None
         hand_over.publisher_started_at = time.monotonic()
         try:
             await self._reserve(hand_over)

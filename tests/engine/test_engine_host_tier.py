@@ -308,7 +308,7 @@ def waiting_sequence(seq_id: str, blocks: Sequence[int]) -> EngineSequence:
     sequence = make_sequence(
         request, hold=False, state=SequenceState.WAITING, vocab_size=VOCAB, max_model_len=CONTEXT, block_size=BLOCK, prefix_caching=True
     )
-    sequence.blocks = np.array(blocks, np.int32)
+    sequence.blocks = list(blocks)
     return sequence
 
 

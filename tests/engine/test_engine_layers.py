@@ -7,21 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_helpers import HookedRunner, drain, make_request
-from hypothesis import given
-from hypothesis import strategies as st
 
-from twostep.engine import step_launcher
-from twostep.engine.batch import Batch, KvShape, LayerMark, LayerRange
+from twostep.engine.batch import Batch, LayerMark, LayerRange
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.step_launcher import MarkedStep, layers_to_mark
-from twostep.engine.step_work import StepWork
+from twostep.engine.step_launcher import MarkedStep
 
 NUM_LAYERS = 6
 
 
-@pytest.fixture(autouse=True)
-def mark_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_launcher, "MARK_BYTES", 512)
+ALL = range(1, NUM_LAYERS + 1)
 
 
 def layered(**options: Any) -> HookedRunner:
@@ -38,44 +32,23 @@ def marked_by(engine: Engine) -> list[MarkedStep]:
     return steps
 
 
-@given(st.integers(1, 80), st.integers(1, 4000), st.integers(1, 1 << 20))
-def test_marks_are_about_so_many_bytes_apart(num_layers: int, num_tokens: int, mark_bytes: int) -> None:
-    shape = KvShape(num_blocks=4, block_size=4, num_layers=num_layers, num_kv_heads=1, head_dim=4, dtype="float32")
-    engine_request = make_request("s", range(num_tokens))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_launcher, "MARK_BYTES", mark_bytes)
-        marks = list(layers_to_mark(work_of([(engine_request.seq_id, num_tokens, True)]), shape))
-    if not marks:
-        assert shape.layer_bytes * num_tokens * num_layers // shape.block_size < 3 * mark_bytes or num_layers == 1
-        return
-    assert marks[-1] == num_layers
-    assert num_layers * num_tokens * shape.layer_bytes >= 2 * mark_bytes * shape.block_size, "else the step's end says it soon enough"
-    gaps = np.diff([0, *marks])
-    assert (gaps[:-1] * num_tokens * shape.layer_bytes >= mark_bytes * shape.block_size).all()
-    assert gaps[-1] <= gaps[0]
-
-
-def work_of(chunks: list[tuple[str, int, bool]], num_decodes: int = 0) -> StepWork:
-    """(seq_id, tokens, hold)"""
-    sequences: list[Any] = [type("Sequence", (), {"seq_id": name, "hold": hold})() for name, _, hold in chunks]
-    return StepWork(
-        sequences=sequences,
-        starts=[0] * len(chunks),
-        num_tokens=[count for _, count, _ in chunks],
-        carried=[-1] * len(chunks),
-        sampled=[True] * len(chunks),
-        scored=[0] * len(chunks),
-        num_decodes=num_decodes,
-    )
-
-
-def test_only_what_is_handed_over_counts() -> None:
-    shape = layered().kv_shape
-    assert layers_to_mark(work_of([("a", 100, False)]), shape) == ()
-    assert layers_to_mark(work_of([("a", 100, True)], num_decodes=1), shape) == ()
-    assert layers_to_mark(work_of([("a", 100, False), ("b", 100, True)]), shape) == (1, 2, 3, 4, 5, 6)
-    step = MarkedStep.of(work_of([("a", 1, True), ("b", 9, False), ("c", 8, True)], num_decodes=1), ())
-    assert step.ends == [("c", 8)]
+def test_steps_are_marked_where_their_prompts_ask_and_each_is_told_of_its_own() -> None:
+    runner = layered()
+    engine = make_engine(runner)
+    asked: list[list[int]] = []
+    runner.launching = lambda batch: asked.append(list(batch.mark_layers))
+    steps = marked_by(engine)
+    engine.submit(make_request("a", range(10)), hold=True, mark_layers=(2, 6))
+    engine.submit(make_request("b", range(12)), hold=True, mark_layers=(3,))
+    engine.mark_layers("b", (3, 6))
+    engine.mark_layers("gone", (1,))
+    engine.submit(make_request("c", range(9)), hold=True)
+    drain(engine)
+    assert asked == [[2, 3, 6]]
+    told = [(each.seq_id, each.num_computed_tokens, each.num_layers) for mark in steps[0].marks for each in steps[0].at(mark)]
+    assert told == [("a", 10, 2), ("b", 12, 3), ("a", 10, 6), ("b", 12, 6)]
+    for name in "abc":
+        engine.release(name)
 
 
 def test_no_follower_or_the_runner_tells_nothing() -> None:
@@ -84,7 +57,7 @@ def test_no_follower_or_the_runner_tells_nothing() -> None:
         runner.launching = lambda batch, asked=asked: asked.append(len(batch.mark_layers))  # type: ignore[misc]
         engine = make_engine(runner)
         steps = marked_by(engine) if follow else []
-        engine.submit(make_request("s", range(50)), hold=True)
+        engine.submit(make_request("s", range(50)), hold=True, mark_layers=ALL)
         drain(engine)
         assert (asked, steps) == ([0], [])
         engine.release("s")
@@ -105,7 +78,7 @@ def test_at_a_mark_its_layers_are_there_and_the_others_are_not() -> None:
             seen.append((marks[layer - 1].num_layers, [filled(runner, blocks, i) for i in range(NUM_LAYERS)]))
 
     runner.computing = look
-    engine.submit(make_request("s", range(1, 73)), hold=True)
+    engine.submit(make_request("s", range(1, 73)), hold=True, mark_layers=ALL)
     engine.step()
     assert seen == [(n, [layer < n for layer in range(NUM_LAYERS)]) for n in range(1, NUM_LAYERS)]
     runner.computing = None
@@ -134,7 +107,7 @@ def test_blocks_that_leave_early_are_not_exchanged_for_a_twin(budget: int) -> No
 
     runner.during = look
     for name in ("a", "b"):
-        engine.submit(make_request(name, range(40)), hold=True)
+        engine.submit(make_request(name, range(40)), hold=True, mark_layers=ALL)
     drain(engine)
     after = {name: list(engine.block_ids(name)) for name in ("a", "b")}
     assert after == before

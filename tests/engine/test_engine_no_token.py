@@ -15,7 +15,7 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.generate import generate
 from twostep.engine.self_test import SelfTest, gives_tokens, probe_tokens
 from twostep.engine.step_work import StepResult
-from twostep.engine.types import EngineRequest, FailureKind, SequenceFailure, StepOutput, TokenOutput
+from twostep.engine.types import EngineRequest, FailureKind, SequenceFailure, StepOutput, StepTokens, TokenOutput
 from twostep.errors import InternalError
 from twostep.prefix import PrefixHasher
 
@@ -147,7 +147,7 @@ def test_only_when_no_probe_has_a_token_it_is_the_worker(outcomes: list[tuple[st
         tokens = [TokenOutput(seq_id=seq_id, token_id=1, position=0) for seq_id, outcome in now if outcome == "token"]
         kinds = {"no token": FailureKind.NO_TOKEN, "failed": FailureKind.STEP}
         ended = [SequenceFailure(seq_id=seq_id, message="", kind=kinds[outcome]) for seq_id, outcome in now if outcome in kinds]
-        result, more = test.settle(StepResult(tokens=tokens, failures=ended))
+        result, more = test.settle(StepResult(tokens=StepTokens.of(tokens), failures=ended))
         assert not result.tokens
         assert not more
         told += result.failures

@@ -18,7 +18,7 @@ from engine_helpers import HookedRunner, assert_idle, engine_of, expected_answer
 
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine
-from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput, TokenOutput
+from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput, StepTokens, TokenOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
@@ -321,7 +321,7 @@ class AheadWorld(World):
         # Who was confirmed during this very step, and failed in it, is told of the failure alone.
         before = [token for token in self.confirmed if token.seq_id not in failed]
         self.confirmed = []
-        return replace(output, tokens=[*before, *tokens])
+        return replace(output, tokens=StepTokens.of([*before, *tokens]))
 
 
 @functools.cache

@@ -95,6 +95,7 @@ def test_a_long_prompt_leaves_one_layer_to_the_end() -> None:
     plan = ChunkPlan(first_block=0, num_blocks=163, block_bytes=2 << 20, num_layers=32, sizes=IN_PLACE)
     groups = [LayerRange(0, 14), LayerRange(14, 14), LayerRange(28, 4)]
     assert [(chunk.num_blocks, chunk.layers) for chunk in plan.ranges] == [(163, group) for group in groups]
+    assert plan.mark_layers == (14, 28, 32)
     short = ChunkPlan(first_block=0, num_blocks=20, block_bytes=2 << 20, num_layers=32, sizes=IN_PLACE)
     assert [(chunk.num_blocks, chunk.layers) for chunk in short.ranges] == [(20, None)]
 

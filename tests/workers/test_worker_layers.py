@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from worker_harness import BLOCK, expected, make_runner, prompt_of, routed, started
 
-from twostep.engine import step_launcher
 from twostep.engine.batch import Batch, InFlight
 from twostep.engine.fake import FakeRunner
 
@@ -21,12 +20,6 @@ NUM_LAYERS = 8
 
 # The runner takes as long as a device does.
 pytestmark = pytest.mark.system
-
-
-@pytest.fixture(autouse=True)
-def small_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of these tests have 1 KiB."""
-    monkeypatch.setattr(step_launcher, "MARK_BYTES", 1024)
 
 
 def layered(redis_url: str, runner: FakeRunner, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
 from twostep.engine.batch import TopToken
-from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, TokenOutput
+from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, StepTokens, TokenOutput
 from twostep.errors import ResourceExhausted
 from twostep.rpc.v1 import decode_pb2
 from twostep.sampling_params import SamplingParams
@@ -44,7 +44,8 @@ def at(next_position: int, *, committed: bool = False) -> decode_pb2.StreamPosit
 
 def added(history: History, position: int) -> decode_pb2.DecodeEvent:
     event = decode_pb2.DecodeEvent()
-    history.add(token(position), event)
+    whole = token(position)
+    history.add(whole if whole.top_logprobs else whole.token_id, position, event)
     return event
 
 
@@ -126,7 +127,7 @@ async def test_what_was_on_its_way_when_a_stream_broke_counts_as_not_sent() -> N
 
 def test_a_token_that_is_all_zeros_is_one() -> None:
     history, message = History(("s", 1), max_tokens=2), decode_pb2.StepEvents()
-    history.add(TokenOutput(seq_id="s/1", token_id=0, position=0), message.events.add())
+    history.add(0, 0, message.events.add())
     (told,) = decode_pb2.StepEvents.FromString(message.SerializeToString()).events
     assert told.HasField("token"), "nothing of it differs from what a message is without it"
     assert list(history.since(at(0))) == [told]
@@ -244,7 +245,7 @@ def test_every_event_arrives_once_and_in_order_whatever_breaks(
             for i in sorted(members - over.keys()):
                 counts[i] += 1
                 tokens.append(token(counts[i] - (i == LOCAL), last=last, seq_id=f"s{i}/1"))
-            sequences.on_step(StepOutput(step=1, tokens=tokens))
+            sequences.on_step(StepOutput(step=1, tokens=StepTokens.of(tokens)))
 
         async def turn(kind: str, value: Any) -> None:
             if kind == "step":
@@ -303,7 +304,7 @@ async def test_what_the_router_does_not_name_is_dropped() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     assert engine.cancelled == ["s1/1"]
-    sequences.on_step(StepOutput(step=1, tokens=[token(1, seq_id=f"s{i}/1") for i in range(NUM_SEQUENCES)]))
+    sequences.on_step(StepOutput(step=1, tokens=StepTokens.of(token(1, seq_id=f"s{i}/1") for i in range(NUM_SEQUENCES))))
     await wire.send(9)
     wire.arrive(9)
     assert [len(wire.got[f"s{i}"]) for i in range(NUM_SEQUENCES)] == [1, 0, 1]
@@ -316,7 +317,7 @@ async def test_a_router_that_is_too_far_behind_is_told_so(ended: bool) -> None:
     sequences, _ = await make(max_replay_tokens=3)
     wire = Wire(sequences)
     for position in range(1, 8):
-        sequences.on_step(StepOutput(step=1, tokens=[token(position, last=ended and position == 7, seq_id="s0/1")]))
+        sequences.on_step(StepOutput(step=1, tokens=StepTokens.of([token(position, last=ended and position == 7, seq_id="s0/1")])))
     wire.open()
     for _ in range(5):
         await asyncio.sleep(0)

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from twostep.engine.block_pool import BlockPool
+from twostep.engine.block_tables import BlockTables
 from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.sequence import EngineSequence, SequenceState
 
@@ -27,28 +26,25 @@ class BlockManager:
     def __init__(self, pool: BlockPool, tier: HostTier, *, block_size: int) -> None:
         self.pool = pool
         self.tier = tier
+        self.tables = BlockTables()
+        self.block_size = block_size
         # Prompt tokens looked up among cached prefixes and found there, ever; of these, those found in the host tier. What comes back after
         # giving way does not count again.
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_host_hit_tokens = 0
-        self._block_size = block_size
 
     def num_now(self, sequence: EngineSequence) -> int:
         """Returns the blocks that its tokens take."""
-        return -(-len(sequence.tokens) // self._block_size)
+        return -(-len(sequence.tokens) // self.block_size)
 
     def num_in_the_end(self, sequence: EngineSequence) -> int:
-        return -(-sequence.num_kv_tokens // self._block_size)
+        return -(-sequence.num_kv_tokens // self.block_size)
 
     def num_to_admit(self, sequence: EngineSequence) -> int:
         """Returns the blocks that there must be to let it in: room for one more if it will grow."""
         num_blocks = self.num_now(sequence)
         return num_blocks + (self.num_in_the_end(sequence) > num_blocks)
-
-    def num_missing(self, sequence: EngineSequence) -> int:
-        """Returns how many more it needs for all its tokens, those in flight included."""
-        return -(-(len(sequence.tokens) + sequence.num_pending) // self._block_size) - len(sequence.blocks)
 
     def num_exclusive(self, sequence: EngineSequence) -> int:
         """Returns how many blocks come free with it."""
@@ -63,19 +59,19 @@ class BlockManager:
             if num_freed >= wanted:
                 break
             taken.append(sequence)
-            for block in sequence.blocks.tolist():
+            for block in sequence.blocks:
                 num_uses[block] += 1
                 num_freed += num_uses[block] == self.pool.num_owners(block)
         return taken, num_freed
 
     def match(self, sequence: EngineSequence) -> int:
         """Notes what is cached now of a sequence that waits, and returns the available blocks that admitting it would use up."""
-        usable = 0 if sequence.wants_scores else (len(sequence.tokens) - 1) // self._block_size
+        usable = 0 if sequence.wants_scores else (len(sequence.tokens) - 1) // self.block_size
         hashes = sequence.block_hashes()[:usable]
         cached = self.pool.lookup(hashes)
         sequence.matched = cached
         sequence.matched_in_host = self.tier.lookup(hashes, len(cached))
-        sequence.num_matched = (len(cached) + len(sequence.matched_in_host)) * self._block_size
+        sequence.num_matched = (len(cached) + len(sequence.matched_in_host)) * self.block_size
         return self.num_to_admit(sequence) - len(cached) + self.pool.num_unowned(cached)
 
     def admit(self, sequences: Sequence[EngineSequence]) -> None:
@@ -95,35 +91,43 @@ class BlockManager:
         """Gives a new sequence the `cached` blocks, just found in the pool, and others for the rest of its tokens."""
         self.pool.share(cached)
         in_host = self.tier.lookup(sequence.block_hashes(), len(cached))
-        self._count_found(sequence, (len(cached) + len(in_host)) * self._block_size, len(in_host))
+        self._count_found(sequence, (len(cached) + len(in_host)) * self.block_size, len(in_host))
         self._fill(sequence, cached, in_host, is_new=True)
 
     def _fill(self, sequence: EngineSequence, found: list[int], in_host: Sequence[bytes], *, is_new: bool) -> None:
         """Takes new blocks after those found, some of them to be loaded from the host tier."""
         sequence.num_registered = len(found)
         new = self.pool.allocate(self.num_now(sequence) - len(found))
-        sequence.blocks = np.array(found + new, np.int32)
+        sequence.table = self.tables.take()
+        self._own(sequence, found + new)
         self.tier.load(sequence, len(found), in_host, is_new=is_new)
 
     def _count_found(self, sequence: EngineSequence, num_cached: int, num_in_host: int) -> None:
         """Counts the tokens of a new sequence whose KV was there; those of the last `num_in_host` blocks count once they are loaded."""
         sequence.num_cached = num_cached
         self.num_queried_tokens += len(sequence.tokens)
-        self.num_hit_tokens += num_cached - num_in_host * self._block_size
+        self.num_hit_tokens += num_cached - num_in_host * self.block_size
         self.tier.asked(sequence.block_hashes())
 
     def extend(self, sequence: EngineSequence, count: int) -> None:
         """Gives a running sequence more blocks."""
-        sequence.blocks = np.append(sequence.blocks, np.array(self.pool.allocate(count), np.int32))
+        self._own(sequence, self.pool.allocate(count))
+
+    def _own(self, sequence: EngineSequence, blocks: list[int]) -> None:
+        """Puts blocks after those of a sequence."""
+        first = len(sequence.blocks)
+        sequence.blocks += blocks
+        sequence.num_slots = len(sequence.blocks) * self.block_size
+        self.tables.write(sequence.table, first, blocks)
 
     def register(self, sequence: EngineSequence, exchanged: list[int]) -> None:
         """Makes blocks that have become full findable. `exchanged` takes those that a launched step reads and the sequence has given up
         for others of the same content."""
-        num_full = sequence.num_computed // self._block_size
+        num_full = sequence.num_computed // self.block_size
         if num_full == sequence.num_registered or sequence.hasher is None or sequence.loading or not sequence.confirmed:
             return
         hashes = sequence.block_hashes()
-        for i, block in enumerate(sequence.blocks[sequence.num_registered : num_full].tolist(), sequence.num_registered):
+        for i, block in enumerate(sequence.blocks[sequence.num_registered : num_full], sequence.num_registered):
             if sequence.num_steps:
                 self.pool.share((block,))  # a launched step reads it, whatever the sequence owns from now on
             found = self.pool.register(block, hashes[i], i, exchange=not sequence.leaves_early)
@@ -131,15 +135,17 @@ class BlockManager:
                 self.pool.free((block,))
             elif sequence.num_steps:
                 exchanged.append(block)
-            sequence.blocks[i] = found
+            if found != block:
+                sequence.blocks[i] = found
+                self.tables.write(sequence.table, i, [found])
         sequence.num_registered = num_full
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
         """Notes that what was found in the host tier is copied. Not `ok`: it is not, and is to be computed."""
         self.tier.loaded(load, ok=ok)
-        sequence, num_intact = load.sequence, load.first * self._block_size
+        sequence, num_intact = load.sequence, load.first * self.block_size
         if ok and load.is_new:
-            num_tokens = len(load.blocks) * self._block_size
+            num_tokens = len(load.blocks) * self.block_size
             self.num_hit_tokens += num_tokens
             self.num_host_hit_tokens += num_tokens
         elif not ok:
@@ -151,8 +157,12 @@ class BlockManager:
 
     def free(self, sequence: EngineSequence) -> None:
         """Takes all its blocks. It begins anew."""
-        self.pool.free(sequence.blocks.tolist())
-        sequence.blocks = np.empty(0, np.int32)
+        self.pool.free(sequence.blocks)
+        if sequence.table >= 0:
+            self.tables.give_back(sequence.table, len(sequence.blocks))
+        sequence.table = -1
+        sequence.blocks = []
+        sequence.num_slots = 0
         sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
         sequence.num_matched = 0
 

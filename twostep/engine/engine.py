@@ -74,7 +74,7 @@ class Engine:
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
-        self._launcher = StepLauncher(runner, clock)
+        self._launcher = StepLauncher(runner, blocks.tables, clock)
         self._steps = 0
         self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
@@ -99,17 +99,26 @@ class Engine:
 
     # ---- work in ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
+    def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
         """Queues a prompt. `hold=False`: prefill and decode here to the end; when the pool runs out it may have to give way to
         more urgent or older ones for a while. `hold=True` (prefill role): it never gives way; after the first token is sampled the sequence
-        leaves the batch and keeps its blocks until `release`, also if that token ended the request.
+        leaves the batch and keeps its blocks until `release`, also if that token ended the request. `mark_layers`, of one with `hold`:
+        after how many layers of its steps it is to be told that they are done, ascending (see follow_layers).
 
         Raises ResourceExhausted (queue full), InvalidRequest (it can never fit the pool or the context; a duplicate seq_id).
         """
+        assert hold or not mark_layers
         sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
+        sequence.mark_layers = mark_layers
         with self._changed:
             self._scheduler.submit(sequence, self._clock())
             self._note_work()
+
+    def mark_layers(self, seq_id: str, mark_layers: Sequence[int]) -> None:
+        """Changes what it was submitted with, for the steps to come. Of a sequence that has ended it says nothing."""
+        with self._changed:
+            if (sequence := self._scheduler.live(seq_id)) is not None:
+                sequence.mark_layers = mark_layers
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
         """Returns the blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not
@@ -119,8 +128,7 @@ class Engine:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
-            ids: list[int] = sequence.blocks.tolist()
-            return ids
+            return list(sequence.blocks)
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation
@@ -179,7 +187,7 @@ class Engine:
 
     def follow_layers(self, on_marked: Callable[[MarkedStep], None]) -> None:
         """Gives `on_marked` each launched step that tells of its layers, on the engine's thread: it must not block. Only
-        prompts submitted with `hold` are marked."""
+        prompts submitted with `mark_layers` are marked."""
         self._launcher.on_marked = on_marked
 
     def set_curve(self, curve: StepCurve | None) -> None:

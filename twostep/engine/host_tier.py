@@ -213,7 +213,7 @@ class HostTier:
             sequence=sequence,
             is_new=is_new,
             first=first,
-            blocks=sequence.blocks[first : first + len(hashes)].tolist(),
+            blocks=sequence.blocks[first : first + len(hashes)],
             rows=[entry.row for entry in entries],
             hashes=hashes,
             entries=entries,

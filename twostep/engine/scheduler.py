@@ -53,7 +53,16 @@ from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step, watermark
 from twostep.engine.step_work import StepResult, StepWork, plan_chunks
-from twostep.engine.types import EngineStats, FailureKind, PrefillProgress, PromptScores, Reservation, SequenceFailure, TokenOutput
+from twostep.engine.types import (
+    EngineStats,
+    FailureKind,
+    PrefillProgress,
+    PromptScores,
+    Reservation,
+    SequenceFailure,
+    StepTokens,
+    TokenExtras,
+)
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve
@@ -202,7 +211,7 @@ class Scheduler:
         self._blocked = False  # some may give way
         self._blocks.reserve(sequence, self._room_for(sequence, now))
         self._arrive(sequence)
-        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.blocks.tolist(), num_cached_tokens=sequence.num_cached)
+        return Reservation(seq_id=sequence.seq_id, block_ids=list(sequence.blocks), num_cached_tokens=sequence.num_cached)
 
     def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
@@ -280,14 +289,20 @@ class Scheduler:
         failed. `now`: of any one clock, in seconds."""
         assert len(self._planned) < 2
         self._planned_at = now
-        active = [
-            sequence
-            for sequence in self._running.values()
-            if not sequence.gives_way and not sequence.loading and not (sequence.num_pending and sequence.ends_in_flight)
-        ]
-        if unready := self._constrained.unready:
-            active = [sequence for sequence in active if sequence not in unready]
-        ready = self._grow(active)
+        unready = self._constrained.unready
+        active, short = [], []
+        # Fields, not properties, in loops over all sequences: a call would cost as much as the rest of a turn.
+        for sequence in self._running.values():
+            if sequence.gives_way or sequence.loading or (unready and sequence in unready):
+                continue
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            # The token in flight is the last one here, whatever it is.
+            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len):
+                continue
+            active.append(sequence)
+            if num_tokens > sequence.num_slots:
+                short.append((sequence, -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)))
+        ready = self._grow(active, short)
         if len(ready) < len(active):
             active = [sequence for sequence in active if sequence.is_plannable]
         plan = self._plan(active, ready, now)
@@ -311,11 +326,12 @@ class Scheduler:
     ) -> StepPlan[EngineSequence]:
         """Changes nothing but what BlockManager.match notes. `unlimited`: as if there were blocks enough, for urgent prompts alone."""
         decodes, batch_decodes, prompts = self._split(ready)
-        bound = self._max_step_s(decodes)
         limit = None
-        # Without urgent decodes there is none whose gap a long step lengthens.
-        if self.curve is not None and bound < math.inf:
-            limit = StepTimeLimit(curve=self.curve, max_step_s=bound, min_chunk=self._config.min_chunk_tokens)
+        if self.curve is not None and (prompts or batch_decodes or self.has_waiting):
+            bound = self._max_step_s(decodes)
+            # Without urgent decodes there is none whose gap a long step lengthens.
+            if bound < math.inf:
+                limit = StepTimeLimit(curve=self.curve, max_step_s=bound, min_chunk=self._config.min_chunk_tokens)
         below = self._open_below(active, ready)
         capacity = batch_capacity = Capacity(0, 0)
         if below > RequestClass.INTERACTIVE:
@@ -343,7 +359,6 @@ class Scheduler:
         batch_decodes: list[BatchDecode[EngineSequence]] = []
         prompts: list[RunningPrompt[EngineSequence]] = []
         for sequence in ready:
-            # EngineSequence.decodes, without 256 calls of it a step.
             num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_planned != 1 or num_tokens <= len(sequence.given):
                 prompts.append(RunningPrompt(sequence, sequence.num_remaining, sequence.num_planned, sequence.priority.rank))
@@ -481,10 +496,10 @@ class Scheduler:
 
     # ---- preemption -------------------------------------------------------------------------------------------------
 
-    def _grow(self, sequences: Sequence[EngineSequence]) -> Sequence[EngineSequence]:
+    def _grow(self, sequences: Sequence[EngineSequence], short: Sequence[tuple[EngineSequence, int]]) -> Sequence[EngineSequence]:
         """Returns those of the running sequences, in the same order, that own blocks for all their tokens, the one in flight included: they
-        can be planned. The others give way, or wait for the blocks of those that do."""
-        short = [(sequence, need) for sequence in sequences if (need := self._blocks.num_missing(sequence)) > 0]
+        can be planned. The others give way, or wait for the blocks of those that do. `short`: those of them that need more blocks, and how
+        many."""
         if not short:
             return sequences
         if sum(need for _, need in short) <= self._pool.num_available:
@@ -582,12 +597,16 @@ class Scheduler:
         """Ends the step planned first, which ran: counts what was computed, makes full blocks findable, appends tokens, frees what
         ended."""
         self._take_off(work)
-        tokens: list[TokenOutput] = []
+        tokens = StepTokens()
         progress: list[PrefillProgress] = []
         failures: list[SequenceFailure] = []
         scores: list[PromptScores] = []
         exchanged = self._planned[-1].exchanged if self._planned else []
-        row, scored_end = -1, 0
+        asked = [(row, value) for row, value in enumerate(sampled.logprobs) if value is not None]
+        extras = {row: TokenExtras(logprob=value, top_logprobs=sampled.top_logprobs[row]) for row, value in asked}
+        block_size = self._blocks.block_size
+        row, scored_end, ended = -1, 0, SequenceState.ENDED
+        # Of each token of each step: what it costs here, it costs some ten thousand times a second.
         for sequence, start, count, complete, num_scored in zip(
             work.sequences, work.starts, work.num_tokens, work.sampled, work.scored, strict=True
         ):
@@ -595,7 +614,7 @@ class Scheduler:
             scored_end += num_scored
             sequence.num_steps -= 1
             sequence.num_pending -= complete
-            if sequence.state is SequenceState.ENDED:
+            if sequence.state is ended:
                 if not sequence.num_steps:
                     self._forget(sequence)
                 continue
@@ -605,24 +624,28 @@ class Scheduler:
             sequence.num_computed += count
             if num_scored and sampled.scores is not None:
                 scores += self._score(sequence, start, sampled.scores[scored_end - num_scored : scored_end])
-            self._blocks.register(sequence, exchanged)
+            if sequence.num_computed >= (sequence.num_registered + 1) * block_size:
+                self._blocks.register(sequence, exchanged)
             # After a preemption, what was reported before is not reported again.
-            if (num_given := min(sequence.num_computed, len(sequence.given))) > sequence.num_reported:
-                progress.append(
-                    PrefillProgress(
-                        seq_id=sequence.seq_id,
-                        num_computed_tokens=num_given,
-                        num_cached_tokens=sequence.num_cached,
-                        first_scheduled=not sequence.num_reported,
-                    )
-                )
-                sequence.num_reported = num_given
+            if sequence.num_reported < len(sequence.given) and sequence.num_reported < sequence.num_computed:
+                progress.append(self._progress(sequence))
             if complete:
-                tokens.append(self._append(sequence, sampled, row))
+                self._append(sequence, sampled.token_ids[row], extras.get(row) if extras else None, tokens)
             if sequence.gives_way and not sequence.num_steps:
                 self._preempt(sequence)
         self._constrained.follow(work)
         return StepResult(tokens=tokens, progress=progress, failures=failures, scores=scores)
+
+    def _progress(self, sequence: EngineSequence) -> PrefillProgress:
+        """Returns what is new of its given tokens."""
+        first_scheduled = not sequence.num_reported
+        sequence.num_reported = min(sequence.num_computed, len(sequence.given))
+        return PrefillProgress(
+            seq_id=sequence.seq_id,
+            num_computed_tokens=sequence.num_reported,
+            num_cached_tokens=sequence.num_cached,
+            first_scheduled=first_scheduled,
+        )
 
     def _score(self, sequence: EngineSequence, start: int, values: npt.NDArray[np.float64]) -> list[PromptScores]:
         """Returns what is new of the log probabilities of the tokens after `start`, with as many of the likeliest as were asked for: after
@@ -662,24 +685,25 @@ class Scheduler:
         self.end(sequence)
         return SequenceFailure(seq_id=sequence.seq_id, message=no_token_message(sequence.position), kind=FailureKind.NO_TOKEN)
 
-    def _append(self, sequence: EngineSequence, sampled: Sampled, row: int) -> TokenOutput:
-        """Adds a sampled token to its sequence, which goes on, is held, or has ended."""
-        token_id, position = int(sampled.token_ids[row]), sequence.position
-        reason = sequence.finish_reason(token_id, position)
-        sequence.tokens.append(token_id)
+    def _append(self, sequence: EngineSequence, token_id: int, extras: TokenExtras | None, told: StepTokens) -> None:
+        """Adds a sampled token to its sequence, which goes on, is held, or has ended, and to what the step tells."""
+        request, tokens = sequence.request, sequence.tokens
+        position = len(tokens) - request.num_prompt_tokens
+        tokens.append(token_id)
+        if token_id in sequence.stop_ids or len(tokens) >= sequence.max_len:
+            reason = sequence.finish_reason(token_id, position)
+            if reason is not None:
+                extras = (extras or TokenExtras())._replace(finish_reason=reason)
+                if not sequence.hold:
+                    self.end(sequence)
         if sequence.hold:
             del self._running[sequence.seq_id]
             sequence.state = SequenceState.HELD
-        elif reason is not None:
-            self.end(sequence)
-        return TokenOutput(
-            seq_id=sequence.seq_id,
-            token_id=token_id,
-            position=position,
-            logprob=sampled.logprobs[row],
-            top_logprobs=sampled.top_logprobs[row],
-            finish_reason=reason,
-        )
+        if extras is not None:
+            told.extras[len(told.seq_ids)] = extras
+        told.seq_ids.append(request.seq_id)
+        told.token_ids.append(token_id)
+        told.positions.append(position)
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

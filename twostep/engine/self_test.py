@@ -17,7 +17,7 @@ import numpy as np
 
 from twostep.engine.batch import NO_TOKEN, Batch, Runner, SamplingRow
 from twostep.engine.step_work import StepResult
-from twostep.engine.types import EngineRequest, FailureKind, SequenceFailure
+from twostep.engine.types import EngineRequest, FailureKind, SequenceFailure, StepTokens
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
@@ -76,7 +76,7 @@ class SelfTest:
         others = [failure for failure in result.failures if failure.seq_id not in running]
         failures = [failure for failure in others if failure.kind is not FailureKind.NO_TOKEN]
         self._suspects += [failure for failure in others if failure.kind is FailureKind.NO_TOKEN]
-        tokens = [token for token in result.tokens if token.seq_id not in running]
+        tokens = StepTokens.of(token for token in result.tokens if token.seq_id not in running)
         progress = [progress for progress in result.progress if progress.seq_id not in running]
         probes: Sequence[EngineRequest] = ()
         if running:

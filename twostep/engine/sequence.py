@@ -81,8 +81,11 @@ class EngineSequence:
     max_len: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
-    # int32, in order: for all its tokens, more are taken as it grows.
-    blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    # In order: for all its tokens, more are taken as it grows.
+    blocks: list[int] = field(default_factory=list)
+    # How many tokens those have room for, and their row in the block tables; -1: it owns none.
+    num_slots: int = 0
+    table: int = -1
     # While waiting: the cached blocks found for it when it was last considered. They are not owned.
     matched: list[int] = field(default_factory=list)
     # The same for those that follow in the host tier: their hashes.
@@ -97,6 +100,8 @@ class EngineSequence:
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks
+    # After how many layers of its steps somebody asks for its KV, ascending.
+    mark_layers: Sequence[int] = ()
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
     leaves_early: bool = False
     # False: its KV may yet turn out to be another's; no other sequence may use it.
@@ -136,11 +141,6 @@ class EngineSequence:
         """Returns whether one token is to be planned, that was sampled or is in flight."""
         num_tokens = len(self.tokens) + self.num_pending
         return num_tokens - self.num_planned == 1 and num_tokens > len(self.given)
-
-    @property
-    def ends_in_flight(self) -> bool:
-        """Returns whether the token in flight is the last one here, whatever it is."""
-        return self.num_pending > 0 and (self.hold or len(self.tokens) + self.num_pending >= self.max_len)
 
     @property
     def wants_scores(self) -> bool:

@@ -3,11 +3,12 @@
 launch    the batch is made and queued
 collect   what the runner sampled, or why there is nothing: a step that fails, here or there, costs its sequences, not the engine
 
-A step of prompts that are handed over is marked after some of its layers, so that their KV can leave before the step's end:
+A step of prompts that are handed over is marked after the layers at which chunks of the hand-over end, so that these leave before the
+step's end:
 
-device   │ layer 0 │ layer 1 │ layer 2 │ … │ layer L-1 │ logits, sample │
-marks              1         2         3               L
-others                copy 0    copy 1    copy 2            copy L-1       what was exposed is one group's copy, not the prompt's
+device   │ layers 0-14 │ layers 15-28 │ layers 29-31 │ logits, sample │
+marks                 15             29             32
+others                  chunk 0        chunk 1        chunk 2            what is exposed is the last chunk's copy, not the prompt's
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from twostep.engine.batch import InFlight, KvShape, LayerMark, Runner, Sampled
+from twostep.engine.batch import InFlight, LayerMark, Runner, Sampled
+from twostep.engine.block_tables import BlockTables
 from twostep.engine.step_work import StepWork, build_batch
 from twostep.engine.types import LayerProgress
 from twostep.errors import InternalError
@@ -24,25 +27,29 @@ from twostep.step_curve import StepWorkload
 
 log = logging.getLogger(__name__)
 
-# Between two marks about so many bytes of KV are written: less costs more calls than it hides.
-MARK_BYTES = 8 << 20
+
+class AskedMarks(NamedTuple):
+    """A sequence of a step, how many of its tokens have their KV when the step is done, and after how many layers it is to be told."""
+
+    seq_id: str
+    end: int
+    layers: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedStep:
-    """A launched step that says how far it is. `ends`: (seq_id, its tokens with KV when the step is done) of what is handed over."""
+    """A launched step that says how far it is, to those who asked."""
 
-    ends: Sequence[tuple[str, int]]
+    asked: Sequence[AskedMarks]
     marks: Sequence[LayerMark]
-
-    @classmethod
-    def of(cls, work: StepWork, marks: Sequence[LayerMark]) -> MarkedStep:
-        chunks = list(zip(work.sequences, work.starts, work.num_tokens, strict=True))[work.num_decodes :]
-        return cls([(sequence.seq_id, start + count) for sequence, start, count in chunks if sequence.hold], marks)
 
     def at(self, mark: LayerMark) -> Sequence[LayerProgress]:
         """Returns what can be said once the mark is reached."""
-        return [LayerProgress(seq_id=name, num_computed_tokens=end, num_layers=mark.num_layers) for name, end in self.ends]
+        return [
+            LayerProgress(seq_id=asked.seq_id, num_computed_tokens=asked.end, num_layers=mark.num_layers)
+            for asked in self.asked
+            if mark.num_layers in asked.layers
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +83,9 @@ class CollectedStep:
 class StepLauncher:
     """Launches and collects on one engine's thread, without its lock: nothing else changes sequences and blocks of a planned step."""
 
-    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(self, runner: Runner, tables: BlockTables, clock: Callable[[], float]) -> None:
         self._runner = runner
+        self._tables = tables
         self._clock = clock
         # Gets each step that says how far its layers are; None: nothing asks.
         self.on_marked: Callable[[MarkedStep], None] | None = None
@@ -109,25 +117,22 @@ class StepLauncher:
         return CollectedStep(sampled=sampled, ended_at=ended_at, blocked_s=ended_at - asked)
 
     def _launch(self, work: StepWork) -> InFlight:
-        shape = self._runner.kv_shape
-        mark_layers = layers_to_mark(work, shape) if self.on_marked is not None and self._runner.marks_layers else ()
-        batch = build_batch(work, block_size=shape.block_size, mark_layers=mark_layers)
-        if mark_layers:
-            for sequence in work.sequences:
-                sequence.leaves_early = sequence.leaves_early or sequence.hold
-        in_flight = self._runner.launch(batch)
-        if self.on_marked is not None and mark_layers and (marks := in_flight.layer_marks):
-            self.on_marked(MarkedStep.of(work, marks))
+        asked = _asked_marks(work) if self.on_marked is not None and self._runner.marks_layers else []
+        mark_layers = sorted({layer for each in asked for layer in each.layers})
+        in_flight = self._runner.launch(
+            build_batch(work, self._tables, block_size=self._runner.kv_shape.block_size, mark_layers=mark_layers)
+        )
+        if self.on_marked is not None and asked and (marks := in_flight.layer_marks):
+            self.on_marked(MarkedStep(asked, marks))
         return in_flight
 
 
-def layers_to_mark(work: StepWork, shape: KvShape) -> Sequence[int]:
-    """Returns after how many layers to mark a planned step, ascending and up to all of them; none where the step's end says it soon
-    enough."""
-    num_tokens = sum(
-        count for sequence, count in list(zip(work.sequences, work.num_tokens, strict=True))[work.num_decodes :] if sequence.hold
-    )
-    every = -(-MARK_BYTES * shape.block_size // max(1, num_tokens * shape.layer_bytes))
-    if not num_tokens or 2 * every > shape.num_layers:
-        return ()
-    return (*range(every, shape.num_layers, every), shape.num_layers)
+def _asked_marks(work: StepWork) -> list[AskedMarks]:
+    """Returns those that are to be told of their layers. From now on their blocks stay what they are: somebody may read them."""
+    asked = []
+    for i in range(work.num_decodes, len(work.sequences)):
+        sequence = work.sequences[i]
+        if layers := sequence.mark_layers:
+            sequence.leaves_early = True
+            asked.append(AskedMarks(sequence.seq_id, work.starts[i] + work.num_tokens[i], layers))
+    return asked

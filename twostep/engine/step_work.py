@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import Batch, SamplingRow, ScoredRows, TokenMasks
+from twostep.engine.block_tables import BlockTables
 from twostep.engine.sequence import EngineSequence
-from twostep.engine.types import PrefillProgress, PromptScores, SequenceFailure, TokenOutput
+from twostep.engine.types import PrefillProgress, PromptScores, SequenceFailure, StepTokens
 from twostep.step_curve import StepWorkload, chunk_pairs
 
 
@@ -54,7 +55,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    tokens: Sequence[TokenOutput] = ()
+    tokens: StepTokens = field(default_factory=StepTokens)
     progress: Sequence[PrefillProgress] = ()
     failures: Sequence[SequenceFailure] = ()
     scores: Sequence[PromptScores] = ()
@@ -99,7 +100,7 @@ def _num_scored(sequence: EngineSequence, count: int) -> int:
     return max(0, min(count, sequence.request.num_prompt_tokens - 1 - sequence.num_planned)) if sequence.wants_scores else 0
 
 
-def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
+def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
     """Returns the planned chunks, S >= 1, as flat arrays, without a Python loop over tokens. Histories are the sequences' live lists: they
     do not change before the launch."""
     num_seqs = len(work.sequences)
@@ -110,10 +111,7 @@ def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] =
     seq_lens = starts + counts
     total = int(query_start[-1])
 
-    num_blocks = -(-seq_lens // block_size)
-    block_tables = np.zeros((num_seqs, int(num_blocks.max())), np.int32)
-    for table, sequence, count in zip(block_tables, work.sequences, num_blocks.tolist(), strict=True):
-        table[:count] = sequence.blocks[:count]
+    block_tables = tables.gather([sequence.table for sequence in work.sequences], -(-int(seq_lens.max()) // block_size))
     if total == num_seqs:
         row_of, positions = np.arange(num_seqs), starts
     else:
@@ -121,12 +119,12 @@ def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] =
         positions = np.repeat(starts - query_start[:-1], counts) + np.arange(total)
     slots = block_tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
-    known = [
-        0 if row >= 0 else sequence.tokens[start] for sequence, start, row in zip(work.sequences, work.starts, work.carried, strict=True)
-    ]
     firsts = query_start[:-1]
-    token_ids = np.empty(total, np.int64)
-    token_ids[firsts] = known
+    token_ids = np.zeros(total, np.int64)
+    carried_rows = np.array(work.carried, np.int32)
+    known = np.flatnonzero(carried_rows < 0)
+    if len(known):
+        token_ids[firsts[known]] = [work.sequences[i].tokens[work.starts[i]] for i in known.tolist()]
     for first, sequence, start, count in zip(
         firsts[work.num_decodes :].tolist(),
         work.sequences[work.num_decodes :],
@@ -138,9 +136,9 @@ def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] =
         tokens = sequence.given if end <= len(sequence.given) else sequence.tokens
         token_ids[first : first + count] = tokens[start:end]
     carried = None
-    if any(row >= 0 for row in work.carried):
+    if len(known) < num_seqs:
         carried = np.full(total, -1, np.int32)
-        carried[firsts] = work.carried
+        carried[firsts] = carried_rows
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -151,12 +149,12 @@ def build_batch(work: StepWork, *, block_size: int, mark_layers: Sequence[int] =
         sample_rows=query_start[1:][np.array(work.sampled, bool)].astype(np.int64) - 1,
         sampling=[
             SamplingRow(
-                params=sequence.request.sampling,
-                position=end - sequence.request.num_prompt_tokens,
-                history=sequence.tokens,
-                num_prompt_tokens=sequence.request.num_prompt_tokens,
-                stop_ids=sequence.stop_ids,
-                seq_id=sequence.request.seq_id,
+                sequence.request.sampling,
+                end - sequence.request.num_prompt_tokens,
+                sequence.tokens,
+                sequence.request.num_prompt_tokens,
+                sequence.stop_ids,
+                sequence.request.seq_id,
             )
             for sequence, end, complete in zip(work.sequences, seq_lens.tolist(), work.sampled, strict=True)
             if complete

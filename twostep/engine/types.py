@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,61 @@ class TokenOutput:
     logprob: float | None = None
     top_logprobs: tuple[TopToken, ...] = ()
     finish_reason: FinishReason | None = None
+
+
+class TokenExtras(NamedTuple):
+    """What few tokens come with: why it is its sequence's last one, and the log probabilities that were asked for."""
+
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[TopToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of one step, in columns: a step of hundreds makes no object for each. Whoever has few, or few to look at, reads
+    TokenOutputs out of it.
+
+    seq_ids, token_ids, positions   row by row, as TokenOutput has them
+    extras                          of the rows that have any
+    """
+
+    seq_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    extras: dict[int, TokenExtras] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokens: Iterable[TokenOutput]) -> StepTokens:
+        step = cls()
+        for row, token in enumerate(tokens):
+            step.seq_ids.append(token.seq_id)
+            step.token_ids.append(token.token_id)
+            step.positions.append(token.position)
+            extras = TokenExtras(token.finish_reason, token.logprob, token.top_logprobs)
+            if extras != _NO_EXTRAS:
+                step.extras[row] = extras
+        return step
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __getitem__(self, row: int) -> TokenOutput:
+        extras = self.extras.get(row, _NO_EXTRAS)
+        return TokenOutput(
+            seq_id=self.seq_ids[row],
+            token_id=self.token_ids[row],
+            position=self.positions[row],
+            logprob=extras.logprob,
+            top_logprobs=extras.top_logprobs,
+            finish_reason=extras.finish_reason,
+        )
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        return map(self.__getitem__, range(len(self)))
+
+
+_NO_EXTRAS = TokenExtras()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +183,7 @@ class SequenceFailure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     step: int
-    tokens: Sequence[TokenOutput] = ()
+    tokens: StepTokens = field(default_factory=StepTokens)
     progress: Sequence[PrefillProgress] = ()
     failures: Sequence[SequenceFailure] = ()
     # Of prompts whose log probabilities were asked for, each token once.

@@ -75,7 +75,7 @@ class EnginePort(Protocol):
         """See Engine.take_prefix_delta."""
         ...
 
-    async def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
+    async def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
         """See Engine.submit. Raises InvalidRequest, ResourceExhausted and SetupError of its grammar, too."""
         ...
 
@@ -93,6 +93,10 @@ class EnginePort(Protocol):
 
     def cancel(self, seq_id: str) -> None:
         """See Engine.cancel: of a held sequence, too, whose full blocks stay findable. No output of it is told after this."""
+        ...
+
+    def mark_layers(self, seq_id: str, mark_layers: Sequence[int]) -> None:
+        """See Engine.mark_layers."""
         ...
 
     def set_curve(self, curve: StepCurve | None) -> None:

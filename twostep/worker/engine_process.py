@@ -29,7 +29,7 @@ from twostep.worker.link import STEP, AnsweredInOrder, Call, Link, Tell
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import at_knee, load_model, settle
 from twostep.worker.remote_engine import FIGURES_EVERY_S, FIGURES_LATE_S
-from twostep.worker.step_record import encode
+from twostep.worker.step_record import encode, ended
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class EngineServer:
             "commit": self._commit,
             "confirm": self._confirm,
             "cancel": self._cancel,
+            "mark_layers": self._mark_layers,
             "set_curve": engine.set_curve,
             "serving": engine.serving,
         }
@@ -75,9 +76,9 @@ class EngineServer:
     def step(self, output: StepOutput, stopped: Callable[[], bool]) -> None:
         with self._link.order:
             record = encode(output, self._handles)
-            for token in output.tokens:
-                if token.finish_reason is not None and token.seq_id not in self._held:
-                    self._forget(token.seq_id)
+            for seq_id in ended(output.tokens):
+                if seq_id not in self._held:
+                    self._forget(seq_id)
             for failure in output.failures:
                 self._forget(failure.seq_id)
         self._link.send_bounded(STEP, record, stopped)
@@ -90,11 +91,11 @@ class EngineServer:
 
     # ---- the loop: what the edge asks for ---------------------------------------------------------------------------------------
 
-    async def _submit(self, number: int, handle: int, request: EngineRequest, hold: bool) -> None:
+    async def _submit(self, number: int, handle: int, request: EngineRequest, hold: bool, mark_layers: Sequence[int]) -> None:
         request = await self._port.prepared(request)
         # Answered before any step of it.
         with self._link.order:
-            self._engine.submit(request, hold=hold)
+            self._engine.submit(request, hold=hold, mark_layers=mark_layers)
             self._know(handle, request.seq_id)
             if hold:
                 self._held.add(request.seq_id)
@@ -126,6 +127,10 @@ class EngineServer:
     def _confirm(self, handle: int) -> None:
         if (seq_id := self._names.get(handle)) is not None:
             self._engine.confirm(seq_id)
+
+    def _mark_layers(self, handle: int, mark_layers: Sequence[int]) -> None:
+        if (seq_id := self._names.get(handle)) is not None:
+            self._engine.mark_layers(seq_id, mark_layers)
 
     def _cancel(self, handle: int) -> None:
         with self._link.order:

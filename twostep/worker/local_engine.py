@@ -98,8 +98,8 @@ class LocalEngine:
         """The request as the engine takes it. Raises InvalidRequest, ResourceExhausted and SetupError."""
         return await self._preparation.of(request)
 
-    async def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
-        self.engine.submit(await self.prepared(request), hold=hold)
+    async def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
+        self.engine.submit(await self.prepared(request), hold=hold, mark_layers=mark_layers)
 
     async def reserve(self, request: EngineRequest) -> Reservation:
         return self.engine.reserve(await self.prepared(request))
@@ -127,6 +127,9 @@ class LocalEngine:
 
     def cancel(self, seq_id: str) -> None:
         self.engine.cancel(seq_id)
+
+    def mark_layers(self, seq_id: str, mark_layers: Sequence[int]) -> None:
+        self.engine.mark_layers(seq_id, mark_layers)
 
     def set_curve(self, curve: StepCurve | None) -> None:
         self.engine.set_curve(curve)

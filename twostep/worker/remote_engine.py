@@ -36,7 +36,7 @@ from twostep.worker.config import WorkerConfig
 from twostep.worker.engine_port import EngineEvents, EngineFacts, EngineLook
 from twostep.worker.link import Link, Tell
 from twostep.worker.plain import known
-from twostep.worker.step_record import decode
+from twostep.worker.step_record import decode, ended
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class RemoteEngine:
     def take_prefix_delta(self) -> PrefixDelta:
         return self._delta.take()
 
-    async def submit(self, request: EngineRequest, *, hold: bool = False) -> None:
-        await self._take("submit", request, hold)
+    async def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
+        await self._take("submit", request, hold, tuple(mark_layers))
         if hold:
             self._held.add(request.seq_id)
 
@@ -195,6 +195,10 @@ class RemoteEngine:
     def cancel(self, seq_id: str) -> None:
         if (handle := self._forget(seq_id)) is not None:
             self._link.tell("cancel", handle)
+
+    def mark_layers(self, seq_id: str, mark_layers: Sequence[int]) -> None:
+        if (handle := self._handles.get(seq_id)) is not None:
+            self._link.tell("mark_layers", handle, tuple(mark_layers))
 
     def set_curve(self, curve: StepCurve | None) -> None:
         self._link.tell("set_curve", curve)
@@ -237,9 +241,9 @@ class RemoteEngine:
         for failure in output.failures:
             self._forget(failure.seq_id)
         self._events.on_step(output)
-        for token in output.tokens:
-            if token.finish_reason is not None and token.seq_id not in self._held:
-                self._forget(token.seq_id)
+        for seq_id in ended(output.tokens):
+            if seq_id not in self._held:
+                self._forget(seq_id)
 
     def _on_layers(self, progress: Sequence[LayerProgress]) -> None:
         assert self._events is not None

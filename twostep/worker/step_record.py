@@ -1,17 +1,16 @@
 """One step's output as bytes, for the worker's other process: a head, columns of its tokens, and what few sequences have.
 
-    head      step, workload, times, counts
-    tokens    n x ( u32 handle | i32 token | i32 position | u8 finish ), column by column: 13 bytes a token
-    rest      logprobs, progress, failures, scores, packed (plain.py); empty where there are none
+    head      step, workload, times, count
+    tokens    n x ( u32 handle | i32 token | i32 position ), column by column: 12 bytes a token
+    rest      last tokens, logprobs, progress, failures, scores, packed (plain.py); empty where there are none
 
-A handle is the number that the edge gave to a sequence; what has none any more was cancelled, and is left out.
+A handle is the number that the edge gave to a sequence, from 1 on. What was cancelled has none any more: its tokens have no name.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -24,70 +23,62 @@ from twostep.engine.types import (
     PromptScores,
     SequenceFailure,
     StepOutput,
-    TokenOutput,
+    StepTokens,
+    TokenExtras,
 )
 from twostep.step_curve import StepWorkload
 from twostep.worker.plain import known, pack, unpack
 
-known(FailureKind, LayerProgress, PrefillProgress, PromptScores, SequenceFailure, TopToken)
+known(FailureKind, FinishReason, LayerProgress, PrefillProgress, PromptScores, SequenceFailure, StepWorkload, TopToken)
 
-_HEAD = struct.Struct("<QIdIQdddBI")
-_FINISH = (None, FinishReason.STOP, FinishReason.LENGTH)
-_FINISH_CODE = {reason: code for code, reason in enumerate(_FINISH)}
+_HEAD = struct.Struct("<QddddBI")
 
 
 def encode(output: StepOutput, handles: Mapping[str, int]) -> bytes:
     """`handles` by the engine's names."""
-    work = output.workload
-    tokens = [token for token in output.tokens if token.seq_id in handles]
-    head = _HEAD.pack(
-        output.step,
-        work.prompt_tokens,
-        work.pairs,
-        work.decodes,
-        work.context,
-        output.duration_s,
-        output.ended_at,
-        output.launch_s,
-        output.timed,
-        len(tokens),
-    )
+    tokens, work = output.tokens, output.workload
+    times = output.duration_s, output.ended_at, output.launch_s
+    head = _HEAD.pack(output.step, work.pairs, *times, output.timed, len(tokens))
+    counts = np.array([work.prompt_tokens, work.decodes, work.context], np.int64)
     columns = (
-        np.array([handles[token.seq_id] for token in tokens], np.uint32),
-        np.array([token.token_id for token in tokens], np.int32),
-        np.array([token.position for token in tokens], np.int32),
-        np.array([_FINISH_CODE[token.finish_reason] for token in tokens], np.uint8),
+        np.array([handles.get(seq_id, 0) for seq_id in tokens.seq_ids], np.uint32),
+        np.array(tokens.token_ids, np.int32),
+        np.array(tokens.positions, np.int32),
     )
-    logprobs = [(i, token.logprob, token.top_logprobs) for i, token in enumerate(tokens) if token.logprob is not None]
     few = [each for kind in (output.progress, output.failures, output.scores) for each in kind if each.seq_id in handles]
     rest = b""
-    if logprobs or few:
-        indices, values, tops = zip(*logprobs, strict=True) if logprobs else ((), (), ())
-        rest = pack(indices, values, tops, [handles[each.seq_id] for each in few], few)
-    return b"".join((head, *(column.tobytes() for column in columns), rest))
+    if tokens.extras or few:
+        extras = tokens.extras.values()
+        rest = pack(
+            tuple(tokens.extras),
+            tuple("" if each.finish_reason is None else each.finish_reason.value for each in extras),
+            tuple([] if each.logprob is None else [each.logprob] for each in extras),
+            tuple(each.top_logprobs for each in extras),
+            [handles[each.seq_id] for each in few],
+            few,
+        )
+    return b"".join((head, counts.tobytes(), *(column.tobytes() for column in columns), rest))
 
 
 def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
-    """`names` by handle: sequences that are not in it are left out."""
-    *values, timed, num_tokens = _HEAD.unpack_from(record)
-    step, prompt_tokens, pairs, decodes, context, duration_s, ended_at, launch_s = values
-    at, columns = _HEAD.size, []
-    for kind in (np.uint32, np.int32, np.int32, np.uint8):
-        column = np.frombuffer(record, kind, num_tokens, at)
+    """`names` by handle."""
+    step, pairs, duration_s, ended_at, launch_s, timed, num_tokens = _HEAD.unpack_from(record)
+    at = _HEAD.size
+    columns: list[list[int]] = []
+    for kind, count in ((np.int64, 3), (np.uint32, num_tokens), (np.int32, num_tokens), (np.int32, num_tokens)):
+        column = np.frombuffer(record, kind, count, at)
         at += column.nbytes
         columns.append(column.tolist())
-    tokens = [
-        TokenOutput(seq_id=names.get(handle, ""), token_id=token, position=position, finish_reason=_FINISH[finish])
-        for handle, token, position, finish in zip(*columns, strict=True)
-    ]
+    (prompt_tokens, decodes, context), handles, token_ids, positions = columns
+    extras: dict[int, TokenExtras] = {}
     progress: list[PrefillProgress] = []
     failures: list[SequenceFailure] = []
     scores: list[PromptScores] = []
     if at < len(record):
-        indices, logprobs, tops, handles, few = unpack(memoryview(record)[at:])
-        for i, logprob, top in zip(indices, logprobs, tops, strict=True):
-            tokens[i] = replace(tokens[i], logprob=logprob, top_logprobs=top)
-        for handle, each in zip(handles, few, strict=True):
+        rows, reasons, logprobs, tops, others, few = unpack(memoryview(record)[at:])
+        for row, reason, logprob, top in zip(rows, reasons, logprobs, tops, strict=True):
+            extras[row] = TokenExtras(FinishReason(reason) if reason else None, logprob[0] if logprob else None, top)
+        for handle, each in zip(others, few, strict=True):
             if handle not in names:
                 continue
             match each:
@@ -99,7 +90,7 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
                     scores.append(each)
     return StepOutput(
         step=step,
-        tokens=[token for token in tokens if token.seq_id],
+        tokens=StepTokens([names.get(handle, "") for handle in handles], token_ids, positions, extras),
         progress=progress,
         failures=failures,
         scores=scores,
@@ -109,3 +100,8 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
         timed=bool(timed),
         launch_s=launch_s,
     )
+
+
+def ended(tokens: StepTokens) -> Iterator[str]:
+    """Yields the sequences whose last tokens are among these."""
+    return (tokens.seq_ids[row] for row, extras in tokens.extras.items() if extras.finish_reason is not None)
