@@ -98,8 +98,8 @@ class WorkerSettings(TracedServiceSettings):
     )
     engine_process: str = setting(
         "auto",
-        "on: the engine in a process of its own, beside that of calls and streams, whose work then holds up no step, nor steps them; off: "
-        "on a thread of the same one; auto: on where the model runs on a GPU",
+        "on: the engine in a process of its own, so that steps and streams do not hold up each other; off: on a thread of the worker's; "
+        "auto: on where the model runs on a GPU",
         choices=("auto", "on", "off"),
     )
     cpu_threads: int = setting(0, "threads of the CPU engine; 0: torch decides", Whole(0, 1024))
