@@ -156,21 +156,21 @@ class RemoteTransports(TransportTable[RemoteTransport]):
         self, transport: str, lease_id: str, seq_id: str, chunk: ChunkRange, *, wire: str, ttl_s: float, deadline: float
     ) -> ChunkInfo:
         arguments = (transport, lease_id, seq_id, chunk, wire, ttl_s, deadline)
-        info: ChunkInfo = await self._engine.call("kv.publish", *arguments, deadline=deadline + _GRACE_S)
+        info: ChunkInfo = await self._engine.call("kv.publish", *arguments, deadline=deadline + _GRACE_S, settle=True)
         return info
 
     async def fetch(
         self, transport: str, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float
     ) -> float:
         arguments = (transport, endpoint, lease_id, chunk, block_ids, deadline)
-        seconds: float = await self._engine.call("kv.fetch", *arguments, deadline=deadline + _GRACE_S)
+        seconds: float = await self._engine.call("kv.fetch", *arguments, deadline=deadline + _GRACE_S, settle=True)
         return seconds
 
     async def convert(
         self, transport: str, endpoint: str, lease_id: str, chunk: ChunkInfo, plan: ConversionPlan, *, deadline: float
     ) -> float:
         arguments = (transport, endpoint, lease_id, chunk, plan, deadline)
-        seconds: float = await self._engine.call("kv.convert", *arguments, deadline=deadline + _GRACE_S)
+        seconds: float = await self._engine.call("kv.convert", *arguments, deadline=deadline + _GRACE_S, settle=True)
         return seconds
 
     def end(self, plan: ConversionPlan) -> None:

@@ -127,9 +127,9 @@ class Link:
                 self._room.wait(_POLL_S)
             self.send(kind, payload)
 
-    async def call(self, name: str, *arguments: object, deadline: float | None = None) -> Any:
+    async def call(self, name: str, *arguments: object, deadline: float | None = None, settle: bool = False) -> Any:
         """Returns the answer. Raises what the other end raises, Unavailable if it is gone, or does not answer by `deadline`. If the caller
-        is cancelled, or late, what was asked for is cancelled there, and has ended there before this ends."""
+        is cancelled, or late, what was asked for is cancelled there; with `settle`, it has ended there before this ends."""
         if self.ended:
             raise Unavailable("the engine's process has ended; use another worker")
         if self._unsent_bytes > _MAX_UNSENT:
@@ -143,23 +143,24 @@ class Link:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return await answered
         except TimeoutError:
-            await self._dropped(number)
+            await self._dropped(number, settle=settle)
             raise Unavailable("the engine's process does not answer; use another worker") from None
         except asyncio.CancelledError:
-            if answered.done() and not answered.cancelled():
-                answered.exception()
-            else:
-                await self._dropped(number)
+            await self._dropped(number, settle=settle)
             raise
 
-    async def _dropped(self, number: int) -> None:
-        """Cancels it there, and waits for its end, however often it is cancelled itself."""
+    async def _dropped(self, number: int, *, settle: bool) -> None:
+        """Cancels it there. With `settle`, waits for its end, however often it is cancelled itself."""
         assert self._loop is not None
-        if self.ended:
+        answered = self._waiting.pop(number, None)
+        if answered is None:
+            # The answer has come meanwhile, or the other end has ended.
+            return
+        self.send(DROP, pack(number))
+        if not settle:
             return
         ended: asyncio.Future[Any] = self._loop.create_future()
         self._waiting[number] = ended
-        self.send(DROP, pack(number))
         while not ended.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([ended])
@@ -247,9 +248,15 @@ class Link:
             first, *rest = unpack(payload)
             if kind in (ANSWER, ERROR):
                 waiting = self._waiting.pop(first, None)
-                if waiting is not None and not waiting.done():
-                    # Whoever waits is called soon: before what is said next.
-                    (waiting.set_result if kind == ANSWER else waiting.set_exception)(rest[0])
+                if waiting is None or waiting.done():
+                    continue
+                # Whoever waits is called soon: before what is said next.
+                if kind == ANSWER:
+                    waiting.set_result(rest[0])
+                else:
+                    waiting.set_exception(rest[0])
+                    # Perhaps it is cancelled in this moment, and nobody looks at it.
+                    waiting.exception()
             elif kind == TELL:
                 self._loop.call_soon(self._tells[first], *rest)
             else:
@@ -298,5 +305,6 @@ class Link:
         for each in waiting.values():
             if not each.done():
                 each.set_exception(Unavailable("the engine's process has ended; use another worker"))
+                each.exception()
         if told:
             self._on_end()

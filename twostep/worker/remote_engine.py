@@ -49,6 +49,8 @@ FIGURES_EVERY_S = 0.1
 FIGURES_LATE_S = 1.0
 # An answer takes as long as the engine's lock, or a grammar.
 _ANSWER_S = 90.0
+# Who looks is told what is known, if the process stands still.
+_LOOK_S = 2.0
 # Launched steps end, then the process does.
 _STOP_S = 15.0
 _EXIT_S = 10.0
@@ -215,16 +217,17 @@ class RemoteEngine:
 
     async def look(self, *, check_integrity: bool) -> EngineLook:
         try:
-            look: EngineLook = await self.call("look", check_integrity)
+            look: EngineLook = await self.call("look", check_integrity, deadline=time.monotonic() + _LOOK_S)
         except Unavailable as error:
             return EngineLook(stats=self.stats(), integrity_error=error.message if check_integrity else "")
         return look
 
     # ---- for those who have more of their own in that process ------------------------------------------------------------------
 
-    async def call(self, name: str, *arguments: object, deadline: float | None = None) -> Any:
+    async def call(self, name: str, *arguments: object, deadline: float | None = None, settle: bool = False) -> Any:
         """See Link.call."""
-        return await self._link.call(name, *arguments, deadline=time.monotonic() + _ANSWER_S if deadline is None else deadline)
+        deadline = time.monotonic() + _ANSWER_S if deadline is None else deadline
+        return await self._link.call(name, *arguments, deadline=deadline, settle=settle)
 
     def tell(self, name: str, *arguments: object) -> None:
         self._link.tell(name, *arguments)
