@@ -104,6 +104,7 @@ def make(
     device: str = "cuda",
     kv_cache_dtype: str = "auto",
     keep_kv_sums: bool = False,
+    max_graph_tokens: int = 0,
 ) -> ModelRunner:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -117,6 +118,7 @@ def make(
             load_format="dummy",
             max_num_seqs=max_num_seqs,
             keep_kv_sums=keep_kv_sums,
+            max_graph_tokens=max_graph_tokens,
         )
 
 
@@ -157,15 +159,17 @@ def check() -> None:
         save_file(weights, directory / "model.safetensors")
         load = partial(ModelRunner, directory, num_blocks=256, block_size=BLOCK_SIZE)
         cpu, rounded = (load(dtype=d) for d in ("float32", "bfloat16"))
-        on_gpu = {d: load(device="cuda", dtype=d, max_num_seqs=8) for d in ("float32", "bfloat16")}
-    for dtype, gpu in on_gpu.items():
+        on_gpu = {
+            (d, n): load(device="cuda", dtype=d, max_num_seqs=8, max_graph_tokens=n) for d in ("float32", "bfloat16") for n in (0, 512)
+        }
+    for (dtype, max_graph_tokens), gpu in on_gpu.items():
         tables = tables_for(gpu, 3, 600)
         steps = [([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1]), ([301, 217, 2], [1, 1, 1]), ([302, 218, 3], [1, 1, 1])]
         for i, (starts, counts) in enumerate(steps):
             batch = batch_of(starts, counts, tables, seed=i)
             want, got, peer = cpu.forward(batch), gpu.forward(batch).float().cpu(), rounded.forward(batch).float()
             error, peer_error = (float((x - want).norm() / want.norm()) for x in (got, peer))
-            kind = "graph" if max(counts) == 1 else "eager"
+            kind = "graph" if max(counts) == 1 or max_graph_tokens else "eager"
             print(
                 f"check {dtype} step {i} ({kind}): relative error of the logits {error:.1e} (CPU in bfloat16: {peer_error:.1e})", flush=True
             )

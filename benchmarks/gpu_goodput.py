@@ -58,7 +58,7 @@ def make_model(directory: Path, config: Mapping[str, object]) -> Path:
 
 @contextmanager
 def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterator[tuple[str, str]]:
-    """Its router's address and its Redis."""
+    """Its router's address, once it answers, and its Redis."""
     redis_dir = directory / "redis"
     redis_dir.mkdir(mode=0o700)
     redis = subprocess.Popen(server_argv(server_binary(), redis_dir), stdout=subprocess.DEVNULL)
@@ -70,6 +70,7 @@ def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterato
     with (out / "up.log").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-P", "-m", "twostep.cli", "up", *flags], stdout=log, stderr=log, env=env)
     try:
+        print(f"up after {wait_ready(f'127.0.0.1:{port}', process, out / 'up.log'):.1f} s", flush=True)
         yield f"127.0.0.1:{port}", server_url(redis_dir)
     finally:
         process.terminate()
@@ -81,12 +82,12 @@ def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterato
         redis.wait()
 
 
-def wait_ready(target: str, log: Path) -> float:
+def wait_ready(target: str, process: subprocess.Popen[bytes], log: Path) -> float:
     from twostep import Client  # noqa: PLC0415
     from twostep.errors import TwostepError  # noqa: PLC0415
 
     began = time.monotonic()
-    while time.monotonic() - began < START_S:
+    while time.monotonic() - began < START_S and process.poll() is None:
         try:
             with Client(target, max_retries=0) as client:
                 client.generate(token_ids=list(range(300, 340)), max_tokens=2, ignore_eos=True, timeout=30).result()
@@ -158,7 +159,6 @@ def main() -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="ts-") as name, system(arguments, Path(name), out) as (target, redis_url):
-        print(f"up after {wait_ready(target, out / 'up.log'):.1f} s", flush=True)
         titles = " ".join(f"{words.replace('ttft:', '').replace(' tpot:', '/').replace(' gap:', '/'):>12s}" for words in TARGETS)
         print(f"{'rate':>6} {'sent':>6} {'lost':>4} {'local':>5} {titles}  TTFT p50 p95 p99 | TPOT | longest gap, ms")
         for place, word in enumerate(arguments.rates.split(",")):

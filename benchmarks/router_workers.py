@@ -99,6 +99,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self._running: dict[str, dict[AttemptId, tuple[bytes, int, int]]] = {}
         self._outboxes: dict[str, asyncio.Queue[bytes]] = {}
         self.held = False
+        self._num_steps = 0
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """As the generated function does, but for the stream: its messages are encoded already."""
@@ -140,9 +141,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def steps(self) -> None:
         due = time.monotonic()
         while True:
+            self._num_steps += 1
+            record = decode_pb2.StepRecord(step=self._num_steps, ended_s=due, duration_s=self._step_s, decodes=1)
+            message = decode_pb2.StepEvents(step=record.step, steps=[record], sent_s=time.monotonic()).SerializeToString()
             for router_id, running in self._running.items():
                 if running and not self.held:
-                    self._outboxes[router_id].put_nowait(self._step(running))
+                    self._outboxes[router_id].put_nowait(self._step(running) + message)
             due = max(due + self._step_s, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
 

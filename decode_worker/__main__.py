@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from decode_worker.edge import DecodeEdge
 from kv_transfer.remote import transports_of
 from prefill_worker.edge import PrefillEdge
+from twostep.worker.edge import edge_maker
 from twostep.worker.process import run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    edges: dict[str, type[PrefillEdge | DecodeEdge]] = {"prefill": PrefillEdge, "decode": DecodeEdge}
-    return run_worker("decode", argv, lambda parts: edges[parts.config.role](parts, transports_of(parts)), "kv_transfer.engine_process")
+    make_edge = edge_maker({"prefill": PrefillEdge, "decode": DecodeEdge}, transports_of)
+    return run_worker("decode", argv, make_edge, "kv_transfer.engine_process")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from decode_worker.tracing import SequenceSpans
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
 from kv_transfer.transport import TransportEnd
 from kv_transfer.transports import TransportTable
+from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
@@ -31,10 +32,10 @@ class DecodeEdge:
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self._peers = Peers(parts.config.tls, CallSigner(parts.secret, parts.worker_id))
         self._paths = Paths(transports, self._peers, parts.secret, self._telemetry)
-        self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret)
+        self._discovery = Discovery(parts.config.redis_url, self._paths, secret=parts.secret, own_id=parts.worker_id)
         self._puller = Puller(parts, transports, self._peers, self._paths, self._telemetry)
         limits = limits or SequencesConfig(
-            local_prefill=parts.config.local_prefill,
+            local_prefill=parts.config.serves_alone,
             reservation_lease_s=parts.config.lease_ttl,
             router_lease_s=parts.config.router_lease,
         )
@@ -51,6 +52,10 @@ class DecodeEdge:
     @property
     def num_fetched_bytes(self) -> int:
         return self.sequences.bytes_fetched
+
+    @property
+    def measured(self) -> Sequence[MeasuredHandOver]:
+        return self.sequences.hand_overs.means
 
     def on_step(self, output: StepOutput) -> None:
         self.sequences.on_step(output)
@@ -78,13 +83,13 @@ class DecodeEdge:
         await self._peers.close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        stats.num_leases = self.sequences.num_reservations
-        stats.oldest_lease_s = self.sequences.oldest_hand_over_s
-        stats.num_sequences = len(self.sequences)
-        stats.num_streams = self.sequences.num_streams
-        stats.bytes_moved = self.sequences.bytes_fetched
-        stats.blocks_moved = self.sequences.blocks_fetched
-        stats.blocks_reused = self.sequences.blocks_reused
+        stats.num_leases += self.sequences.num_reservations
+        stats.oldest_lease_s = max(stats.oldest_lease_s, self.sequences.oldest_hand_over_s)
+        stats.num_sequences += len(self.sequences)
+        stats.num_streams += self.sequences.num_streams
+        stats.bytes_moved += self.sequences.bytes_fetched
+        stats.blocks_moved += self.sequences.blocks_fetched
+        stats.blocks_reused += self.sequences.blocks_reused
         for transport in self.transports:
             stats.transports.append(await self._telemetry.stats(transport, Direction.FETCH))
         for path in self._paths.results:

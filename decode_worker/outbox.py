@@ -264,7 +264,7 @@ class Outbox:
         if self._behind:
             # Those that have not caught up get it out of their histories, in its turn.
             events = [event for event in message.events if (event.request_id, event.attempt) not in self._behind]
-            message = decode_pb2.StepEvents(step=message.step, events=events)
+            message = decode_pb2.StepEvents(step=message.step, events=events, steps=message.steps)
             if not events:
                 return True
         if self._num_events + len(message.events) > self._max_events and not force:
@@ -333,6 +333,7 @@ class Outbox:
             message = self._take()
             if message is not None:
                 self._sending = True
+                message.sent_s = time.monotonic()
                 return message
             if self._closed:
                 return None

@@ -273,13 +273,15 @@ def _say_failure(task: asyncio.Task[None]) -> None:
 
 
 class Discovery:
-    """Looks up the prefill workers in Redis, so that the paths from them are tried before their first ticket comes. start(), then it looks
-    by itself until close(). Without Redis only tickets say which workers there are."""
+    """Looks up the workers that hand over in Redis, so that the paths from them are tried before their first ticket comes. start(), then
+    it looks by itself until close(). Without Redis only tickets say which workers there are."""
 
-    def __init__(self, redis_url: str, paths: Paths, *, secret: bytes) -> None:
+    def __init__(self, redis_url: str, paths: Paths, *, secret: bytes, own_id: str) -> None:
+        """`own_id`: of the worker that looks, which takes nothing from itself."""
         self._redis = connect(redis_url)
         self._paths = paths
         self._signer = Signer(secret, RECORDS)
+        self._own_id = own_id
         self._missed: dict[tuple[str, int], int] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -309,7 +311,8 @@ class Discovery:
         texts = (await look(self._redis, [worker_id for worker_id, _ in self._missed])).records.values()
         found = {(r.worker_id, r.epoch): r for text in texts if (r := self._read(text)) is not None}
         # Workers of versions further away are no sources: they would refuse to be asked.
-        ours = {k: r for k, r in found.items() if r.role == "prefill" and r.address and together(__version__, r.version)}
+        sources = {k: r for k, r in found.items() if r.hands_over and r.address and r.worker_id != self._own_id}
+        ours = {k: r for k, r in sources.items() if together(__version__, r.version)}
         for record in ours.values():
             self._paths.learn(Source(worker_id=record.worker_id, epoch=record.epoch, address=record.address))
         self._missed = {key: count + 1 for key, count in self._missed.items()} | dict.fromkeys(ours, 0)

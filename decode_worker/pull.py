@@ -50,6 +50,7 @@ class PulledKv:
     """A whole, verified KV cache, and the tokens that were sampled after it.
 
     ahead     the engine has begun with it already, and its source has now confirmed it
+    publish_s seconds from the first token to the last chunk published, as the source says
     fetch_s   seconds from CompleteCame to the last block in place, and the source's answer where it was asked. What was pulled before,
               while the prompt was still being computed, delayed nothing
     exact     False: numbers were rounded on the way, or are of another format than the pool's; prefixes of it must not be shared
@@ -60,6 +61,7 @@ class PulledKv:
     num_bytes: int
     num_chunks: int
     num_blocks: int
+    publish_s: float
     fetch_s: float
     ahead: bool
     exact: bool
@@ -151,6 +153,7 @@ class Pull:
         self._announced_at: dict[int, float] = {}
         self._started_at = time.monotonic()
         self._transferred = False
+        self._publish_s = 0.0
         self._queue_s = 0.0
         self._copying = CopyClock()
         self._scatter_s = 0.0
@@ -255,7 +258,12 @@ class Pull:
         """Returns why no more events come from the source. Raises what makes this side end the pull."""
         puller = self._puller
         offered = await puller.paths.offered(self._source, host_only=self._ticket.layout != puller.fingerprint)
-        request = kv_pb2.WatchRequest(ticket=self._ticket.to_proto(), transports=offered, wire=puller.wires)
+        request = kv_pb2.WatchRequest(
+            ticket=self._ticket.to_proto(),
+            transports=offered,
+            wire=puller.wires,
+            num_cached_tokens=self._target.num_cached_blocks * puller.layout.block_size,
+        )
         call = stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()), metadata=self._metadata)
         try:
             async for event in call:
@@ -267,6 +275,7 @@ class Pull:
                         self._events.put_nowait(rd.ChunkAnnounced(_info(event.chunk, puller.layout.num_layers)))
                     case "complete":
                         complete = event.complete
+                        self._publish_s = complete.publish_s
                         self._events.put_nowait(rd.CompleteCame(complete.num_chunks, tuple(complete.output_ids)))
             return Unavailable("the prefill worker ended the hand-over before it was complete; prefill again")
         except grpc.aio.AioRpcError as failure:
@@ -386,6 +395,7 @@ class Pull:
             num_bytes=self._reader.num_bytes,
             num_chunks=len(self._reader.infos),
             num_blocks=self._target.num_missing_blocks,
+            publish_s=self._publish_s,
             fetch_s=now - self._reader.complete_at,
             ahead=not self._transport.copies_out,
             exact=self._conversion is None or self._conversion.exact,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
+from decode_worker.hand_over_meter import HandOverMeter
 from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Pull, PulledKv, Puller, PullHooks
 from decode_worker.tracing import CANCELLED, SequenceSpan
@@ -135,12 +136,24 @@ class DecodeSequence:
         self.history.begin(token, event, cached_tokens=self.num_cached_tokens, queue_s=queue_s, prefill_s=prefill_s)
 
 
+def record_of(output: StepOutput) -> decode_pb2.StepRecord:
+    """Returns what routers are told of a step."""
+    return decode_pb2.StepRecord(
+        step=output.step,
+        ended_s=output.ended_at,
+        duration_s=output.duration_s,
+        prompt_tokens=output.num_prefill_tokens,
+        decodes=output.num_decode_tokens,
+    )
+
+
 class Sequences:
     def __init__(self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
         self.config = config
         self.bytes_fetched = 0
         self.blocks_fetched = 0
         self.blocks_reused = 0
+        self.hand_overs = HandOverMeter()
         self._engine = engine
         self._puller = puller
         self._secret = secret
@@ -340,6 +353,7 @@ class Sequences:
         num_reused = sequence.target.num_cached_blocks
         self.bytes_fetched += kv.num_bytes
         self.blocks_fetched += kv.num_blocks
+        self.hand_overs.observe(kv.transport, kv.publish_s + kv.fetch_s, kv.num_bytes)
         self.blocks_reused += num_reused
         if sequence.span is not None:
             sequence.span.committed()
@@ -368,7 +382,7 @@ class Sequences:
                 sequence.on_progress(progress, output.began_at)
         for scores in output.scores:
             self._send_scores(scores)
-        self._send_tokens(output.tokens)
+        self._send_tokens(output.tokens, record_of(output))
         for failure in output.failures:
             sequence = self._sequences.get(failure.seq_id)
             if sequence is None:
@@ -392,7 +406,8 @@ class Sequences:
                 sequence.history.score(part, message.events.add())
             self._send(sequence.router_id, message)
 
-    def _send_tokens(self, tokens: StepTokens) -> None:
+    def _send_tokens(self, tokens: StepTokens, record: decode_pb2.StepRecord | None = None) -> None:
+        """`record`: of the step that has just computed them."""
         messages: dict[str, decode_pb2.StepEvents] = {}
         prefilling, fetching = State.PREFILLING, State.FETCHING
         for row, (seq_id, token_id, position) in enumerate(zip(tokens.seq_ids, tokens.token_ids, tokens.positions, strict=True)):
@@ -405,7 +420,7 @@ class Sequences:
                 continue
             message = messages.get(sequence.router_id)
             if message is None:
-                message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step)
+                message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step, steps=[] if record is None else [record])
             event = message.events.add()
             if sequence.state is prefilling:
                 sequence.begin(tokens[row], event)

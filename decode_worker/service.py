@@ -2,11 +2,11 @@
 
 The life of a request here:
 
- 1. Reserve   sets blocks aside for the prompt before any prefill is spent, and says which of the prefix's blocks are here
-              already: those are shared by reference and not moved again.
+ 1. Reserve   sets blocks aside for the prompt, and says how many of the prefix's are here already: those are shared by reference and
+              not moved again. The prefill worker may have begun with the prompt; the router gives that up if there is no room.
  2. Attach    brings the prefill worker's ticket, usually while the prompt is still queued there. The answer comes at once; from here on
               everything comes on the router's stream.
- 3. fetch     in the background (decode_worker.pull): watch the prefill worker, pull each chunk as it becomes ready, verify it, write it
+ 3. fetch     in the background (decode_worker.pull): watch the prefill worker, tell it what is here already, pull each chunk as it becomes ready, verify it, write it
               into the reserved blocks.
  4. commit    only once all of it is here and verified: engine.commit, Acknowledge COMMITTED, a Committed event.
  5. steps     continuous batching; all tokens of one step, or of several where sending is slower, go to a router in one message on its one

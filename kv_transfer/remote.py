@@ -131,6 +131,7 @@ class RemoteTransports(TransportTable[RemoteTransport]):
         super().__init__([])
         self._engine = engine
         self._life: tuple[WorkerConfig, str, int] | None = None
+        self._started: tuple[WorkerConfig, str, int] | None = None
         engine.on("kv.states", self._told)
 
     def of(self, parts: EdgeParts) -> RemoteTransports:
@@ -140,9 +141,13 @@ class RemoteTransports(TransportTable[RemoteTransport]):
         return self
 
     async def start(self) -> None:
+        if self._started == self._life:
+            return
         assert self._life is not None
+        self._started = None
         states = await self._engine.call("kv.start", *self._life, deadline=time.monotonic() + _START_S)
         self._transports = {state.name: RemoteTransport(self._engine, state) for state in states}
+        self._started = self._life
 
     async def close(self) -> None:
         with suppress(TwostepError):

@@ -66,7 +66,7 @@ def _cuda_ipc(parts: TransportParts) -> KvTransport:
     from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415
     from kv_transfer.gpu_pool import gpu_pool_of  # noqa: PLC0415
 
-    return CudaIpcTransport(gpu_pool_of(parts.runner, "cuda_ipc"), serves=parts.config.role == "prefill")
+    return CudaIpcTransport(gpu_pool_of(parts.runner, "cuda_ipc"), serves=parts.config.hands_over)
 
 
 def _nixl(parts: TransportParts) -> KvTransport:
@@ -111,7 +111,7 @@ def _ray(parts: TransportParts) -> KvTransport:
     )
 
 
-# The best first. A decode worker lets no peer read its pool, so that cuda_ipc differs by role; the others serve either, and go on.
+# The best first. With --fixed-roles a decode worker lets no peer read its pool, so that cuda_ipc differs by role; the others go on.
 TRANSPORT_KINDS = {
     "cuda_ipc": TransportKind(make=_cuda_ipc, of_one_role=True),
     "nixl": TransportKind(make=_nixl),
@@ -218,6 +218,8 @@ def make_transports(parts: TransportParts) -> Transports:
     """Makes them, to be started. What an edge of its other role has left is used again.
     Raises SetupError where one that was asked for by name cannot be."""
     if parts.carried is not None:
+        if parts.config.both_roles:
+            return parts.carried
         return parts.carried.in_role(lambda name: _make(name, parts))
     asked = parts.config.kv_transfer
     if asked == "auto":

@@ -9,6 +9,7 @@ from kv_transfer.transport import TransportEnd
 from kv_transfer.transports import TransportTable
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import HandOverSpans, KvService, PrefillService
+from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.v1 import worker_pb2
@@ -18,8 +19,9 @@ from twostep.worker.edge import EdgeParts
 class PrefillEdge:
     """See twostep.worker.edge.Edge."""
 
-    # A prefill worker takes KV from nobody.
+    # This edge takes KV from nobody.
     num_fetched_bytes = 0
+    measured: tuple[MeasuredHandOver, ...] = ()
 
     def __init__(self, parts: EdgeParts, transports: TransportTable[TransportEnd]) -> None:
         """Raises SetupError."""
@@ -54,11 +56,11 @@ class PrefillEdge:
         await self.hand_overs.close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        stats.num_leases = len(self.hand_overs)
-        stats.oldest_lease_s = self.hand_overs.oldest_s
-        stats.num_sequences = self._prefill.num_running
-        stats.bytes_moved = self.hand_overs.bytes_published
-        stats.blocks_moved = self.hand_overs.blocks_published
-        stats.blocks_reused = self.hand_overs.blocks_skipped
+        stats.num_leases += len(self.hand_overs)
+        stats.oldest_lease_s = max(stats.oldest_lease_s, self.hand_overs.oldest_s)
+        stats.num_sequences += self._prefill.num_running
+        stats.bytes_moved += self.hand_overs.bytes_published
+        stats.blocks_moved += self.hand_overs.blocks_published
+        stats.blocks_reused += self.hand_overs.blocks_skipped
         for transport in self.transports:
             stats.transports.append(await self._telemetry.stats(transport, Direction.PUBLISH))

@@ -39,13 +39,15 @@ from kv_transfer.transports import TransportTable
 from kv_transfer.wire_encoding import RAW
 from prefill_worker.publisher import HandOver, Publisher
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
-from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
+from twostep.errors import InvalidRequest, NonFiniteLogits, ResourceExhausted, TwostepError, Unavailable
 from twostep.worker.edge import EdgeParts
 from twostep.worker.requests import attempt_id
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.2
+# Two workers that hand over to each other can wait for each other's blocks. An engine that has planned nothing for so long does.
+_STUCK_S = 1.0
 # The longest life of a lease and its ticket.
 MAX_LIFE_S = 600.0
 # Leases beyond those of requests that wait or run: what ends takes a moment.
@@ -87,6 +89,8 @@ class HandOvers:
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        # The engine's steps when they were looked at, and since when they have not become more.
+        self._steps, self._stuck_since = -1, 0.0
 
     def __len__(self) -> int:
         """The number of leases that still hold something."""
@@ -117,11 +121,8 @@ class HandOvers:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
         size = self.layout.block_size
-        if num_decode_cached_tokens > len(request.token_ids):
-            raise InvalidRequest(f"num_decode_cached_tokens is {num_decode_cached_tokens}; give {len(request.token_ids)} at most")
         life_s = min(life_s, MAX_LIFE_S)
-        # A decode worker of another block size may hold a part of a block of ours.
-        first, count = num_decode_cached_tokens // size, -(-len(request.token_ids) // size)
+        first, count = self._first_block(request, num_decode_cached_tokens), -(-len(request.token_ids) // size)
         self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         # Its first step may be launched before a reader has chosen: it is marked as for the last one.
@@ -169,14 +170,26 @@ class HandOvers:
             )
         return hand_over
 
-    def watched(self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = ()) -> TransportEnd:
-        """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`). `offered`: those that
-        work for this one, best first; `wires`: forms that it takes besides raw. Raises Unavailable and Incompatible, and then changes
-        nothing."""
+    def _first_block(self, request: EngineRequest, num_cached_tokens: int) -> int:
+        """Raises InvalidRequest."""
+        if num_cached_tokens > len(request.token_ids):
+            raise InvalidRequest(f"the decode worker holds {num_cached_tokens} tokens of {len(request.token_ids)}; give that many at most")
+        # A decode worker of another block size may hold a part of a block of ours.
+        return num_cached_tokens // self.layout.block_size
+
+    def watched(
+        self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = (), *, num_cached_tokens: int | None = None
+    ) -> TransportEnd:
+        """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`) and, with
+        `num_cached_tokens`, which of them: those that it does not hold. `offered`: those that work for this one, best first; `wires`: forms
+        that it takes besides raw. Raises Unavailable, Incompatible and InvalidRequest, and then nothing is chosen."""
         if hand_over.transport is None:
+            planned = hand_over.first_block, hand_over.plan.sizes
+            if num_cached_tokens is not None:
+                hand_over.first_block = self._first_block(hand_over.request, num_cached_tokens)
             hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, hand_over.wanted_blocks * self._block_bytes)
             self._sizes = self._sizes_of(hand_over.transport)
-            if self._sizes != hand_over.plan.sizes:
+            if (hand_over.first_block, self._sizes) != planned:
                 hand_over.plan = self._plan(hand_over.first_block, hand_over.wanted_blocks, self._sizes)
                 self._engine.mark_layers(hand_over.seq_id, hand_over.plan.mark_layers)
             if hand_over.started:
@@ -357,6 +370,19 @@ class HandOvers:
                 hand_over.context.run(log.warning, "lease %s expired: %s", lease.lease_id, lease.reason)
                 hand_over.error = hand_over.error or Unavailable(f"the hand-over ended ({lease.reason}); try again")
                 self._settle(hand_over, transition)
+            self._give_way(time.monotonic())
+
+    def _give_way(self, now: float) -> None:
+        """Ends what waits for blocks that are reserved for prompts of other workers, which may wait for blocks that this worker's
+        prompts have reserved there: routers place them again."""
+        waiting = [h for h in self._live.values() if not h.started and not h.lease.state.ended and now - h.submitted_at > _STUCK_S]
+        stats = self._engine.stats() if waiting else None
+        if stats is None or stats.steps != self._steps or stats.stalled_s or not stats.num_waiting or not stats.num_reserved:
+            self._steps, self._stuck_since = -1 if stats is None else stats.steps, now
+        elif now - self._stuck_since > _STUCK_S:
+            for hand_over in waiting:
+                error = ResourceExhausted("the blocks for this prompt are reserved for KV of other workers; try another worker, or later")
+                self.abort(hand_over, error.message, error)
 
     # ---- tickets --------------------------------------------------------------------------------------------------------
 

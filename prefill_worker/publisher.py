@@ -37,7 +37,8 @@ class HandOver:
     """One attempt: its sequence, its lease and what of it is published. The engine's steps and the publisher change
     it, Run and Watch wait for that (all on one event loop).
 
-    first_block .. num_blocks   the sequence's blocks that are published; those before are on the decode worker already
+    first_block .. num_blocks   the sequence's blocks that are published; those before are on the decode worker already: as the first
+                                Watch says, before that as the router thinks
     final_blocks                blocks, from the sequence's start, whose KV does not change any more
     step_blocks, step_layers    the same of the first layers, while a step is under way
     published                   chunks in the order in which they became ready

@@ -3,9 +3,11 @@
 The life of a request here:
 
  1. Run       checks the request, queues the prompt (engine.submit, hold) and opens a lease; Accepted carries the ticket, at once,
-              so that the router can attach the decode worker while the prompt is still queued.
- 2. Watch     the decode worker asks what is published, and says which transports work between the two: the first Watch decides by which
-              one (prefill_worker.publisher), and in which form (prefill_worker.encoder). Manifest now, chunks as they become ready.
+              so that the router can attach the decode worker while the prompt is still queued. The decode worker may not have been
+              asked yet whether it takes the request: the end of the call is all that is heard if it does not.
+ 2. Watch     the decode worker asks what is published, says what it holds already, and which transports work between the two: the first
+              Watch decides which blocks are published, by which one (prefill_worker.publisher), and in which form
+              (prefill_worker.encoder). Manifest now, chunks as they become ready.
  3. steps     the engine computes the prompt in chunks of its token budget; blocks that have become final are published while the
               next ones are computed (prefill_worker.hand_over).
  4. first     log probabilities of the prompt, if they are asked for, leave as they are computed. The step that ends the prompt samples
@@ -108,7 +110,8 @@ class KvService(kv_pb2_grpc.KvServicer):
         concerning(request.ticket.request_id, trace_id_of(metadata_of(context)))
         hand_over = self._hand_overs.find(Ticket.from_proto(request.ticket))
         layout = self._hand_overs.layout
-        transport = self._hand_overs.watched(hand_over, request.transports, request.wire)
+        cached = request.num_cached_tokens if request.HasField("num_cached_tokens") else None
+        transport = self._hand_overs.watched(hand_over, request.transports, request.wire, num_cached_tokens=cached)
         yield kv_pb2.WatchEvent(
             manifest=kv_pb2.Manifest(
                 layout=layout_to_proto(layout),
@@ -140,7 +143,8 @@ class KvService(kv_pb2_grpc.KvServicer):
             if hand_over.lease.state.ended:
                 raise self._hand_overs.ended_error(hand_over)
             if hand_over.first_token is not None and hand_over.lease.num_chunks == num_sent:
-                yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=[hand_over.first_token.token_id]))
+                output_ids, publish_s = [hand_over.first_token.token_id], hand_over.publish_s
+                yield kv_pb2.WatchEvent(complete=kv_pb2.Complete(num_chunks=num_sent, output_ids=output_ids, publish_s=publish_s))
                 return
             self._hand_overs.renew(hand_over)
             if num_sent == len(hand_over.published):

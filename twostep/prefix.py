@@ -57,7 +57,10 @@ class PrefixHasher:
         """`unit`: tokens from one boundary to the next, at least 1."""
         if unit < 1:
             raise InvalidRequest(f"hash unit is {unit}; give at least 1 token")
-        self._mac = hmac.new(key, None, hashlib.sha256)
+        # HMAC by its definition (RFC 2104): copying an object of the hmac module at each boundary takes twice as long.
+        block = (key if len(key) <= 64 else hashlib.sha256(key).digest()).ljust(64, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
         self.unit = unit
         self._num_bytes = 0
         self.hashes: list[bytes] = []
@@ -70,14 +73,16 @@ class PrefixHasher:
     def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
         """Takes in the next tokens and returns the hashes of the boundaries they reach."""
         data = memoryview(token_bytes(token_ids))
-        mac, unit = self._mac, 4 * self.unit
+        inner, unit = self._inner, 4 * self.unit
         known = len(self.hashes)
         start, end = 0, unit - self._num_bytes % unit
         while end <= len(data):
-            mac.update(data[start:end])
-            self.hashes.append(mac.copy().digest()[:HASH_BYTES])
+            inner.update(data[start:end])
+            outer = self._outer.copy()
+            outer.update(inner.digest())
+            self.hashes.append(outer.digest()[:HASH_BYTES])
             start, end = end, end + unit
-        mac.update(data[start:])
+        inner.update(data[start:])
         self._num_bytes += len(data)
         return self.hashes[known:]
 

@@ -15,6 +15,7 @@ Standard library only: routers have no numpy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,12 @@ KNEE_SHARE = 0.95
 def chunk_pairs(num_tokens: int, num_before: int) -> float:
     """Query-key pairs of a chunk of so many tokens, after so many others of its sequence."""
     return num_tokens * (num_before + num_tokens / 2)
+
+
+def _positive_root(a: float, b: float, c: float) -> float:
+    """Returns x >= 0 with a x^2 + b x = c, for a, b and c of at least 0; infinity if every x is less."""
+    root = b + math.sqrt(b * b + 4 * a * c)
+    return 2 * c / root if root else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,18 @@ class StepCurve:
     def decode_step_s(self, decodes: int, context: int) -> float:
         """A step of so many sequences with so many tokens among them, and no prompt."""
         return self.step_s(StepWorkload(decodes=decodes, context=context))
+
+    def chunk_within(self, bound_s: float, *, decodes: float, context: float, before: float = 0.0) -> float:
+        """Returns the most tokens of a prompt, after `before` others of it, that a step with these decodes computes within `bound_s`."""
+        hidden = self.knee - decodes
+        left = bound_s - self.fixed_s - self.per_sequence_s * decodes - self.per_context_s * context
+        if bound_s < self.mixed_s or left < max(0.0, -self.per_row_s * hidden):
+            return 0.0
+        beyond = _positive_root(self.per_pair_s / 2, self.per_row_s + self.per_pair_s * before, left + self.per_row_s * hidden)
+        if beyond >= hidden:
+            return beyond
+        # So many rows are free: it is the pairs that take the time.
+        return min(hidden, _positive_root(self.per_pair_s / 2, self.per_pair_s * before, left))
 
     def prefill_s(self, num_tokens: int, num_cached: int, budget: int, *, decodes: int = 0, context: int = 0) -> float:
         """A prompt of `num_tokens`, the first `num_cached` of which are there, alone among `decodes` that go on: its chunks fill what the

@@ -88,8 +88,9 @@ def total_usage(prompts: Sequence[Sequence[pb.Usage]]) -> dict[str, Any]:
 
 
 def phases_of(end: pb.End) -> dict[str, Any]:
-    """`twostep` in an answer: seconds of each phase, how the KV cache travelled, and how often the request was begun."""
-    return {"phases": _fields(end.phases), "transfer": _fields(end.transfer), "attempts": end.attempts}
+    """`twostep` in an answer: seconds of each phase, how the KV cache travelled, how often the request was begun, and its longest gaps."""
+    gaps = [{name: round(value, 6) for name, value in _fields(gap).items()} for gap in end.gaps]
+    return {"phases": _fields(end.phases), "transfer": _fields(end.transfer), "attempts": end.attempts, "gaps": gaps}
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -47,6 +47,8 @@ _CLASSES = {name: pb.RequestClass.Value(f"REQUEST_CLASS_{name.upper()}") for nam
 _TIERS = {"flex": pb.REQUEST_CLASS_BATCH, "priority": pb.REQUEST_CLASS_INTERACTIVE}
 _MAX_TARGET_MS = 3_600_000.0
 _MAX_TIMEOUT_MS = 86_400_000.0
+# What an answer that tells its phases tells of gaps.
+_NUM_GAPS = 8
 _SEED = re.compile(r"-?[0-9]{1,19}")
 
 # Fields that a request calls as the body does.
@@ -276,6 +278,8 @@ class HttpGeneration(ABC, Generic[AnyBody]):
         self.names = TokenNames(front.token_bytes, by_id=bool(body.return_tokens_as_token_ids))
         self._name = body.request_id or call.request_id
         self._request = request_of(body, call.headers, seed=self.seed)
+        if self.wanted.phases:
+            self._request.num_gaps = _NUM_GAPS
         if body.stream and self.n > 1 and self._request.sampling.HasField("prompt_logprobs"):
             raise HttpError(400, f"n is {self.n}: a stream tells the log probabilities of a prompt with one answer; leave n out", param="n")
         self._is_line = False

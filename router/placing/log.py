@@ -1,7 +1,8 @@
 """A file of decisions, one JSON object a line, from which each can be made again (router/placing/replay.py).
 
     {"worker": 3, "record": {...}}                                     a worker's record, before the first decision that looks at it
-    {"at": 1763740000.1, "demand": {...}, "prefill": [[3, 512, ...], ...], "decode": [...], "choice": {...}}
+    {"at": 1763740000.1, "demand": {...}, "prefill": [[3, 512, ...], ...], "decode": [...], "choice": {...},
+     "why": "...", "compared": [{...}, ...]}
 
 Of a snapshot only what is not in the records stands in the decision's own line. Prompts do not: requests are known by name and length.
 """
@@ -27,7 +28,16 @@ MAX_BYTES = 256 << 20
 # Decisions that the disk has not taken yet; more are left out and counted.
 _MAX_QUEUED = 1024
 # What a line has of a candidate, in order, behind its record's number.
-CANDIDATE_FIELDS = ("cached_tokens", "host_cached_tokens", "queued_tokens", "batch_tokens", "recent_tokens", "num_attempts", "excluded")
+CANDIDATE_FIELDS = (
+    "cached_tokens",
+    "host_cached_tokens",
+    "queued_tokens",
+    "batch_tokens",
+    "recent_tokens",
+    "num_attempts",
+    "excluded",
+    "no_prompts",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +116,10 @@ class PlacementEncoder:
         lines: list[str] = []
         sides = {side: [self._candidate(c, lines) for c in getattr(decision.snapshot, side)] for side in ("prefill", "decode")}
         demand = dataclasses.asdict(decision.demand)
-        lines.append(_line({"at": decision.at, "demand": demand, **sides, "choice": choice_of(decision.result)}))
+        line = {"at": decision.at, "demand": demand, **sides, "choice": choice_of(decision.result)}
+        if isinstance(decision.result, Placement):
+            line |= {"why": decision.result.why, "compared": [dataclasses.asdict(way) for way in decision.result.compared]}
+        lines.append(_line(line))
         return lines
 
     def _candidate(self, candidate: Candidate, lines: list[str]) -> list[Any]:
@@ -131,6 +144,7 @@ def choice_of(result: Placement | NoPlacement) -> dict[str, Any]:
         "cost": result.cost,
         "ttft_s": result.predicted_ttft_s,
         "tpot_s": result.predicted_tpot_s,
+        "gap_s": result.predicted_gap_s,
         "meets_targets": result.meets_targets,
     }
 

@@ -1,8 +1,9 @@
 """Which workers serve a request: a pure function of a snapshot.
 
-1. who can     ready, not draining, large enough; in pairs with a layout and a transport in common, or decode workers that compute prompts
+1. who can     ready, not draining, large enough; in pairs of two workers with a layout and a transport in common, or each alone
 2. predict     what each would do for this request, and to the others                                            prediction.py
-3. choose      first among those that keep the request's targets (else those that miss them by least), the least cost in seconds
+3. choose      first among those that keep the targets (else those that miss them by least), the least cost in seconds. KV moves only
+               where that gains more than the prediction's own noise: so a fleet is never worse, as predicted, than each worker alone
 
 The two sides of a pair are chosen apart, among workers of one kind (layout and transports), and then joined: what a prefill worker decides
 (time to the first token) and what a decode worker decides (hand-over, time per token) add up. So it is linear in the number of workers.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from twostep.cluster.convertible import HOST_TRANSPORTS, joinable, reasons_against
@@ -42,13 +43,30 @@ __all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementReques
 
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
+# Gained by less than that, and that share of what hangs on the loads in which they differ, KV is not moved.
+_LEAST_GAIN_S = 1e-3
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
 _MAX_PAIRS_NAMED = 4
+_MOST_SECONDS = 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to serve a request, as predicted: `others_s`, what everybody else loses by it; `cost`, what ways are compared by."""
+
+    prefill: str | None
+    decode: str
+    ttft_s: float
+    tpot_s: float
+    gap_s: float
+    others_s: float
+    cost: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The workers that serve a request. `prefill` is None where the decode worker computes the prompt itself.
+    """The workers that serve a request. `prefill` is None where the decode worker computes the prompt itself. `compared` has the best pair
+    and the best worker alone, `why` what spoke for the one taken.
 
     Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
     not, after how many seconds it is worth asking again (0 otherwise). Not `attainable`: these workers would miss them without any load.
@@ -60,6 +78,10 @@ class Placement:
     reason: str
     predicted_ttft_s: float = 0.0
     predicted_tpot_s: float = 0.0
+    predicted_gap_s: float = 0.0
+    predicted_others_s: float = 0.0
+    compared: tuple[Way, ...] = ()
+    why: str = ""
     meets_targets: bool = True
     attainable: bool = True
     retry_after_s: float = 0.0
@@ -86,14 +108,14 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
     evenly over requests."""
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
     decode = [c for c in snapshot.decode if _serves(c.record)]
-    missing = [] if prefill or any(c.record.local_prefill for c in decode) else ["prefill"]
+    missing = [] if prefill or any(_alone(c.record) for c in decode) else ["prefill"]
     missing += [] if decode else ["decode"]
     if missing:
         return NoPlacement(shortage=Shortage.MISSING, reason=_missing(missing, snapshot))
     total = demand.num_tokens + demand.max_new_tokens
     fitting_prefill = [c for c in prefill if _fits(c.record, demand.num_tokens, total)]
     fitting_decode = [c for c in decode if _fits(c.record, total, total)]
-    if not fitting_decode or not (fitting_prefill or any(c.record.local_prefill for c in fitting_decode)):
+    if not fitting_decode or not (fitting_prefill or any(_alone(c.record) for c in fitting_decode)):
         return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large(demand, prefill, decode))
     best = _Choice(fitting_prefill, fitting_decode, demand, skip_excluded=True).best()
     if best is not None:
@@ -107,6 +129,11 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
     if not any(there == here or joinable(there, here) for there in layouts[0] for here in layouts[1]):
         return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=_incompatible(fitting_prefill, fitting_decode))
     return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=_no_transport(fitting_prefill, fitting_decode))
+
+
+def _alone(record: WorkerRecord) -> bool:
+    """Says whether it may compute the prompt and keep the sequence."""
+    return record.local_prefill and record.takes_over
 
 
 def _serves(record: WorkerRecord) -> bool:
@@ -132,54 +159,72 @@ class _Choice:
         self._demand = demand
         self._predictor = Predictor(demand, fallback_curve((*prefill, *decode)))
         # The excluded ones count where it is about loads: there is work on them.
-        self._prefill = [(c, mean_load(c, demand.num_tokens)) for c in prefill]
-        decoding = [(c, mean_load(c, demand.num_tokens)) for c in decode]
-        self._prefill_share, share = shares(self._prefill), shares(decoding)
-        if skip_excluded:
-            self._prefill = [(c, mean) for c, mean in self._prefill if not c.excluded]
-            decoding = [(c, mean) for c, mean in decoding if not c.excluded]
-        self._decoding = [self._predictor.decoding(c, mean, share) for c, mean in decoding]
+        means = {id(c): mean_load(c, demand.num_tokens) for c in (*prefill, *decode)}
+        for_prompts, for_answers = (shares([(c, means[id(c)]) for c in side]) for side in (prefill, decode))
+        both = replace(for_prompts, seqs=for_answers.seqs)
+        at = {
+            id(c): self._predictor.decoding(c, means[id(c)], both if c.record.hands_over else for_answers)
+            for c in (*prefill, *decode)
+            if not (skip_excluded and c.excluded)
+        }
+        computes = {key for key, each in at.items() if not (skip_excluded and each.candidate.no_prompts)}
+        self._sources = [at[id(c)] for c in prefill if id(c) in computes]
+        self._targets = [at[id(c)] for c in decode if id(c) in at]
+        self._alone = [at[id(c)] for c in decode if id(c) in computes and _alone(c.record)]
         self._layouts: list[LayoutRecord] = []
         self._numbers: dict[LayoutRecord, int] = {}
         self._numbers_by_id: dict[int, int] = {}
 
     def best(self) -> Placement | None:
-        pair, local = self._pair(), self._local()
-        if pair is None or (local is not None and local.cost <= pair.cost):
-            return local
-        return pair
+        pair, alone = self._best_pair(), self._best_alone()
+        if pair is None or alone is None:
+            only = pair or alone
+            return None if only is None else self._placement(only, [only], "there is no other way")
+        gain, least = alone.cost - pair.cost, _LEAST_GAIN_S + _NEAR * abs(alone.load_s - pair.load_s)
+        if gain > least:
+            return self._placement(pair, [pair, alone], f"the best worker alone costs {_seconds(gain)} more")
+        what = (
+            f"a pair gains {_seconds(gain)}, where {_seconds(least)} is worth a move"
+            if gain > 0
+            else f"a pair costs {_seconds(-gain)} more"
+        )
+        return self._placement(alone, [alone, pair], what)
 
-    def _pair(self) -> Placement | None:
+    def _best_pair(self) -> _Served | None:
         sources: dict[_Kind, list[Prediction]] = {}
-        for candidate, mean in self._prefill:
-            sources.setdefault(self._kind(candidate), []).append(self._predictor.prefill(candidate, mean, self._prefill_share))
+        for at in self._sources:
+            sources.setdefault(self._kind(at.candidate), []).append(self._predictor.prefill(at))
         targets: dict[_Kind, list[Decoding]] = {}
-        for decoding in self._decoding:
-            targets.setdefault(self._kind(decoding.candidate), []).append(decoding)
+        for at in self._targets:
+            targets.setdefault(self._kind(at.candidate), []).append(at)
         rails = [
             (there, here, transport) for there in sources for here in targets if (transport := self._transport(there, here)) is not None
         ]
-        best_sources = {there: self._pick(sources[there]) for there, _, _ in rails}
-        best_targets = {
-            (here, transport): self._pick([self._predictor.decode(decoding, transport) for decoding in targets[here]])
+        reading = {
+            (here, transport): [self._predictor.decode(at, transport) for at in targets[here]]
             for here, transport in {(here, transport) for _, here, transport in rails}
         }
-        pairs = [
-            (p.cost + d.cost + conversion_cost(self._layouts[there[0]], self._layouts[here[0]], self._demand.num_tokens), p, d)
-            for there, here, transport in rails
-            for p, d in ((best_sources[there], best_targets[here, transport]),)
-        ]
-        if not pairs:
-            return None
-        cost, p, d = min(pairs, key=lambda pair: pair[0])
-        return self._placement(cost, p, d)
+        pairs: list[_Served] = []
+        for there, here, transport in rails:
+            converting = conversion_cost(self._layouts[there[0]], self._layouts[here[0]], self._demand.num_tokens)
+            pairs += [_Served(p, d, p.cost + d.cost + converting) for p, d in self._pick_two(sources[there], reading[here, transport])]
+        return min(pairs, key=lambda pair: pair.cost, default=None)
 
-    def _local(self) -> Placement | None:
-        predictions = [self._predictor.local(decoding) for decoding in self._decoding if decoding.candidate.record.local_prefill]
-        if not predictions:
+    def _pick_two(self, sources: Sequence[Prediction], targets: Sequence[Prediction]) -> Sequence[tuple[Prediction, Prediction]]:
+        """The best of either side; where that is the same worker, each with the best other one."""
+        p, d = self._pick(sources), self._pick(targets)
+        if _name(p) != _name(d):
+            return [(p, d)]
+        other_sources = [each for each in sources if _name(each) != _name(d)]
+        other_targets = [each for each in targets if _name(each) != _name(p)]
+        pairs = [(self._pick(other_sources), d)] if other_sources else []
+        return [*pairs, (p, self._pick(other_targets))] if other_targets else pairs
+
+    def _best_alone(self) -> _Served | None:
+        if not self._alone:
             return None
-        picked = self._pick(predictions)
-        return self._placement(picked.cost, None, picked)
+        picked = self._pick([self._predictor.local(at) for at in self._alone])
+        return _Served(None, picked, picked.cost)
 
     def _kind(self, candidate: Candidate) -> _Kind:
         layout = candidate.record.layout
@@ -212,28 +257,67 @@ class _Choice:
         first, second = near[drawn[0][1]], near[drawn[1][1]]
         return second if second.cost < first.cost else first
 
-    def _placement(self, cost: float, p: Prediction | None, d: Prediction) -> Placement:
-        demand = self._demand
-        ttft, idle_ttft = (d.ttft_s, self._predictor.idle_local_s(d.candidate)) if p is None else (p.ttft_s, p.idle_ttft_s)
-        late = _beyond(ttft, demand.ttft_ms), _beyond(d.tpot_s, demand.tpot_ms)
+    def _placement(self, served: _Served, compared: Sequence[_Served], why: str) -> Placement:
+        demand, p, d = self._demand, served.prefill, served.decode
+        computing, way = p or d, served.way
+        late = _beyond(way.ttft_s, demand.ttft_ms), _beyond(way.tpot_s, demand.tpot_ms)
         met = not any(late)
         # A queue becomes shorter by a second each second. Steps become shorter as answers end.
         retry = late[0] + demand.max_new_tokens * late[1]
-        decode = f"decode {d.candidate.record.worker_id}: {d.candidate.cached_tokens} cached"
-        prefill = (
-            "the prompt computed there" if p is None else f"prefill {p.candidate.record.worker_id}: {p.candidate.cached_tokens} cached"
-        )
+        decode = f"decode {way.decode}: {d.candidate.cached_tokens} cached"
+        prefill = "the prompt computed there" if p is None else f"prefill {way.prefill}: {p.candidate.cached_tokens} cached"
+        figures = f"{way.ttft_s * 1e3:.1f} ms, then {way.tpot_s * 1e3:.2f} ms a token"
+        idle_ttft = self._predictor.idle_ttft_s(computing.candidate)
         return Placement(
             prefill=None if p is None else p.candidate.record,
             decode=d.candidate.record,
-            cost=cost,
-            reason=f"{prefill} of {demand.num_tokens} tokens; {decode}; {ttft * 1e3:.1f} ms, then {d.tpot_s * 1e3:.2f} ms a token",
-            predicted_ttft_s=ttft,
-            predicted_tpot_s=d.tpot_s,
+            cost=served.cost,
+            reason=f"{prefill} of {demand.num_tokens} tokens; {decode}; {figures}; {why}",
+            predicted_ttft_s=way.ttft_s,
+            predicted_tpot_s=way.tpot_s,
+            predicted_gap_s=way.gap_s,
+            predicted_others_s=way.others_s,
+            compared=tuple(each.way for each in compared),
+            why=why,
             meets_targets=met,
             attainable=not (_beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms)),
             retry_after_s=0.0 if met else min(_MOST_RETRY_S, max(_LEAST_RETRY_S, retry)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A way to serve the request. `prefill` None: one worker does all of it."""
+
+    prefill: Prediction | None
+    decode: Prediction
+    cost: float
+
+    @property
+    def load_s(self) -> float:
+        return self.decode.load_s + (0.0 if self.prefill is None else self.prefill.load_s)
+
+    @property
+    def way(self) -> Way:
+        p, d = self.prefill, self.decode
+        return Way(
+            prefill=None if p is None else p.candidate.record.worker_id,
+            decode=d.candidate.record.worker_id,
+            ttft_s=d.ttft_s if p is None else p.ttft_s,
+            tpot_s=d.tpot_s,
+            gap_s=d.gap_s,
+            others_s=d.others_s + (0.0 if p is None else p.others_s),
+            cost=self.cost,
+        )
+
+
+def _name(part: Prediction) -> str:
+    return part.candidate.record.worker_id
+
+
+def _seconds(cost: float) -> str:
+    """Costs beyond all seconds are of targets that are missed, KV that is rounded, workers that are full."""
+    return f"{cost * 1e3:.1f} ms" if cost < _MOST_SECONDS else "a miss"
 
 
 def _beyond(predicted_s: float, target_ms: float | None) -> float:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.request.answer import AnswerReader
+from router.request.gaps import LongestGaps, StepTimes, gap_between, gap_of_hand_over
 from router.request.job import Metadata, RequestJob
 from router.request.targets import Expired, Reason, Refused
 from twostep.errors import status_of
@@ -63,6 +65,8 @@ class RequestReport:
     attempts: int = 1
     placed: bool = False  # workers have accepted it, once at least
     cached_tokens: int = 0
+    waited_s: float = 0.0  # in queues of this router, so far
+    wait_s: float = 0.0  # what of route_s was that
     route_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -75,7 +79,8 @@ class RequestReport:
     last_decode_at: float | None = None
     # Of all attempts: what the client sees.
     last_token_at: float | None = None
-    longest_gap_s: float = 0.0
+    gaps: LongestGaps = field(default_factory=LongestGaps)
+    steps: StepTimes | None = None  # that gave the last token
     has_second_token: bool = False
     transfer: inference_pb2.Transfer = field(default_factory=inference_pb2.Transfer)
     # Of each attempt, refused ones included: when it began, and its workers (prefill "": the decode worker alone).
@@ -95,6 +100,10 @@ class RequestReport:
         return 0 if self.answer is None else self.answer.num_tokens - (0 if self.job is None else len(self.job.resumed))
 
     @property
+    def longest_gap_s(self) -> float:
+        return self.gaps.longest_s
+
+    @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_at is None else self.first_token_at - self.started
 
@@ -106,21 +115,34 @@ class RequestReport:
             return None
         return (self.last_token_at - self.first_token_at) / more
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surrounds a wait in one of this router's queues."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited_s += time.monotonic() - began
+
     def begin_attempt(self, prefill_worker: str, decode_worker: str) -> None:
-        self.committed_at = self.first_decode_at = self.last_decode_at = None
+        self.committed_at = self.first_decode_at = self.last_decode_at = self.steps = None
         self.publish_s = self.fetch_s = 0.0
         self.transfer = inference_pb2.Transfer(prefill_worker=prefill_worker, decode_worker=decode_worker)
         if len(self.begun) < _MAX_BEGUN:
             self.begun.append((time.monotonic(), prefill_worker, decode_worker))
 
     def on_first_token(self, first: prefill_pb2.FirstToken, accepted_at: float) -> None:
+        now = time.monotonic()
         if self.first_token_at is not None:
+            self._migrated(first.token.position, now)
             return
-        self.first_token_at = now = time.monotonic()
+        self.first_token_at = now
         self.metrics.ttft.observe(now - self.started)
         if self.last_token_at is None:
             self.last_token_at = now
-        self.route_s = accepted_at - self.started
+        # The first token may have overtaken what says that it was accepted.
+        accepted_at = min(accepted_at, now - first.queue_s - first.prefill_s)
+        self.route_s, self.wait_s = max(0.0, accepted_at - self.started), self.waited_s
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
 
@@ -130,10 +152,10 @@ class RequestReport:
             self.visible_at = time.monotonic()
         self.metrics.num_generation_tokens += len(piece.token_ids)
 
-    def on_computed_here(self) -> None:
+    def on_computed_here(self, steps: StepTimes | None) -> None:
         """The decode worker has computed the prompt: nothing is published, nothing fetched."""
         self.committed_at = time.monotonic()
-        self.transfer.transport = "none"
+        self.transfer.transport, self.steps = "none", steps
 
     def on_committed(self, committed: decode_pb2.Committed) -> None:
         self.committed_at = time.monotonic()
@@ -142,20 +164,35 @@ class RequestReport:
         self.transfer.blocks_moved, self.transfer.blocks_reused = committed.blocks_moved, committed.blocks_reused
         self.fetch_s = committed.fetch_s
 
-    def on_decode_token(self) -> None:
+    def on_decode_token(self, position: int, steps: StepTimes | None) -> None:
         """Called for every token of every request: keep it short."""
         now = self.last_decode_at = time.monotonic()
         if self.last_token_at is not None:
             gap_s = now - self.last_token_at
             self.metrics.itl.observe(gap_s)
-            if gap_s > self.longest_gap_s:
-                self.longest_gap_s = gap_s
-        self.last_token_at = now
+            if gap_s > self.gaps.least_s:
+                self._keep_gap(position, gap_s, steps)
+        self.last_token_at, self.steps = now, steps
         if self.first_decode_at is None:
             self.first_decode_at = now
             if self.first_token_at is not None and not self.has_second_token:
                 self.has_second_token = True
                 self.metrics.second_token.observe(now - self.first_token_at)
+
+    def _keep_gap(self, position: int, gap_s: float, steps: StepTimes | None) -> None:
+        if self.first_decode_at is None and self.transfer.transport != "none":
+            hand_over_s = gap_s if self.committed_at is None else max(0.0, self.committed_at - (self.last_token_at or 0.0))
+            self.gaps.keep(gap_s, partial(gap_of_hand_over, position, gap_s, hand_over_s, steps))
+        else:
+            self.gaps.keep(gap_s, partial(gap_between, position, gap_s, self.steps, steps))
+
+    def _migrated(self, position: int, now: float) -> None:
+        """Another attempt's first token: the answer goes on."""
+        gap_s = now - (self.last_token_at or now)
+        self.metrics.itl.observe(gap_s)
+        if gap_s > self.gaps.least_s:
+            self.gaps.keep(gap_s, partial(inference_pb2.Gap, position=position, gap_s=gap_s, migration_s=gap_s))
+        self.last_token_at = now
 
     def on_prefill_done(self, done: prefill_pb2.PrefillDone) -> None:
         self.publish_s = done.publish_s
@@ -173,6 +210,7 @@ class RequestReport:
             ttft_s=_between(self.started, self.first_token_at),
             total_s=time.monotonic() - self.started,
             visible_ttft_s=_between(self.started, self.visible_at),
+            wait_s=self.wait_s,
         )
         usage = inference_pb2.Usage(
             prompt_tokens=self.num_prompt_tokens,
@@ -181,7 +219,13 @@ class RequestReport:
             reasoning_tokens=answer.num_reasoning_tokens,
         )
         self.finished = inference_pb2.End(
-            finish_reason=reason, stop_reason=stop_reason, usage=usage, phases=phases, transfer=self.transfer, attempts=self.attempts
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            usage=usage,
+            phases=phases,
+            transfer=self.transfer,
+            attempts=self.attempts,
+            gaps=self.gaps.told(),
         )
         return self.finished
 
@@ -210,6 +254,7 @@ def recorded(
         started=received,
         metrics=metrics,
         request_class=class_from_proto(request.request_class),
+        gaps=LongestGaps(request.num_gaps),
         metadata=metadata if span is None else span.metadata,
         span=span,
     )

@@ -2,7 +2,7 @@
 
 On a pair of workers, or on the decode worker alone:
 
-begin     pair: Decode.Reserve, then Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
+begin     pair: Decode.Reserve and, beside it or after it, Prefill.Run up to Accepted. Alone: Decode.Reserve with prefill_here.
           Raises WorkerRefused: try another placement
 finish    pair: Decode.Attach with the ticket; tokens from both sides, put in order, go to the output. Alone: all of them come from the
           decode worker. Returns after the last one. Raises AttemptFailed if a worker is lost before that
@@ -26,7 +26,7 @@ from router.request.cleanup import Cleanup
 from router.request.job import RequestJob
 from router.request.output import Output
 from router.request.report import RequestReport
-from router.workers.pool import DecodeLink, PrefillLink, WorkerLink
+from router.workers.pool import DecodeLink, WorkerLink
 from router.workers.prefix_index import WorkerLife
 from twostep.errors import InternalError, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.convert import class_to_proto, sampling_to_proto
@@ -97,7 +97,7 @@ class Attempt:
         job: RequestJob,
         number: int,
         *,
-        prefill: PrefillLink | None,
+        prefill: WorkerLink | None,
         decode: DecodeLink,
         output: Output,
         report: RequestReport,
@@ -122,7 +122,7 @@ class Attempt:
         self._early: dict[int, prefill_pb2.Token] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepted_at = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._run: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent] | None = None
         # Nothing more comes from the prefill worker.
         self._run_over = asyncio.Event()
@@ -138,21 +138,30 @@ class Attempt:
 
     # ---- the three steps ------------------------------------------------------------------------------------------------
 
-    async def begin(self, cached_tokens: int) -> None:
-        """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue. Raises
+    async def begin(self, cached_tokens: int, decode_cached_tokens: int | None = None) -> None:
+        """`cached_tokens`: what the worker that computes the prompt is thought to have of it, for the count of its queue.
+        `decode_cached_tokens`: what the decode worker of a pair is thought to have, and Run begins beside Reserve; None: after it. Raises
         WorkerRefused, or what is wrong with the request."""
         prefill = self._prefill
         # First of all: with prefill_here tokens may come before the answer to Reserve.
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
+        accepting = None
+        if prefill is not None and decode_cached_tokens is not None and self._decode.stream.open:
+            accepting = asyncio.create_task(self._accept(prefill, decode_cached_tokens))
+            # What became of it is nobody's business once the decode worker has refused.
+            accepting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._tasks.append(accepting)
         num_decode_cached = await self._reserve()
         if prefill is not None:
-            ticket = await self._accept(prefill, num_decode_cached)
+            # Not followed before both have accepted: no token leaves of an attempt that may yet be refused.
+            ticket = await (self._accept(prefill, num_decode_cached) if accepting is None else accepting)
             self._accepted_at = time.monotonic()
-            self._tasks = [asyncio.create_task(self._attach(ticket)), asyncio.create_task(self._follow())]
-            for task in self._tasks:
+            for work in (self._attach(ticket), self._follow()):
+                task = asyncio.create_task(work)
                 task.add_done_callback(self._task_ended)
+                self._tasks.append(task)
         self._accepted_at = self._accepted_at or time.monotonic()
 
     async def finish(self) -> None:
@@ -200,7 +209,7 @@ class Attempt:
         timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
         try:
             with _call_errors():
-                response = await decode.stub.Reserve(request, timeout=timeout, metadata=self._job.metadata)
+                response = await decode.decode.Reserve(request, timeout=timeout, metadata=self._job.metadata)
         except _CallFailed as error:
             if error.code == "RESOURCE_EXHAUSTED":
                 self._on_decode = False
@@ -228,12 +237,12 @@ class Attempt:
             "request_class": class_to_proto(job.request_class),
         }
 
-    async def _accept(self, prefill: PrefillLink, num_decode_cached: int) -> kv_pb2.Ticket:
+    async def _accept(self, prefill: WorkerLink, num_decode_cached: int) -> kv_pb2.Ticket:
         worker_id = prefill.record.worker_id
         request = prefill_pb2.PrefillRequest(num_decode_cached_tokens=num_decode_cached, **self._for_both(computes=True))
         try:
             with _call_errors():
-                self._run = prefill.stub.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
+                self._run = prefill.prefill.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
                 async with asyncio.timeout(min(_ACCEPT_TIMEOUT_S, self._job.remaining_s())):
                     event = await self._run.read()
         except TimeoutError:
@@ -280,7 +289,7 @@ class Attempt:
             timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
             try:
                 with _call_errors():
-                    await self._decode.stub.Attach(request, timeout=timeout, metadata=self._job.metadata)
+                    await self._decode.decode.Attach(request, timeout=timeout, metadata=self._job.metadata)
                 return
             except _CallFailed as error:
                 if error.code == "NOT_FOUND" and repeated:
@@ -304,14 +313,14 @@ class Attempt:
         if event.HasField("token"):
             token = event.token
             self._note_decode_token(token)
-            self._report.on_decode_token()
+            self._report.on_decode_token(token.position, self._decode.stream.steps)
             self._on_token(token)
             return
         kind = event.WhichOneof("event")
         if kind == "first_token":
             self._committed = True
             self._note_decode_token(event.first_token.token)
-            self._report.on_computed_here()
+            self._report.on_computed_here(self._decode.stream.steps)
             self._on_first_token(event.first_token)
         elif kind == "prompt_logprobs":
             part = event.prompt_logprobs

@@ -1,9 +1,9 @@
 """One request's life over its attempts.
 
 1. ask which workers hold how much of the prompt (at most 2 ms)
-2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, run on
-   prefill; a refusal: the next placement. All full: wait in the queue for workers. No worker there, or no transport between them: wait a
-   moment for it to come back
+2. refuse it if it cannot be served within its targets; else place it on a pair, or on a decode worker alone; reserve on decode, and run on
+   prefill beside that where it is likely to be taken, else after it; a refusal: the next placement. All full: wait in the queue for
+   workers. No worker there, or no transport between them: wait a moment for it to come back
 3. tokens flow into the output until the last one
 4. a worker lost on the way: begin again, with the tokens already received behind the prompt, on other workers if there are any
 """
@@ -25,8 +25,9 @@ from router.request.targets import Expired, refusal
 from router.serving.attempt import Attempt, AttemptFailed, WorkerRefused
 from router.waiting.fair_queue import QueueEntry
 from router.waiting.queues import WorkerQueue
-from router.workers.pool import WorkerPool
+from router.workers.pool import DecodeLink, WorkerPool
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, PrefixIndex, WorkerLife
+from twostep.cluster.records import WorkerRecord
 from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.request_class import RequestClass
 from twostep.sampling_params import newer_parameters
@@ -83,17 +84,17 @@ class _NotNow:
 
 @dataclass(slots=True)
 class _Refusals:
-    """The workers to pass over in one round. `local`: decode workers that would not compute the prompt; they may still take its KV."""
+    """The workers to pass over in one round. `prompts`: those that would not compute the prompt; they may still take its KV."""
 
     workers: set[WorkerLife] = field(default_factory=set)
-    local: set[WorkerLife] = field(default_factory=set)
+    prompts: set[WorkerLife] = field(default_factory=set)
     # Some were not even asked: enough of this router's prompts wait there.
     held: bool = False
     full: bool = False
     reason: str = ""
 
-    def add(self, refused: WorkerRefused, *, local: bool) -> None:
-        (self.local if local and refused.declined else self.workers).add(refused.life)
+    def add(self, refused: WorkerRefused, *, computing: WorkerLife) -> None:
+        (self.prompts if refused.life == computing and refused.declined else self.workers).add(refused.life)
         self.full = self.full or refused.full
         self.reason = refused.error.message
 
@@ -171,12 +172,13 @@ class Dispatcher:
         self._refuse(request, queue_s=queue.queue_s(entry))
         if not queue.num_queued:
             self._absent_since = None
-            begun = await self._round(request)
+            begun = await self._round(request, beside=True)
             if isinstance(begun, Attempt):
                 return self._begun(begun, entry, request)
             begun.raise_if_hopeless()
         async with queue.place(entry):
-            await queue.turn(entry)
+            with request.report.waiting():
+                await queue.turn(entry)
             while True:
                 self._refuse(request)
                 begun = await self._round(request)
@@ -188,7 +190,8 @@ class Dispatcher:
                     self._absent_since = None
                 elif self._absent_for_s() >= self._no_worker_grace_s:
                     raise Unavailable(begun.reason)
-                await queue.again(entry, refused=not begun.held)
+                with request.report.waiting():
+                    await queue.again(entry, refused=not begun.held)
 
     def _begun(self, attempt: Attempt, entry: QueueEntry, request: _Dispatch) -> Attempt:
         self._queue.took(entry)
@@ -216,8 +219,9 @@ class Dispatcher:
         if refused is not None:
             raise refused
 
-    async def _round(self, request: _Dispatch) -> Attempt | _NotNow:
-        """Asks placement after placement, the best first, each worker that refuses no more in this round."""
+    async def _round(self, request: _Dispatch, *, beside: bool = False) -> Attempt | _NotNow:
+        """Asks placement after placement, the best first, each worker that refuses no more in this round. `beside`: where the decode worker
+        is likely to take it, the prefill worker is asked at the same time, not after it; what waited in the queue is in no such hurry."""
         job, demand = request.job, request.demand()
         refusals = self._held_back(job.request_class)
         lacking = self._lacking(job)
@@ -247,12 +251,14 @@ class Dispatcher:
                 on_computed=self._queue.release,
             )
             begun = False
+            there, here = (request.cached.get(link.life, NOT_CACHED).num_tokens for link in (prefill or decode, decode))
+            beside = beside and not refusals.full and prefill is not None and _likely_taken(demand.num_tokens, prefill.record, decode)
             try:
-                await attempt.begin(request.cached.get((prefill or decode).life, NOT_CACHED).num_tokens)
+                await attempt.begin(there, here if beside else None)
                 begun = True
             except WorkerRefused as refused:
                 log.debug("request %s: %s", job.request_id, refused)
-                refusals.add(refused, local=prefill is None)
+                refusals.add(refused, computing=(prefill or decode).life)
             finally:
                 if not begun:
                     attempt.close()
@@ -267,9 +273,8 @@ class Dispatcher:
         refusals = _Refusals()
         steps = self._staged_steps if request_class is not RequestClass.BATCH else -(-self._staged_steps // 2)
         if steps:
-            refusals.workers |= {life for life, link in self._pool.prefill.items() if link.queued_tokens >= steps * link.record.step_tokens}
-            refusals.local |= {life for life, link in self._pool.decode.items() if link.queued_tokens >= steps * link.record.step_tokens}
-            refusals.held = bool(refusals.workers or refusals.local)
+            refusals.prompts |= self._pool.behind(steps)
+            refusals.held = bool(refusals.prompts)
         return refusals
 
     def _lacking(self, job: RequestJob) -> set[WorkerLife]:
@@ -289,10 +294,23 @@ class Dispatcher:
     ) -> Placement | NoPlacement:
         """Workers that lost an earlier attempt are asked again only if there are no others."""
         pool = self._pool
-        placed = self._decide(pool.snapshot(cached, excluded=refusals.workers | lost, not_local=refusals.local), demand)
+        placed = self._decide(pool.snapshot(cached, excluded=refusals.workers | lost, no_prompts=refusals.prompts), demand)
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:
-            return self._decide(pool.snapshot(cached, excluded=refusals.workers, not_local=refusals.local), demand)
+            return self._decide(pool.snapshot(cached, excluded=refusals.workers, no_prompts=refusals.prompts), demand)
         return placed
+
+
+def _likely_taken(num_tokens: int, prefill: WorkerRecord, decode: DecodeLink) -> bool:
+    """Returns whether a reservation for so many tokens is likely to succeed, and both workers take Run beside it. What the decode worker
+    says of its load is a second old: there must be room for the prompt twice."""
+    record, load = decode.record, decode.record.load
+    num_seqs = max(load.num_running + load.num_reserved, len(decode.users))
+    return (
+        prefill.cached_at_watch
+        and record.cached_at_watch
+        and num_seqs < record.max_num_seqs
+        and load.num_free_blocks * record.layout.block_size >= 2 * num_tokens
+    )
 
 
 def time_is_up(*, placed: bool) -> DeadlineExceeded:

@@ -253,8 +253,10 @@ class Inference:
         entry = QueueEntry.of(job, ageing_s=self._config.ageing)
         slot = self._admission.slot(entry, lambda: len(job.prompt) + output.next_position if report.placed else 0)
         held = None if self._hold_back is None else self._held_answer(self._hold_back, job, report, caller, write)
+        came = time.monotonic()
         try:
             async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, entry, output, report):
+                report.waited_s += time.monotonic() - came
                 await asyncio.shield(begun)
                 if job.sampling.prompt_logprobs is not None and len(job.prompt) == 1:
                     await caller.write_prompt(inference_pb2.PromptLogprobs(position=1))  # there are none, and the client is told

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 
 from router.request.cleanup import Cleanup
+from router.request.gaps import StepTimes
 from twostep.errors import TwostepError, Unavailable
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc
 
@@ -76,6 +77,8 @@ class DecodeStream:
         self._cancelled: OrderedDict[AttemptId, float] = OrderedDict()
         self._open = asyncio.Event()
         self.num_opened = 0
+        # Of the message that is being dealt out.
+        self.steps: StepTimes | None = None
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -92,6 +95,10 @@ class DecodeStream:
         except TimeoutError:
             return False
         return True
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._sinks)
 
     def add(self, attempt: AttemptId, sink: EventSink) -> None:
         assert attempt not in self._sinks, "an attempt has one sink"
@@ -159,7 +166,7 @@ class DecodeStream:
             backoff = min(2 * backoff, _LAST_BACKOFF_S)
 
     def _deal(self, message: decode_pb2.StepEvents) -> None:
-        sinks = self._sinks
+        sinks, self.steps = self._sinks, StepTimes.of(message)
         for event in message.events:
             attempt = (event.request_id, event.attempt)
             sink = sinks.get(attempt)

@@ -1,4 +1,4 @@
-"""Connections to the workers: one channel for each life (worker id and epoch), and to each decode worker one stream of tokens.
+"""Connections to the workers: one channel for each life (worker id and epoch), and to each that decodes one stream of tokens.
 
 A life that the registry no longer lists gets no new work. It is closed once nothing of this router is left on it, or at once if
 another life has taken its name, or if it is silent as well: no heartbeat and no event for some seconds is a frozen process.
@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Protocol
 
 import grpc
@@ -20,7 +19,7 @@ import grpc.aio
 from router.request.cleanup import Cleanup
 from router.workers.decode_stream import DecodeStream
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, WorkerLife
-from twostep.cluster.prediction import Candidate, MeanLoad, Snapshot
+from twostep.cluster.prediction import RECENT_S, Candidate, MeanLoad, Snapshot
 from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.errors import TwostepError, Unavailable
 from twostep.request_class import RequestClass
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 _SILENT_S = 3.0
 # Some heartbeats: fewer are noise, more are history.
 _TIME_CONSTANT_S = 3.0
-# How old what records tell is at most: a heartbeat, and a look at them.
-_RECENT_S = 1.5
 
 OpenTo = Callable[[WorkerRecord], grpc.aio.Channel]
 
@@ -53,6 +50,8 @@ class WorkerLink:
         self.record = record
         self.life = WorkerLife.of(record)
         self.channel = open_to(record)
+        # Of use where it hands over.
+        self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
         self.users: set[LinkUser] = set()
         self.meter = LoadMeter(time.monotonic())
         self.retired = False
@@ -66,6 +65,11 @@ class WorkerLink:
     def queue(self, num_tokens: int, request_class: RequestClass) -> None:
         """So many more of them are there; below 0: fewer."""
         self.meter.queue(num_tokens, time.monotonic(), batch=request_class is RequestClass.BATCH)
+
+    @property
+    def num_decoding(self) -> int:
+        """Returns how many sequences of this router decode there, or are to."""
+        return 0
 
     def touch(self) -> None:
         """Something was heard from it."""
@@ -85,13 +89,9 @@ class WorkerLink:
         await self.channel.close()
 
 
-class PrefillLink(WorkerLink):
-    def __init__(self, record: WorkerRecord, open_to: OpenTo) -> None:
-        super().__init__(record, open_to)
-        self.stub = prefill_pb2_grpc.PrefillStub(self.channel)
-
-
 class DecodeLink(WorkerLink):
+    """To a worker that decodes, whatever else it does."""
+
     def __init__(
         self,
         record: WorkerRecord,
@@ -102,9 +102,9 @@ class DecodeLink(WorkerLink):
         stream_lease_s: float,
     ) -> None:
         super().__init__(record, open_to)
-        self.stub = decode_pb2_grpc.DecodeStub(self.channel)
+        self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
-            self.stub,
+            self.decode,
             router_id=router_id,
             worker_id=record.worker_id,
             lease_s=stream_lease_s,
@@ -113,13 +113,18 @@ class DecodeLink(WorkerLink):
             on_lost=self.lose,
         )
 
+    @property
+    def num_decoding(self) -> int:
+        return self.stream.num_attempts
+
     async def close(self) -> None:
         await self.stream.close()
         await super().close()
 
 
 class WorkerPool:
-    """Holds all links."""
+    """Holds all links: `prefill` has those to workers that hand over, `decode` those to workers that decode. A worker that does both has
+    one link, in both."""
 
     def __init__(
         self,
@@ -138,67 +143,79 @@ class WorkerPool:
         self._signer = signer
         self._tls = tls
         self._compression = compression
-        self.prefill: dict[WorkerLife, PrefillLink] = {}
+        self.prefill: dict[WorkerLife, WorkerLink] = {}
         self.decode: dict[WorkerLife, DecodeLink] = {}
 
     def channel_of(self, life: WorkerLife) -> grpc.aio.Channel | None:
         """None: there is no link to it."""
-        link: WorkerLink | None = self.prefill.get(life) or self.decode.get(life)
+        link = self._links.get(life)
         return None if link is None else link.channel
+
+    @property
+    def _links(self) -> Mapping[WorkerLife, WorkerLink]:
+        return {**self.prefill, **self.decode}
 
     def records(self) -> Sequence[WorkerRecord]:
         """Workers that may get new work, ready or not."""
-        links: Sequence[WorkerLink] = (*self.prefill.values(), *self.decode.values())
-        return [link.record for link in links if not link.retired]
+        return [link.record for link in self._links.values() if not link.retired]
+
+    def behind(self, num_steps: int) -> set[WorkerLife]:
+        """Returns the workers on which this router's prompts queue for so many of their steps, or more."""
+        return {life for life, link in self._links.items() if link.queued_tokens >= num_steps * link.record.step_tokens}
 
     def snapshot(
         self,
         cached: Mapping[WorkerLife, CachedPrefix] = NO_HINTS,
         *,
         excluded: Set[WorkerLife] = frozenset(),
-        not_local: Set[WorkerLife] = frozenset(),
+        no_prompts: Set[WorkerLife] = frozenset(),
     ) -> Snapshot:
-        """`not_local`: decode workers that compute no prompts for this request."""
+        """`no_prompts`: workers that compute no prompt for this request; they may decode it."""
         now = time.monotonic()
-        prefill = [_candidate(link, cached, excluded, now) for link in self.prefill.values() if not link.retired]
-        decode = [_candidate(link, cached, excluded, now) for link in self.decode.values() if not link.retired]
-        if not_local:
-            decode = [
-                replace(c, record=replace(c.record, local_prefill=False)) if WorkerLife.of(c.record) in not_local else c for c in decode
-            ]
-        return Snapshot(prefill=prefill, decode=decode)
+        found = {
+            life: _candidate(link, cached, now, excluded=life in excluded, no_prompts=life in no_prompts)
+            for life, link in self._links.items()
+            if not link.retired
+        }
+        return Snapshot(
+            prefill=[candidate for life, candidate in found.items() if life in self.prefill],
+            decode=[candidate for life, candidate in found.items() if life in self.decode],
+        )
 
     def sync(self, workers: Sequence[WorkerRecord]) -> None:
         """Makes the links match the registry; called after every poll."""
         listed = {WorkerLife.of(record): record for record in workers}
         newest = {record.worker_id: record.epoch for record in workers}
+        links = self._links
         for life, record in listed.items():
-            link: WorkerLink | None = self.prefill.get(life) or self.decode.get(life)
-            if link is not None and (link.record.address, link.record.role) == (record.address, record.role):
+            link = links.get(life)
+            if link is None:
+                self._add(life, record)
+            elif _identity(link.record) == _identity(record):
                 link.record, link.retired = record, False
-            elif link is None and record.role == "prefill":
-                self.prefill[life] = PrefillLink(record, self.open_to)
-            elif link is None:
-                self.decode[life] = DecodeLink(
-                    record,
-                    self.open_to,
-                    router_id=self._router_id,
-                    cleanup=self._cleanup,
-                    stream_lease_s=self._stream_lease_s,
-                )
             else:
                 log.warning("worker %s changed its address or role without a new epoch; it is not used until it has one", record.worker_id)
                 link.retired = True
-        for links in (self.prefill, self.decode):
-            for life in links.keys() - listed.keys():
-                gone = links[life]
-                gone.retired = True
-                replaced = newest.get(life.worker_id, life.epoch) != life.epoch
-                if replaced or not gone.users or gone.silent_s > _SILENT_S:
-                    del links[life]
-                    self._cleanup.spawn(gone.close())
-        for link in (*self.prefill.values(), *self.decode.values()):
-            link.meter.observe(link.record.load, len(link.users), time.monotonic())
+        for life in links.keys() - listed.keys():
+            gone = links[life]
+            gone.retired = True
+            replaced = newest.get(life.worker_id, life.epoch) != life.epoch
+            if replaced or not gone.users or gone.silent_s > _SILENT_S:
+                self.prefill.pop(life, None)
+                self.decode.pop(life, None)
+                self._cleanup.spawn(gone.close())
+        for link in self._links.values():
+            link.meter.observe(link.record.load, link.num_decoding, time.monotonic())
+
+    def _add(self, life: WorkerLife, record: WorkerRecord) -> None:
+        if not record.takes_over:
+            self.prefill[life] = WorkerLink(record, self.open_to)
+            return
+        self.decode[life] = link = DecodeLink(
+            record, self.open_to, router_id=self._router_id, cleanup=self._cleanup, stream_lease_s=self._stream_lease_s
+        )
+        if record.hands_over:
+            self.prefill[life] = link
 
     def open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
         """A channel of the caller's own, whose calls are meant for that life alone."""
@@ -206,12 +223,16 @@ class WorkerPool:
         return open_channel(record.address, tls=self._tls, compression=self._compression, signature=signature)
 
     async def close(self) -> None:
-        links: Sequence[WorkerLink] = (*self.prefill.values(), *self.decode.values())
-        self.prefill, self.decode = {}, {}
-        await asyncio.gather(*(link.close() for link in links))
+        links, self.prefill, self.decode = self._links, {}, {}
+        await asyncio.gather(*(link.close() for link in links.values()))
 
 
-def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excluded: Set[WorkerLife], now: float) -> Candidate:
+def _identity(record: WorkerRecord) -> tuple[str, str, bool]:
+    """Returns what one life keeps."""
+    return record.address, record.role, record.both_roles
+
+
+def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], now: float, *, excluded: bool, no_prompts: bool) -> Candidate:
     held = cached.get(link.life, NOT_CACHED)
     return Candidate(
         record=link.record,
@@ -220,8 +241,9 @@ def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], excl
         queued_tokens=link.queued_tokens,
         batch_tokens=link.meter.batch_tokens,
         recent_tokens=link.meter.recent_tokens(now),
-        num_attempts=len(link.users),
-        excluded=link.life in excluded,
+        num_attempts=link.num_decoding,
+        excluded=excluded,
+        no_prompts=no_prompts,
         mean=link.meter.mean,
     )
 
@@ -252,8 +274,8 @@ class LoadMeter:
             self.batch_tokens += num_tokens
 
     def recent_tokens(self, now: float) -> float:
-        """Prompt tokens that were sent there lately, batch requests' aside; what was sent _RECENT_S ago counts a third."""
-        return self._recent_tokens * math.exp((self._changed - now) / _RECENT_S)
+        """Prompt tokens that were sent there lately, batch requests' aside; what was sent RECENT_S ago counts a third."""
+        return self._recent_tokens * math.exp((self._changed - now) / RECENT_S)
 
     def observe(self, load: WorkerLoad, num_attempts: int, now: float) -> None:
         """Whenever records are read: `load` has held since the last time, for all that is known."""
@@ -261,7 +283,7 @@ class LoadMeter:
         self.queue(0, now)
         own = self._token_seconds / elapsed if elapsed > 0 else float(self.queued_tokens)
         self._token_seconds, self._observed = 0.0, now
-        seqs = load.num_running + load.num_reserved
+        seqs = load.num_seqs
         if self.mean is None:
             self.mean = MeanLoad(
                 queued_tokens=load.num_queued_tokens,

@@ -91,7 +91,8 @@ def test_rates_json_saved_requests_and_a_plot(tmp_path: Path, capsys: pytest.Cap
     with server() as (address, servicer):
         words = ("--target", address, *FAST, "--rate", "300,600", "--num-requests", "15", "--goodput", "ttft:60000", "--gpus", "1+1")
         files = ("--json", "--output", str(tmp_path / "out.json"), "--save-requests", str(saved), "--plots", str(tmp_path / "plots"))
-        assert bench(*words, *files, "--send-targets", "--request-class", "batch") == 0
+        page = tmp_path / "page.html"
+        assert bench(*words, *files, "--page", str(page), "--send-targets", "--request-class", "batch") == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "out.json").read_text())
     assert [p["rate"] for p in report["points"]] == [300, 600]
@@ -101,6 +102,12 @@ def test_rates_json_saved_requests_and_a_plot(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "plots" / "load.png").read_bytes().startswith(b"\x89PNG")
     assert len({r.cache_salt for r in servicer.requests}) == 2, "rates find nothing of each other in a cache"
     assert {r.ttft_ms for r in servicer.requests} == {60000}
+    assert "prefill: 250 ms" in page.read_text()
+    assert [list(p["gaps_by_cause"]) for p in report["points"]] == [["untold"], ["untold"]], "this server tells of no gaps"
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "page", str(saved), str(saved), "--output", str(page)])
+    assert not done.value.code
+    assert page.read_text().count("600 requests/s") > 2
     # The saved records give the same figures again.
     rows = [json.loads(line) for line in saved.read_text().splitlines()]
     assert [row["rate"] for row in rows] == [300] * 15 + [600] * 15

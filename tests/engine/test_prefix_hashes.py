@@ -26,10 +26,11 @@ def test_what_is_no_token_is_refused(bad: list[int]) -> None:
         token_bytes(bad)
 
 
-def test_a_hash_is_the_hmac_of_all_before_it() -> None:
+@pytest.mark.parametrize("key", [b"k", b"k" * 64, b"k" * 65])
+def test_a_hash_is_the_hmac_of_all_before_it(key: bytes) -> None:
     tokens = list(range(10))
-    expected = [hmac.new(b"k", token_bytes(tokens[:n]), hashlib.sha256).digest()[:16] for n in (4, 8)]
-    assert prefix_hashes(b"k", tokens, 4) == expected
+    expected = [hmac.new(key, token_bytes(tokens[:n]), hashlib.sha256).digest()[:16] for n in (4, 8)]
+    assert prefix_hashes(key, tokens, 4) == expected
 
 
 @given(TOKENS, st.integers(1, 9), st.integers(1, 4))

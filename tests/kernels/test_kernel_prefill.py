@@ -190,7 +190,9 @@ def test_tiles_cover_every_query_once_heaviest_first() -> None:
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 200, 40)
     lengths = counts + rng.integers(0, 500, 40)
-    tiles = plan_tiles(counts, lengths, 32)
+    (num_tiles, _), *rest = plan_tiles(counts, lengths, 32).tolist()
+    tiles = np.array(rest)
+    assert num_tiles == len(tiles)
     assert sorted(map(tuple, tiles.tolist())) == [(s, f) for s in range(40) for f in range(0, int(counts[s]), 32)]
     ends = [int(lengths[s] - counts[s]) + min(f + 32, int(counts[s])) for s, f in tiles.tolist()]
     assert ends == sorted(ends, reverse=True)

@@ -17,6 +17,7 @@ from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.loading.weights import load_weights
 from twostep.model.runner.model_runner import ModelRunner, kv_shape
+from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
@@ -75,20 +76,19 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     sequences = scattered_sequences([20, 9, 3], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
-    inputs = torch.tensor([[0], [0], [-1], [1]], dtype=torch.int32, device=DEVICE).repeat(1, 5)
     tables = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        plan = ops.plan_decode(inputs, tables, cache, model.attention)
+        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention.num_heads)
+        plan = ops.plan_captured(inputs, tables, cache, model.attention)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
         for sequence in sequences:
             sequence.num_computed = len(sequence.tokens) - 2
         for _ in range(2):
             batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
-            for row, values in enumerate((batch.token_ids, batch.positions, batch.slots, batch.seq_lens)):
-                inputs[row, :3] = torch.from_numpy(values)
+            inputs.memory.copy_(torch.from_numpy(inputs.packed(batch, 3, 1)))
             tables[:3, : batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
             torch.testing.assert_close(model.compute(plan)[:3].cpu(), runner.forward(batch), rtol=0, atol=1e-4)
             for sequence in sequences:

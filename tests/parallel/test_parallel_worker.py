@@ -37,9 +37,10 @@ import sys
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.remote import transports_of
 from worker_harness import edges_of_both_roles, EDGES
+from twostep.worker.edge import edge_maker
 from twostep.worker.process import run_worker
 local = edges_of_both_roles(LocalHub())
-remote = lambda parts: EDGES[parts.config.role](parts, transports_of(parts))
+remote = edge_maker(EDGES, transports_of)
 make_edge = remote if "--engine-process=on" in sys.argv else local
 sys.exit(run_worker("decode", sys.argv[1:], make_edge, "engine_with_local_kv"))
 """

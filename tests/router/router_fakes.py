@@ -225,6 +225,7 @@ class Script:
     skip: int | None = None  # the token at this position never comes
     tokens_per_step: int = 1
     prefill_s: float = 0.0  # of prompts computed here
+    prompt_tokens: int = 0  # of others, in each step
     hold_at: int | None = None  # the token at this position comes when it may `go_on`
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     once: bool = True  # faults happen to the first sequence only
@@ -248,6 +249,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self._history: dict[AttemptId, list[decode_pb2.DecodeEvent]] = {}
         self.positions: list[list[decode_pb2.StreamPosition]] = []  # of each Stream
         self.num_streams = 0
+        self._num_steps = 0
 
     def _add(self) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
@@ -358,7 +360,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             history.extend(events)
             queue = self._streams.get(reserved.router_id)
             if queue is not None:
-                queue.put_nowait(decode_pb2.StepEvents(events=events))
+                self._num_steps += 1
+                steps = [decode_pb2.StepRecord(step=self._num_steps, ended_s=time.monotonic(), prompt_tokens=script.prompt_tokens)]
+                of_step = any(each.HasField("token") for each in events)
+                queue.put_nowait(decode_pb2.StepEvents(events=events, steps=steps if of_step else [], sent_s=time.monotonic()))
 
         def event(**kind: Any) -> decode_pb2.DecodeEvent:
             return decode_pb2.DecodeEvent(request_id=attempt[0], attempt=attempt[1], **kind)
@@ -471,6 +476,7 @@ class Cluster:
             load=WorkerLoad(num_free_blocks=1024),
             version=__version__,
             sampling=NEWER_PARAMETERS,
+            cached_at_watch=True,
         )
         self.redis = redis.asyncio.Redis.from_url(redis_server.url)
         self.router: Router

@@ -21,6 +21,7 @@ from twostep.keys.api_keys import admin_key, system_key
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.request_class import RequestClass
+from twostep.rpc.v1.inference_pb2 import Gap
 from twostep.sampling_params import SamplingParams
 from twostep.settings.readers import trace_url
 
@@ -55,7 +56,8 @@ def tokens(report: RequestReport, count: int) -> None:
 def served(book: RequestBook, clock: SetClock, name: str, *, first_s: float, total_s: float, gap_s: float = 0.0, **fields: Any) -> None:
     report = begun(book, clock, name, **fields)
     report.first_token_at = report.started + first_s
-    report.last_token_at, report.longest_gap_s, report.status = report.started + total_s, gap_s, "OK"
+    report.last_token_at, report.status = report.started + total_s, "OK"
+    report.gaps.keep(gap_s, Gap)
     clock.now += total_s
     book.ended(report)
 

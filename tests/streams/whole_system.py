@@ -159,6 +159,7 @@ async def whole_system(
                 worker_id=f"{role}-{number}",
                 advertise_address=advertise,
                 local_prefill=aggregated,
+                fixed_roles=True,
                 otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )
             stack.push_async_callback(worker.stop, 0.5)

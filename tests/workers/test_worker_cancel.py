@@ -354,8 +354,13 @@ async def test_a_router_that_does_not_read_is_cut_loses_nothing_and_others_go_on
 # ---- hand-overs that cannot be -------------------------------------------------------------------------------------------------
 
 
-async def test_a_prefill_that_skips_blocks_decode_does_not_hold_is_not_decoded_from(redis_url: str) -> None:
+async def test_a_prefill_that_skips_blocks_decode_does_not_hold_is_not_decoded_from(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
+        # One of a version that goes by Run alone.
+        watched = pair.hand_overs.watched
+        monkeypatch.setattr(pair.hand_overs, "watched", lambda *given, num_cached_tokens: watched(*given))
         call, _ = await router.begin(cached=4 * BLOCK)
         # Another attempt reserves anew, and skips what is there then.
         assert await router.failure() == ("DATA_LOSS", True)

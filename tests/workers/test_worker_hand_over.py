@@ -64,13 +64,15 @@ async def test_many_at_once_with_chunked_prefill_and_several_chunks_each(redis_u
         assert max(len(m.events) for m in router.messages) > 1
 
 
-async def test_blocks_that_decode_holds_are_not_moved_again(redis_url: str) -> None:
+@pytest.mark.parametrize("told", [None, 0, 2 * BLOCK, 10 * BLOCK])
+async def test_blocks_that_decode_holds_are_not_moved_again(redis_url: str, told: int | None) -> None:
+    """Whatever Run was told, by a router that had not asked the decode worker yet."""
     async with started(redis_url) as pair, routed(pair) as router:
         shared, block_bytes = prompt_of(10 * BLOCK), pair.prefill_runner.kv_shape.block_bytes
         seen = []
         # The last is held whole: nothing is moved for it.
         for name, more in (("a", [1, 2]), ("b", [7, 8, 9]), ("c", [])):
-            answer = await router.generate(name, [*shared, *more], 3)
+            answer = await router.generate(name, [*shared, *more], 3, told=told)
             answer.check([*shared, *more], 3)
             assert answer.committed is not None
             assert answer.first is not None
@@ -90,12 +92,27 @@ async def test_blocks_that_decode_holds_are_not_moved_again(redis_url: str) -> N
 async def test_a_decode_cache_longer_than_the_prompt_is_refused_and_a_part_of_a_block_is_published_whole(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         details = await refused(read_to_end(router.run("r", prompt_of(10), 3, cached=12)), grpc.StatusCode.INVALID_ARGUMENT)
-        assert "num_decode_cached_tokens" in details
+        assert "12" in details
         await pair.settled()
         call, _ = await router.begin("s", prompt_of(10), 3, cached=3)
         assert (await router.event("committed", "s")).committed.blocks_moved == 3
         (await router.rest("s")).check(prompt_of(10), 3, first=1)
         call.cancel()
+
+
+async def test_the_first_watch_says_what_decode_holds_and_an_older_one_leaves_it_to_run(redis_url: str) -> None:
+    async with started(redis_url) as pair, routed(pair) as router:
+        for name, said, first_block in (("unsaid", None, 1), ("said", 2 * BLOCK + 1, 2), ("all", 10, 2)):
+            call = router.run(name, prompt_of(10), 3, cached=BLOCK)
+            ticket = (await call.read()).accepted.ticket
+            too_many = kv_pb2.WatchRequest(ticket=ticket, num_cached_tokens=11)
+            await refused(pair.kv.Watch(too_many).read(), grpc.StatusCode.INVALID_ARGUMENT)
+            manifest = (await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, num_cached_tokens=said)).read()).manifest
+            assert (manifest.first_block, manifest.first_block + manifest.num_blocks) == (first_block, 3)
+            again = (await pair.kv.Watch(kv_pb2.WatchRequest(ticket=ticket, num_cached_tokens=0)).read()).manifest
+            assert again == manifest
+            call.cancel()
+        await pair.settled()
 
 
 @pytest.mark.parametrize("here", [False, True])

@@ -94,7 +94,7 @@ def test_what_waits_travels_together_in_order(steps: list[tuple[int, int]]) -> N
         for step, (count, num_sent) in enumerate(steps, 1):
             events = [decode_pb2.DecodeEvent(attempt=number + i) for i in range(count)]
             number += count
-            assert outbox.put(decode_pb2.StepEvents(step=step, events=events))
+            assert outbox.put(decode_pb2.StepEvents(step=step, events=events, steps=[decode_pb2.StepRecord(step=step)]))
             for _ in range(num_sent):
                 if not outbox.empty:
                     message = await outbox.next(connection)
@@ -105,6 +105,8 @@ def test_what_waits_travels_together_in_order(steps: list[tuple[int, int]]) -> N
         while (message := await outbox.next(connection)) is not None:
             got.append(message)
         assert [event.attempt for message in got for event in message.events] == list(range(number))
+        assert [record.step for message in got for record in message.steps] == list(range(1, len(steps) + 1)), "of each step once"
+        assert all(message.step == message.steps[-1].step and message.sent_s for message in got)
         assert all(len(message.events) <= 1024 for message in got)
         # No two that would have gone together went apart, but for those that had to be sent before the later one was there.
         assert len(got) <= sum(num_sent for _, num_sent in steps) + 2 * number // 1024 + 1

@@ -207,7 +207,7 @@ async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(make: Mak
 
 async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_case(make: Make) -> None:
     async with (
-        make("prefill") as system,
+        make("prefill", fixed_roles=True) as system,
         open_channel(system.workers["w0"].address) as channel,
     ):
         first = await introduced(channel, CallSigner(SECRET, "test"))
@@ -241,7 +241,7 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
 
 
 async def test_the_scheduler_is_that_of_the_role(make: Make) -> None:
-    options = {"max_num_batched_tokens": 96, "other_step_tokens": 32}
+    options = {"max_num_batched_tokens": 96, "other_step_tokens": 32, "fixed_roles": True}
     async with make("prefill", **options) as system:
         worker = system.workers["w0"]
         for role, budget in (("decode", 32), ("prefill", 96), ("decode", 32)):
@@ -379,7 +379,7 @@ async def test_a_worker_that_can_serve_no_role_ends(make: Make) -> None:
 
 async def test_transports_of_neither_role_leave_it_in_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while Ray's head is away: the process goes on, and is of use again once KV has a way."""
-    async with make("prefill", transport_timeout=0.2) as system:
+    async with make("prefill", transport_timeout=0.2, fixed_roles=True) as system:
         worker = system.workers["w0"]
         with monkeypatch.context() as away:
             away.setattr(Transports, "ready", ())

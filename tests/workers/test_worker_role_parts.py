@@ -157,9 +157,8 @@ async def test_transports_go_on_in_the_other_role_but_for_those_of_one_role(monk
     ray, ipc, new = Counted("ray"), Counted("cuda_ipc"), Counted("cuda_ipc")
     transports = Transports([ipc, ray])
     await transports.start()
-    parts = TransportParts(
-        config=WorkerConfig(role="decode", runner="fake"), worker_id="w", epoch=1, runner=make_runner(), carried=transports
-    )
+    config = WorkerConfig(role="decode", runner="fake", fixed_roles=True)
+    parts = TransportParts(config=config, worker_id="w", epoch=1, runner=make_runner(), carried=transports)
     with pytest.raises(SetupError, match="this worker has none"):
         make_transports(parts)
     await transports.start()

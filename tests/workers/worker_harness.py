@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import Edge, EdgeParts
+from twostep.worker.edge import Edge, EdgeParts, edge_maker
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
@@ -137,6 +138,7 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
         "chunk_bytes": 1024,
         "redis_url": redis_url,
         "transport_timeout": 2.0,
+        "fixed_roles": True,
     }
     return settle(WorkerConfig(role=role, **(defaults | options)))
 
@@ -163,7 +165,7 @@ def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Ed
         one = one_sided_transport(parts, hub) if isinstance(hub, OneSidedHub) else local_transport(parts, hub, 64 << 20)
         return Transports([one])
 
-    return lambda parts: EDGES[parts.config.role](parts, transports(parts))
+    return edge_maker(EDGES, transports)
 
 
 def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
@@ -322,11 +324,12 @@ class RouterDouble:
         failed = (await self.event("failed", request_id)).failed
         return failed.code, failed.retryable
 
-    async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Answer:
-        """The whole life of a request, as a router lives it."""
+    async def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, told: int | None = None, **options: Any) -> Answer:
+        """The whole life of a request, as a router lives it. `told`: what Run is told that the decode worker holds, rightly or not; None:
+        what it holds."""
         answer = Answer()
         answer.num_decode_cached = (await self.reserve(request_id, prompt, max_tokens, **options)).num_cached_tokens
-        call = self.run(request_id, prompt, max_tokens, cached=answer.num_decode_cached, **options)
+        call = self.run(request_id, prompt, max_tokens, cached=answer.num_decode_cached if told is None else told, **options)
         async for event in call:
             match event.WhichOneof("event"):
                 case "accepted":
@@ -438,6 +441,22 @@ class Pair:
         await until(nothing, held)
 
 
+@asynccontextmanager
+async def turned(pair: Pair) -> AsyncIterator[Pair]:
+    """The same two workers, of both roles, the other way round."""
+    workers = pair.decode_worker, pair.prefill_worker
+    to_prefill, to_decode = [channel_to_worker(worker.address, SECRET, caller="test") for worker in workers]
+    async with to_prefill as prefill, to_decode as decode:
+        yield replace(
+            pair,
+            prefill_worker=workers[0],
+            decode_worker=workers[1],
+            prefill=prefill_pb2_grpc.PrefillStub(prefill),
+            kv=kv_pb2_grpc.KvStub(prefill),
+            decode=decode_pb2_grpc.DecodeStub(decode),
+        )
+
+
 def held_by(stats: worker_pb2.WorkerStats) -> dict[str, Any]:
     """Returns what a worker with nothing to do must not hold."""
     gauges = {n: getattr(stats, f"num_{n}") for n in ("running", "waiting", "reserved", "held", "leases", "sequences")}
@@ -465,16 +484,11 @@ async def started(
     transports = make_transports or local_transports(LocalHub(), budget_bytes=budget_bytes)
     runners = prefill_runner or make_runner(), decode_runner or make_runner()
 
-    def edge_of(parts: EdgeParts) -> Edge:
-        if parts.config.role == "prefill":
-            return PrefillEdge(parts, transports(parts))
-        return DecodeEdge(parts, transports(parts), limits=limits)
-
     prefill, decode = [
         make_worker(
             worker_config(role, redis_url, **(options or {})),
             make_model(runner, eos=eos, tokenizer_dir=tokenizer_dir),
-            edge_of,
+            edge_maker({"prefill": PrefillEdge, "decode": partial(DecodeEdge, limits=limits)}, transports),
             await first_epoch(redis_url),
         )
         for role, runner, options in (("prefill", runners[0], prefill_options), ("decode", runners[1], decode_options))

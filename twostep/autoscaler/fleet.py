@@ -125,6 +125,7 @@ class Fleet:
             draining=record.draining,
             # Who hands nothing over stays a decode worker.
             can_switch=bool(record.transports) and life not in self._unwilling,
+            both_roles=record.both_roles,
             curve=record.curve,
             step_tokens=record.step_tokens,
             max_num_seqs=max(0, record.max_num_seqs),

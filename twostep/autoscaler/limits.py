@@ -16,7 +16,8 @@ from twostep.autoscaler.model import ROLES, PolicyConfig, Role, other
 class Goal:
     """`now`: workers of each role that the load of now needs; `ahead`: that it needs a cold start ahead; `need`: that are to be there in
     the end; `total`: of both roles, the sum of `need` at least; `kept`: with hysteresis. `shared`: workers can fill in for the other role.
-    `asleep`: nothing came for long, and nothing is needed."""
+    `asleep`: nothing came for long, and nothing is needed. `both_roles`: workers take work of either role, so that it is the total that
+    carries the load (`least`: that of now), and numbers by role only say what workers are for."""
 
     now: Mapping[Role, int]
     need: Mapping[Role, int]
@@ -25,6 +26,8 @@ class Goal:
     asleep: bool
     ahead: Mapping[Role, int]
     kept: Mapping[Role, int]
+    both_roles: bool = False
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

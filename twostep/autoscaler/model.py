@@ -63,6 +63,7 @@ class WorkerView:
     ready: bool = True
     draining: bool = False
     can_switch: bool = False
+    both_roles: bool = False  # it takes work of either role; `role` is what it is for
     curve: StepCurve | None = None  # None: it has not measured itself
     step_tokens: int = 512
     max_num_seqs: int = 0  # 0: not known, no bound

@@ -10,7 +10,8 @@
                   kept     `ahead`, and `now` with `hysteresis` more, the most of the last cool-down: nothing below it is taken away
                   spare    what carries the load of now with `spare` workers lost, if only just
 
-              Where workers can switch roles, what is kept and spare is one number for both: a worker of either fills in for any
+              Where workers can switch roles, what is kept and spare is one number for both: a worker of either fills in for any.
+              Where all take work of both roles, so is what is needed: the total is that of the work, and a role only a purpose
 4. Limit      bounds, budget, surge: both roles get the same share of what they need (limits.py)
 5. Assign     pods of each Deployment, switches, victims; nothing turns round twice in a cool-down (assignment.py)
 """
@@ -18,6 +19,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from twostep.autoscaler.assignment import Assignment, assign
@@ -26,7 +28,7 @@ from twostep.autoscaler.forecast import DecodeLoad, Forecast, observe
 from twostep.autoscaler.limits import Goal, fit
 from twostep.autoscaler.memory import Correction, Course, Memory, Need
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role, WorkerView, longest_start_s
-from twostep.autoscaler.sizing import OfferedLoad, WorkerSpec, can_help, workers_needed
+from twostep.autoscaler.sizing import OfferedLoad, Workers, WorkerSpec, can_help, needed
 
 # Of a prefill worker, while a lost one is missed: it is for a cold start at most.
 _SURVIVAL_UTILIZATION = 0.95
@@ -115,12 +117,15 @@ def _see(
     busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0 or unheard_s == now_s
     busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
     present = _demand(forecast, 0.0, decoding.num_seqs)
-    late = _backlog_per_s(config, observation, sum(w.ready and w.role == "prefill" for w in observation.workers), config.interval_s)
+    late = _backlog_per_s(config, observation, config.interval_s)
     corrections: dict[Role, Correction] = {}
+    known = {role: memory.corrections.get(role, Correction()) for role in ROLES}
+    both_roles = _both_roles(observation)
+    sized = needed(config, specs, {role: present.times(known[role].factor) for role in ROLES}, both_roles=both_roles)
     for role in ROLES:
-        before = memory.corrections.get(role, Correction())
-        serving = sum(w.serves for w in observation.workers if w.role == role)
-        enough = serving >= max(1, workers_needed(config, role, specs[role], present.times(before.factor)))
+        before = known[role]
+        serving = sum(w.serves for w in observation.workers if w.role == role or both_roles)
+        enough = serving >= max(1, sized.total if both_roles else sized.of(role))
         enough = enough and not late and can_help(config, role, specs[role], present)
         met = traffic.ttft_met if role == "prefill" else traffic.tpot_met
         corrections[role] = _corrected(config, before, met, traffic.requests_per_s * config.window_s, enough, now_s, dt_s)
@@ -176,7 +181,7 @@ def _decoding(workers: tuple[WorkerView, ...]) -> DecodeLoad:
     is not counted."""
     num_seqs, tokens_per_s = 0, 0.0
     for worker in workers:
-        if worker.role == "decode" and worker.num_running:
+        if (worker.role == "decode" or worker.both_roles) and worker.num_running:
             num_seqs += worker.num_running
             if worker.curve is not None:
                 tokens_per_s += worker.num_running / max(1e-4, worker.curve.decode_step_s(worker.num_running, worker.context_tokens))
@@ -226,28 +231,39 @@ def _aim(
     if config.scale_to_zero_after_s > 0.0 and idle_s >= config.scale_to_zero_after_s:
         idle = {role: config.pool(role).min_workers for role in ROLES}
         return Goal(now=idle, need=idle, total=sum(idle.values()), shared=shared, asleep=True, ahead=idle, kept=idle), ()
-    current: dict[Role, int] = {}
-    ahead: dict[Role, int] = {}
-    kept: dict[Role, int] = {}
-    survival: dict[Role, int] = {}
     just = replace(config, max_utilization=max(config.max_utilization, _SURVIVAL_UTILIZATION))
+    both_roles = _both_roles(observation)
     # A mean over a window is as old as its middle.
     lag_s = config.window_s / 2
-    for role in ROLES:
-        spec, factor = memory.specs[role], memory.corrections[role].factor
-        # What no Deployment scales does its share as long as it serves.
-        beside = sum(w.owner is None and w.role == role and w.serves for w in observation.workers)
-        horizon_s = config.pool(role).cold_start_s + config.interval_s
-        late = _backlog_per_s(config, observation, there.ready("prefill"), horizon_s)
-        present = _demand(forecast, lag_s + config.interval_s, decoding.num_seqs).times(factor).plus(late)
-        later = _demand(forecast, lag_s + horizon_s, decoding.num_seqs).times(factor).plus(late)
-        current[role] = max(config.pool(role).least, workers_needed(config, role, spec, present) - beside)
-        ahead[role] = max(current[role], workers_needed(config, role, spec, later) - beside)
-        kept[role] = max(ahead[role], workers_needed(config, role, spec, present.times(1.0 + config.hysteresis)) - beside)
-        survival[role] = max(1, workers_needed(just, role, spec, present) - beside)
+    beside = {role: sum(w.owner is None and w.role == role and w.serves for w in observation.workers) for role in ROLES}
+    horizons_s = {role: config.pool(role).cold_start_s + config.interval_s for role in ROLES}
+    late = {role: _backlog_per_s(config, observation, horizons_s[role]) for role in ROLES}
+
+    def workers(policy: PolicyConfig, ahead_s: Mapping[Role, float], times: float = 1.0) -> Workers:
+        """For the most load from now until then; without what workers do that no Deployment scales."""
+        demands = {
+            role: _demand(forecast, lag_s + ahead_s[role], decoding.num_seqs)
+            .times(memory.corrections[role].factor)
+            .plus(late[role])
+            .times(times)
+            for role in ROLES
+        }
+        return needed(policy, memory.specs, demands, both_roles=both_roles).less(beside)
+
+    soon: dict[Role, float] = dict.fromkeys(ROLES, config.interval_s)
+    load_now, load_ahead = workers(config, soon), workers(config, horizons_s)
+    load_kept, survivors = workers(config, soon, 1.0 + config.hysteresis), workers(just, soon)
+    # What a worker is for is changed where a role has less than half of its share of the work: the others do it meanwhile.
+    part = 2 if both_roles else 1
+    current = {role: max(config.pool(role).least, load_now.of(role) // part) for role in ROLES}
+    ahead = {role: max(current[role], load_ahead.of(role) // part) for role in ROLES}
+    kept = {role: max(ahead[role], load_kept.of(role) // part) for role in ROLES}
+    survival = {role: max(1, survivors.of(role)) for role in ROLES}
     if not shared:
         kept = {role: max(kept[role], survival[role] + config.spare) for role in ROLES}
     total = max(sum(kept.values()), sum(survival.values()) + config.spare)
+    if both_roles:
+        total = max(sum(kept.values()), *(load.total for load in (load_now, load_ahead, load_kept)), survivors.total + config.spare)
     new = Need(at_s=now_s, prefill=kept["prefill"], decode=kept["decode"], total=total)
     needs = (*(old for old in memory.needs if now_s - old.at_s <= config.cool_down_s and not new.outdoes(old)), new)
     full = memory.began_s is not None and now_s - memory.began_s >= config.cool_down_s
@@ -268,7 +284,25 @@ def _aim(
         if blind is not None:
             apart = {role: max(apart[role], blind.workers(role)) for role in ROLES}
         total = sum(apart.values())
-    return Goal(now=current, need=apart, total=total, shared=shared, asleep=False, ahead=ahead, kept=kept), needs
+    shares = {role: max(ahead[role], load_ahead.of(role)) for role in ROLES}
+    goal = Goal(
+        now=current,
+        need=apart,
+        total=total,
+        shared=shared,
+        asleep=False,
+        ahead=shares,
+        kept=kept,
+        both_roles=both_roles,
+        least=load_now.total,
+    )
+    return goal, needs
+
+
+def _both_roles(observation: Observation) -> bool:
+    """Returns whether every worker that serves takes work of either role, so that they are one pool."""
+    serving = [w for w in observation.workers if w.serves]
+    return bool(serving) and all(w.both_roles for w in serving)
 
 
 def _demand(forecast: Forecast, seconds: float, running: int) -> OfferedLoad:
@@ -288,13 +322,14 @@ def _demand(forecast: Forecast, seconds: float, running: int) -> OfferedLoad:
     )
 
 
-def _backlog_per_s(config: PolicyConfig, observation: Observation, num_ready: int, within_s: float) -> float:
+def _backlog_per_s(config: PolicyConfig, observation: Observation, within_s: float) -> float:
     """Requests a second that come on top if what waits, and cannot be served in time by those that are there, is to be worked off within
     that time. At most as many as come by themselves."""
     traffic = observation.traffic
     uncached = max(1.0, traffic.prompt_tokens - traffic.cached_tokens)
-    queued = sum(w.queued_tokens for w in observation.workers if w.role == "prefill") / uncached
-    in_time = traffic.requests_per_s * config.ttft_ms / 1e3 + num_ready
+    computing = [w for w in observation.workers if w.role == "prefill" or w.both_roles]
+    queued = sum(w.queued_tokens for w in computing) / uncached
+    in_time = traffic.requests_per_s * config.ttft_ms / 1e3 + sum(w.ready for w in computing)
     late = traffic.queued_requests + queued - in_time
     return min(traffic.requests_per_s, max(0.0, late / within_s))
 
@@ -321,8 +356,9 @@ def _reason(observation: Observation, seen: Memory, forecast: Forecast, aim: Goa
     # The level follows what comes; whichever is more is what the workers are for.
     rate = max(forecast.requests.level, traffic.requests_per_s)
     waiting = f", {traffic.queued_requests} waiting," if traffic.queued_requests else ""
-    parts = [f"{rate:.3g} requests/s{waiting} need {aim.now['prefill']} + {aim.now['decode']}"]
-    if aim.ahead != aim.now:
+    least = f"{aim.least} for both roles" if aim.both_roles else f"{aim.now['prefill']} + {aim.now['decode']}"
+    parts = [f"{rate:.3g} requests/s{waiting} need {least}"]
+    if aim.ahead != aim.now and not aim.both_roles:
         parts.append(f"{aim.ahead['prefill']} + {aim.ahead['decode']} ahead")
     if aim.total > sum(aim.ahead.values()):
         parts.append(f"{aim.total} with reserve")

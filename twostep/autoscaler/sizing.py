@@ -9,6 +9,9 @@
     decode    Little's law: n sequences are on each of c workers where  n = rate / c * tokens * step(n, n * context),
               plus what Poisson's noise adds to all of them together. Their step must keep TPOT, and they must have seats and blocks.
 
+    together  workers that take work of both roles: decoding is worth d workers, d a real number, and n are enough if prompts are served in
+              time by the n - d that are left
+
 The driver's GPU utilisation is not looked at: it says that something ran, not how much. A worker without a curve is taken for what it has
 been seen to do when it had more than enough to do.
 """
@@ -16,6 +19,8 @@ been seen to do when it had more than enough to do.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -29,6 +34,8 @@ _NUM_LENGTHS = 12
 # A sequence's TPOT is a mean over its life, in which the others come and go: of noise with a memory of one life, a mean over one life keeps
 # this part: sqrt(2 (x - 1 + exp(-x)) / x²) at x = 1.
 _LIFE_NOISE = 0.86
+# Parts of a worker that decoding is counted in.
+_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +125,16 @@ def own_times_s(spec: WorkerSpec, demand: OfferedLoad) -> tuple[float, ...]:
     return tuple(prompt_s(curve, length, chunk_pairs(length, cached), max(1, spec.step_tokens))[0] for length in lengths)
 
 
-def late_share(config: PolicyConfig, demand: OfferedLoad, work_s: float, own_s: tuple[float, ...], num_workers: int) -> float:
-    """Share of first tokens later than the target on so many prefill workers, predicted. 1: they cannot keep up."""
+def late_share(config: PolicyConfig, demand: OfferedLoad, work_s: float, own_s: tuple[float, ...], num_workers: float) -> float:
+    """Share of first tokens later than the target on so many prefill workers, predicted. 1: they cannot keep up. Of a broken number, what is
+    between the two whole ones."""
     offered = demand.requests_per_s * work_s
     if offered >= num_workers:
         return 1.0
-    waits = erlang_c(num_workers, offered)
+    whole = int(num_workers)
+    waits = erlang_c(whole, offered)
+    if (part := num_workers - whole) > 0.0:
+        waits += part * (erlang_c(whole + 1, offered) - waits)
     decay = 2.0 * (num_workers - offered) / (work_s * (1.0 + demand.prompt_scv))
     left = config.ttft_ms / 1e3 - config.edge_s
     return sum(1.0 if own > left else waits * math.exp(-decay * (left - own)) for own in own_s) / len(own_s)
@@ -136,14 +147,19 @@ def prefill_need(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad) ->
         return 0
     if spec.curve is None:
         return _by_tokens(config, spec, demand.requests_per_s * demand.uncached_tokens)
+    return _prompt_servers(config, spec, demand, beside=0.0)
+
+
+def _prompt_servers(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, *, beside: float) -> int:
+    """The least workers that keep the TTFT target while they do the work of `beside` workers besides."""
     work_s, own_s = prompt_work_s(spec, demand), own_times_s(spec, demand)
     left = config.ttft_ms / 1e3 - config.edge_s
     hopeless = sum(own > left for own in own_s) / len(own_s)
     late = 1.0 - config.attainment
     allowed = late if hopeless < late / 2 else hopeless + late / 2
-    fewest = max(1, math.ceil(demand.requests_per_s * work_s / config.max_utilization - 1e-9))
+    fewest = max(1, math.ceil(beside + demand.requests_per_s * work_s / config.max_utilization - 1e-9))
     for num_workers in range(fewest, MOST_WORKERS):
-        if late_share(config, demand, work_s, own_s, num_workers) <= allowed:
+        if late_share(config, demand, work_s, own_s, num_workers - beside) <= allowed:
             return num_workers
     return MOST_WORKERS
 
@@ -196,7 +212,7 @@ def workers_needed(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: O
     return prefill_need(config, spec, demand) if role == "prefill" else decode_need(config, spec, demand)
 
 
-def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, num_workers: int) -> bool:
+def decode_holds(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad, num_workers: float) -> bool:
     """Returns whether so many decode workers keep the target, with room for all sequences."""
     curve, context = _curve(spec), demand.context
     later = max(0.0, demand.output_tokens - 1.0)
@@ -226,6 +242,36 @@ def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: Offered
 
 
 # ---- both ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """So many of each role, and in sum: more than the two where some are for either."""
+
+    prefill: int
+    decode: int
+    total: int
+
+    def of(self, role: Role) -> int:
+        return self.prefill if role == "prefill" else self.decode
+
+    def less(self, others: Mapping[Role, int]) -> Workers:
+        """Without what so many others do."""
+        prefill, decode = (max(0, self.of(role) - others[role]) for role in others)
+        return Workers(prefill=prefill, decode=decode, total=max(0, self.total - sum(others.values())))
+
+
+def needed(config: PolicyConfig, specs: Mapping[Role, WorkerSpec], demands: Mapping[Role, OfferedLoad], *, both_roles: bool) -> Workers:
+    """The least workers for loads of prompts and of answers. `both_roles`: each takes work of either role, so that what counts is their sum;
+    a role has its share of the work in whole workers, and what is left over is for either."""
+    prefill, decode = (workers_needed(config, role, specs[role], demands[role]) for role in ("prefill", "decode"))
+    if not (both_roles and prefill and decode and specs["prefill"].curve and specs["decode"].curve):
+        return Workers(prefill=prefill, decode=decode, total=prefill + decode)
+    parts = range(1, decode * _PARTS)
+    part = 1 + bisect_left(parts, True, key=lambda n: decode_holds(config, specs["decode"], demands["decode"], n / _PARTS))
+    decoding = part / _PARTS
+    total = min(prefill + decode, _prompt_servers(config, specs["prefill"], demands["prefill"], beside=decoding))
+    return Workers(prefill=int(total - decoding), decode=int(decoding), total=total)
 
 
 def _by_tokens(config: PolicyConfig, spec: WorkerSpec, tokens_per_s: float) -> int:

@@ -33,6 +33,20 @@ def _workload(name: str) -> str:
     raise argparse.ArgumentTypeError(f"{name!r}: {why}")
 
 
+PAGE_DESCRIPTION = """Draws where the time of earlier runs went, one beside the other, as an HTML file that loads nothing.
+
+  twostep bench page before.jsonl after.jsonl --output page.html        two runs of `twostep bench serve --save-requests`
+  twostep bench page twostep.jsonl vllm.json --output page.html         the second of `vllm bench serve --save-result --save-detailed`
+
+A file with several rates is several runs. docs/benchmarking.md has every figure's definition."""
+
+
+def add_page_flags(command: FlagParser) -> None:
+    command.add_argument("runs", nargs="+", type=Path, metavar="FILE", help="of --save-requests, or a result of vLLM's")
+    command.add_argument("--output", type=Path, required=True, metavar="FILE", help="the HTML file to write")
+    command.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="targets that count together: ttft, tpot, gap, e2e")
+
+
 def add_flags(command: FlagParser) -> None:
     target = command.add_argument_group("what is loaded")
     command.flag(
@@ -96,4 +110,5 @@ def add_flags(command: FlagParser) -> None:
     out.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here, too")
     out.add_argument("--save-requests", type=Path, metavar="FILE", help="JSONL, one request a line, every token's time in it")
+    out.add_argument("--page", type=Path, metavar="FILE", help="draw where the time went: an HTML file that loads nothing")
     out.add_argument("--plots", type=Path, metavar="DIR", help="draw a page, load.png, into this folder (needs matplotlib)")

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 from twostep.cli._terminal import Terminal, clipped
 from twostep.errors import InvalidRequest, SetupError
@@ -21,6 +22,7 @@ from twostep.lab.bench.serve import lengths, report
 from twostep.lab.bench.serve.arrivals import Arrivals
 from twostep.lab.bench.serve.load import ServeLoad, TraceTimes, Users
 from twostep.lab.bench.serve.metrics import LatencyTargets
+from twostep.lab.bench.serve.page import PageRun, page
 from twostep.lab.bench.serve.runner import Extent, RunProgress
 from twostep.lab.bench.serve.summary import summarize
 from twostep.lab.bench.serve.sweep import Doom, Search, Tried, knee
@@ -38,7 +40,7 @@ _ABOVE_0 = ("input_tokens", "output_tokens", "trace_speed", "duration", "num_req
 _AT_LEAST_0 = ("warmup", "think_time", "spread", "max_model_len", "vocab_size", "temperature")
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 10.0
 # What says nothing of the figures, or is a secret.
-_NO_SETTINGS = {"command", "kind", "json", "output", "save_requests", "plots", "api_key", "tls_ca", "tls_cert", "tls_key"}
+_NO_SETTINGS = {"command", "kind", "json", "output", "save_requests", "plots", "page", "api_key", "tls_ca", "tls_cert", "tls_key"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     workload = _workload(args)
     if args.plots and importlib.util.find_spec("matplotlib") is None:
         raise SetupError(f"--plots needs matplotlib; leave it out and draw from --output elsewhere, or {install('bench')}")
-    for path in (args.output, args.save_requests):
+    for path in (args.output, args.save_requests, args.page):
         if path is not None and not path.parent.is_dir():
             raise SetupError(f"{path.parent} is not a folder; make it, or give another file")
     return event_loop.run(session.run(arrivals, workload))
@@ -100,6 +102,10 @@ class _Session:
 
             path = plots.draw(self.points, best, self.targets, args.plots, title=served.model, attainment=args.attainment)
             print(f"drawn: {path}", file=sys.stderr)
+        if args.page:
+            runs = [PageRun(label=p.label, records=p.result.records, summary=p.summary, targets=self.targets) for p in self.points]
+            args.page.write_text(page(runs, f"{served.model} under load", self._about()), encoding="utf-8")
+            print(f"drawn: {args.page}", file=sys.stderr)
         # A run in which nothing was answered has measured nothing.
         return 0 if any(p.summary.num_completed for p in self.points) else 1
 
@@ -135,6 +141,10 @@ class _Session:
         if not args.json:
             print(report.table(point, self.targets), flush=True)
         return point
+
+    def _about(self) -> str:
+        args = self.args
+        return f"{args.workload}, seed {args.seed}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. Targets: {self.targets or 'none'}."
 
     def _passed(self, point: report.Point) -> bool:
         good = point.summary.goodput

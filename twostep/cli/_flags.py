@@ -144,6 +144,13 @@ def parser() -> FlagParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _bench_flags.add_flags(serve)
+    page = kinds.add_parser(
+        "page",
+        help="where the time of earlier runs of serve went, as a page",
+        description=_bench_flags.PAGE_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _bench_flags.add_page_flags(page)
 
     plan = commands.add_parser(
         "plan",

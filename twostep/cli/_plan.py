@@ -1,4 +1,5 @@
-"""`twostep plan`: how many workers of each role, by simulation. Needs the base install alone (--redis-url: redis)."""
+"""`twostep plan`: how many workers of each role, by simulation. With --fixed-roles it needs the base install alone, else
+the router's placement (--redis-url: redis)."""
 
 from __future__ import annotations
 
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         targets=_targets(args.slo),
         prefill_hour=prefill_price * machine.gpus,
         decode_hour=decode_price * machine.gpus,
+        fixed_roles=args.fixed_roles or machine.fixed_roles,
         seed=args.seed,
     )
     progress = _Progress()

@@ -57,6 +57,7 @@ def add_flags(command: FlagParser) -> None:
         metavar="N",
         help="token budget of a prefill worker's step; the preset's if not given",
     )
+    add("--fixed-roles", action="store_true", help="workers do nothing but their role's work, as with this flag of workers")
     command.flag("--block-size", type=worker["block-size"], default=16, metavar="N", help="tokens of one KV block")
 
     add("--gpu-hour-price", default="1", metavar="P[,D]", help="of one GPU, in whichever currency (1); of a decode worker's, if another")

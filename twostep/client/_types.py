@@ -201,6 +201,8 @@ class Phases:
     total_s: float
     visible_ttft_s: float = 0.0
     """To the first token whose text is part of the answer and not of the reasoning. 0: there was none."""
+    wait_s: float = 0.0
+    """What of `route_s` was waiting in the router's queues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

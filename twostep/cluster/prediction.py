@@ -1,14 +1,20 @@
-"""Predicts how long a request would wait on a worker, and how long others would wait for it: from the workers' cost curves, in seconds.
+"""Predicts what would become of a request on each worker, and what everybody else there would lose by it: from the workers' cost curves, in
+seconds. Any worker may compute a prompt between the tokens of those that decode there, and keep the sequence.
 
-    TTFT      pair    what is queued on the prefill worker  +  the uncached part of the prompt, in steps of its budget
-              local   half a decode step  +  the same on the decode worker, in what its decodes leave of the budget
-    TPOT      a decode step with one sequence more; the second token's wait (hand-over and half a step) is spread over the answer
-    hand-over bytes of the tokens that the decode worker has not  /  the transport's rate
+    TTFT      half a decode step, if it decodes  +  the prompts queued there  +  the uncached part of this one. A worker that decodes
+              computes prompts in chunks that fit into the longest step that those who decode are promised
+    TPOT      a decode step with one sequence more, stretched by the prompts that pass there; the second token's wait (hand-over and half a
+              step) is spread over the answer
+    gap       the longest of: a step with a chunk where prompts pass, the wait for the second token
+    hand-over bytes of the tokens that the worker has not  /  the transport's rate; as lately measured there, where it was
 
     cost      TTFT + answer * TPOT                      the request's own time
             + answer * others * (longer step)           what one sequence more costs those that decode there
-            + others * stall                            local: what the prompt's chunks add to their steps
+            + others * stall                            what the prompt's chunks add to the steps of those that decode where it is computed
             + share of the prompt's own computing       those who come behind wait for it, and a cached prefix spares them
+            + slower prompts                            what prompts lose that pass where it stays: a worker that decodes cuts them smaller
+
+Within what was promised, seconds count for little: for a time per token by its target, for a stall by the bound of the worker's steps.
 
 The first token is sampled where the prompt is computed, so the hand-over delays the second token and never the first.
 
@@ -21,13 +27,14 @@ load is worth what has happened since. tests/router/placement_simulation.py show
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
-from twostep.cluster.records import LayoutRecord, WorkerRecord
+from twostep.cluster.records import LayoutRecord, MeasuredHandOver, WorkerRecord
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve
+from twostep.step_curve import StepCurve, StepWorkload
 
 # Of a worker that has not measured itself. Only proportions matter then: moving a token's KV takes a fraction of computing it, and a
 # sequence more slows the others, over an answer, by about as much as 64 tokens of prefill.
@@ -37,6 +44,12 @@ DEFAULT_CURVE = StepCurve(fixed_s=0.0, per_row_s=1e-4, per_sequence_s=3e-5)
 ANSWER_TOKENS = 128
 # How much of the prompt's computing is paid by those who come behind.
 _CONGESTION = 0.5
+# What a second counts that somebody loses within what was promised.
+_SLACK_SHARE = 0.05
+# Of a promised TPOT, what a step with prompts may take: the rest is the host's (twostep/engine/scheduler.py).
+_TPOT_SHARE = 0.9
+# Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
+_MOST_PROMPTS = 0.9
 # A batch request's own time counts for little beside what it costs others.
 _OWN_WEIGHT = {RequestClass.INTERACTIVE: 1.0, RequestClass.STANDARD: 1.0, RequestClass.BATCH: 0.1}
 
@@ -53,6 +66,8 @@ _LEAST_SHARE = 1 / 32
 _GROWTH = 0.35
 # What a prompt gets of a step, however long the step is already.
 _LEAST_CHUNK = 32
+# What was sent so long ago counts a third of what is sent now: how old what records tell is at most, a heartbeat and a look at them.
+RECENT_S = 1.5
 # Towards having the workers to oneself, while there is hardly any load to tell by.
 _PRIOR_TOKENS, _PRIOR_SEQS = 512.0, 1.0
 
@@ -91,12 +106,16 @@ class Candidate:
     num_attempts: int = 0
     # It refused this request in this round, or lost an earlier attempt of it.
     excluded: bool = False
+    # It computes no prompt for this request in this round: it has refused to, or has enough of this router's. It may still take KV.
+    no_prompts: bool = False
     # None: nothing is known but the record.
     mean: MeanLoad | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
+    """Holds workers that hand over, and workers that decode. One that does both is in either."""
+
     prefill: Sequence[Candidate]
     decode: Sequence[Candidate]
 
@@ -123,9 +142,10 @@ class TransportRate:
     bytes_per_s: float
 
 
-# Between two hosts or processes, everything included (benchmarks/RESULTS.md); one that is not known here is taken for the slowest.
+# From the first token to the commit (benchmarks/RESULTS.md), before a worker has measured its own; one that is not known here is taken for
+# the slowest.
 TRANSPORT_RATES = {
-    "cuda_ipc": TransportRate(latency_s=1e-3, bytes_per_s=200e9),
+    "cuda_ipc": TransportRate(latency_s=3.6e-3, bytes_per_s=200e9),
     "nixl": TransportRate(latency_s=2e-3, bytes_per_s=100e9),
     "local": TransportRate(latency_s=1e-3, bytes_per_s=20e9),
     "ray": TransportRate(latency_s=5e-3, bytes_per_s=8e9),
@@ -140,33 +160,35 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(slots=True, kw_only=True)
 class Prediction:
     """Predicts one worker's part. `cost` is what is compared (seconds and penalties); `load_s`, the part of it that hangs on how loaded the
-    worker is, and may be out of date. Times of what this part does not decide are 0."""
+    worker is, and may be out of date; `others_s`, what everybody else loses. Times of what this part does not decide are 0."""
 
     candidate: Candidate
     cost: float
     load_s: float
+    others_s: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    # The same, were the worker idle (of a decode worker's own prompts: see Predictor.idle_local_s).
-    idle_ttft_s: float = 0.0
+    gap_s: float = 0.0
+    # The same, were the worker idle.
     idle_tpot_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Decoding:
-    """A decode worker before it is known where the prompt is computed. Times in seconds."""
+    """A worker before it is known what it does for the request. Times in seconds."""
 
     candidate: Candidate
-    curve: StepCurve
     seqs: float
-    context: float
-    room: int  # tokens of prompts in a step
     step_s: float  # 0: nothing is decoded there
     longer_step_s: float  # with this sequence
     idle_step_s: float  # with this one alone
-    waiting_s: float  # until the prompts queued there are computed, and how much of that their chunks add to its steps
-    stall_s: float
-    others_s: float
+    tpot_s: float  # with this sequence, and the prompts that pass there
+    gap_s: float
+    waiting_s: float  # until the prompts queued there are computed
+    computing_s: float  # the uncached part of the request's prompt
+    prompt_others_s: float  # what those that decode there, and prompts to come, lose if it computes the prompt
+    prompt_penalty: float
+    others_s: float  # what everybody there loses if it decodes the answer
     penalty: float
     host_copy_s: float
     missing_bytes: float
@@ -194,9 +216,9 @@ def mean_load(candidate: Candidate, num_tokens: int) -> MeanLoad:
         return candidate.mean
     load = candidate.record.load
     queued = load.num_queued_tokens
-    if not queued and candidate.record.role == "prefill":
+    if not queued and not candidate.record.takes_over:
         queued = (load.num_running + load.num_waiting) * num_tokens
-    seqs = load.num_running + load.num_reserved
+    seqs = load.num_seqs
     return MeanLoad(
         queued_tokens=queued,
         batch_tokens=load.num_queued_batch_tokens,
@@ -283,8 +305,13 @@ def prompt_s(
     return total, stall
 
 
-def hand_over_s(num_bytes: float, transport: str) -> float:
+def hand_over_s(num_bytes: float, transport: str, measured: Sequence[MeasuredHandOver] = ()) -> float:
+    """Seconds from the first token to the commit. `measured`: by the worker that takes it; how they grow with the bytes is the
+    transport's rate."""
     rate = TRANSPORT_RATES.get(transport, _UNKNOWN_RATE)
+    for each in measured:
+        if each.transport == transport:
+            return max(0.0, each.seconds + (num_bytes - each.num_bytes) / rate.bytes_per_s)
     return rate.latency_s + num_bytes / rate.bytes_per_s
 
 
@@ -312,7 +339,7 @@ def _miss(predicted_s: float, target_ms: float | None) -> float:
 
 
 class Predictor:
-    """Predicts what each worker of a side would do for one request."""
+    """Predicts what each worker would do for one request."""
 
     def __init__(self, demand: PlacementRequest, fallback: StepCurve) -> None:
         """`fallback`: of workers that have not measured themselves."""
@@ -320,117 +347,146 @@ class Predictor:
         self._fallback = fallback
         self._answer = max(0, min(demand.max_new_tokens, ANSWER_TOKENS) - 1)  # tokens after the first
         self._own = _OWN_WEIGHT[demand.request_class]
-
-    def prefill(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Prediction:
-        demand, record = self._demand, candidate.record
-        curve = record.curve or self._fallback
-        # The last token is always computed: its logits are what the first new token is sampled from.
-        cached = min(candidate.cached_tokens, demand.num_tokens - 1)
-        own_pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
-        computing, _ = prompt_s(curve, demand.num_tokens - cached, own_pairs, record.step_tokens)
-        computing += _host_copy_s(candidate)
-        queued = queued_now(candidate, mean, share, demand.request_class)
-        # Prompts in the queue are taken for ones like this.
-        waiting = prompt_s(curve, queued, queued * demand.num_tokens / 2, record.step_tokens)[0] if queued else 0.0
-        ttft = waiting + computing
-        return Prediction(
-            candidate=candidate,
-            cost=self._own * ttft + _CONGESTION * computing + _miss(ttft, demand.ttft_ms),
-            load_s=waiting,
-            ttft_s=ttft,
-            idle_ttft_s=computing,
-        )
+        self._own_bound_s = _TPOT_SHARE * demand.tpot_ms / 1e3 if demand.tpot_ms is not None and self._answer else 0.0
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
-        """Describes what a decode worker is at, and would be with this request."""
+        """Describes what a worker is at, and would be with this request."""
         demand, record, answer = self._demand, candidate.record, self._answer
         curve, load = record.curve or self._fallback, record.load
-        seqs = load_now(candidate.num_attempts, mean.num_seqs, share.seqs)
+        seqs = load_now(candidate.num_attempts, mean.num_seqs, share.seqs) if record.takes_over else 0.0
         own_context = demand.num_tokens + answer / 2  # in the middle of its answer
-        known = load.num_running and load.num_context_tokens
-        context = seqs * (load.num_context_tokens / load.num_running if known else demand.num_tokens)
+        num_decoding = load.num_running - load.num_handing_over
+        known = num_decoding > 0 and load.num_context_tokens
+        context = seqs * (load.num_context_tokens / num_decoding if known else demand.num_tokens)
         fixed, per_row, knee = curve.fixed_s, curve.per_row_s, curve.knee
         per_sequence, per_context = curve.per_sequence_s, curve.per_context_s
         rows = seqs - knee if seqs > knee else 0.0
         step = fixed + per_row * rows + per_sequence * seqs + per_context * context if seqs else 0.0
         rows = seqs + 1.0 - knee if seqs + 1.0 > knee else 0.0
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
-        queued = queued_now(candidate, mean, share, demand.request_class)
+
+        # Prompts there: those that wait, and this one.
+        bound = load.max_step_s if seqs else 0.0
+        fits = curve.chunk_within(bound, decodes=seqs, context=context, before=demand.num_tokens / 2) if bound else math.inf
         room = max(1, record.step_tokens - int(seqs))
-        if load.max_step_s and seqs:
-            # What was promised to those that decode there bounds its steps (docs/scheduling.md).
-            hidden, left_s = max(0.0, knee - seqs), load.max_step_s - step
-            a_token = per_row + curve.per_pair_s * demand.num_tokens / 2
-            fits = hidden + left_s / a_token if left_s >= 0.0 and a_token else 0.0
-            room = min(room, max(_LEAST_CHUNK, int(fits)))
+        room = min(room, int(max(_LEAST_CHUNK, min(fits, room))))
+        queued = queued_now(candidate, mean, share, demand.request_class)
         waiting = stall = 0.0
         if queued:
+            # They are taken for ones like this.
             waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=seqs, context=context)
+        # The last token is always computed: its logits are what the first new token is sampled from.
+        cached = min(candidate.cached_tokens, demand.num_tokens - 1)
+        pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
+        computing, own_stall = prompt_s(curve, demand.num_tokens - cached, pairs, room, decodes=seqs, context=context)
+        # A decode worker that is idle does not stay so: others come while a long prompt is computed.
+        held_up = max(1.0, seqs) if record.role == "decode" else seqs
+        charge, prompt_penalty = (_SLACK_SHARE, 0.0) if bound else (1.0, 0.0)
+        if fits < _LEAST_CHUNK:
+            least = StepWorkload(prompt_tokens=_LEAST_CHUNK, decodes=int(seqs), context=int(context))
+            charge, prompt_penalty = 1.0, _miss(curve.step_s(least), bound * 1e3)
+        prompt_others = charge * held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
+
+        # Its tokens, among the prompts that pass.
+        rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
+        tpot, gap, slower = longer, longer, 0.0
+        if answer and record.takes_over and (rate or queued):
+            bounds = [each for each in (bound, record.max_step_s, self._own_bound_s) if each]
+            most = max(1.0, record.step_tokens - seqs - 1.0)
+            chunk = min(most, demand.num_tokens)
+            if bounds:
+                fits = curve.chunk_within(min(bounds), decodes=seqs + 1.0, context=context + own_context, before=demand.num_tokens / 2)
+                chunk = min(chunk, max(_LEAST_CHUNK, fits))
+            beside, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, int(chunk) + 1, decodes=seqs + 1.0, context=context)
+            gap = max(longer, beside)
+            # For as long as it lasts, or what waits there now, if that is more.
+            tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
+            if record.role == "prefill":
+                # Beside tokens prompts are cut smaller, for as long as anybody decodes; alone they fill the budget. All that decode there
+                # share that: if one goes elsewhere nothing is gained, if all do it is all of it.
+                lost = beside / chunk - prompt_s(curve, most, most * demand.num_tokens / 2, int(most))[0] / most
+                slower = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost) / (seqs + 1.0)
+        later, others_penalty = answer * seqs * (longer - step), 0.0
+        if load.tpot_s and seqs:
+            others_penalty = _miss(tpot, load.tpot_s * 1e3)
+            later *= 1.0 if others_penalty else _SLACK_SHARE
+
         # New tokens get their blocks as they come; those in host memory need one each.
         new = demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1
-        full = max(seqs, load.num_running + load.num_reserved) >= record.max_num_seqs
+        full = max(seqs, load.num_seqs) >= record.max_num_seqs
         full = full or load.num_free_blocks < -(-new // record.layout.block_size)
         return Decoding(
             candidate=candidate,
-            curve=curve,
             seqs=seqs,
-            context=context,
-            room=room,
             step_s=step,
             longer_step_s=longer,
             idle_step_s=fixed + per_row * max(0.0, 1.0 - knee) + per_sequence + per_context * own_context,
+            tpot_s=tpot,
+            gap_s=gap,
             waiting_s=waiting,
-            stall_s=stall,
-            # What one sequence more costs those that are there.
-            others_s=answer * seqs * (longer - step),
-            penalty=FULL_COST if full else 0.0,
+            computing_s=computing,
+            prompt_others_s=prompt_others,
+            prompt_penalty=prompt_penalty,
+            others_s=later + slower,
+            penalty=(FULL_COST if full else 0.0) + others_penalty,
             host_copy_s=_host_copy_s(candidate),
             missing_bytes=max(0, demand.num_tokens - candidate.cached_tokens) * token_bytes(record.layout),
         )
+
+    def prefill(self, at: Decoding) -> Prediction:
+        """It computes the prompt, and hands it over."""
+        ttft = self._ttft(at)
+        cost = self._own * ttft + at.prompt_others_s + at.prompt_penalty + _miss(ttft, self._demand.ttft_ms)
+        return Prediction(candidate=at.candidate, cost=cost, load_s=at.waiting_s, others_s=at.prompt_others_s, ttft_s=ttft)
 
     def decode(self, at: Decoding, transport: str) -> Prediction:
         """The prompt's KV comes to it by this transport."""
         answer = self._answer
         if not answer:
             return Prediction(candidate=at.candidate, cost=at.penalty, load_s=0.0)
-        moving = hand_over_s(at.missing_bytes, transport) + at.host_copy_s
-        # The second token waits for the hand-over and for the step under way, and prompts that are computed there meanwhile make steps
-        # longer, for as long as they last.
-        extra = moving + at.step_s / 2 + at.stall_s
-        tpot = at.longer_step_s + extra / answer
-        cost = self._own * (answer * at.longer_step_s + extra) + at.others_s + _miss(tpot, self._demand.tpot_ms) + at.penalty
+        moving = hand_over_s(at.missing_bytes, transport, at.candidate.record.load.hand_overs) + at.host_copy_s
+        # The second token waits for the hand-over and for the step under way.
+        tpot = at.tpot_s + (moving + at.step_s / 2) / answer
         return Prediction(
             candidate=at.candidate,
-            cost=cost,
-            load_s=answer * (at.longer_step_s - at.idle_step_s) + at.others_s + at.stall_s,
+            cost=self._own * self._answer_cost(tpot) + at.others_s + _miss(tpot, self._demand.tpot_ms) + at.penalty,
+            load_s=answer * (at.tpot_s - at.idle_step_s) + at.others_s,
+            others_s=at.others_s,
             tpot_s=tpot,
+            gap_s=max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s),
             idle_tpot_s=at.idle_step_s + moving / answer,
         )
 
     def local(self, at: Decoding) -> Prediction:
-        """It computes the prompt itself, in chunks beside its decodes."""
-        demand, answer = self._demand, self._answer
-        cached = min(at.candidate.cached_tokens, demand.num_tokens - 1)
-        num_tokens, pairs = demand.num_tokens - cached, (demand.num_tokens * demand.num_tokens - cached * cached) / 2
-        computing, stall = prompt_s(at.curve, num_tokens, pairs, at.room, decodes=at.seqs, context=at.context)
-        ttft = at.step_s / 2 + at.waiting_s + computing + at.host_copy_s
-        tpot = at.longer_step_s if answer else 0.0
-        # An idle decode worker does not stay idle: others come while a long prompt is computed.
-        others = at.others_s + stall * max(1.0, at.seqs)
-        cost = self._own * (ttft + answer * tpot) + others + _miss(ttft, demand.ttft_ms) + _miss(tpot, demand.tpot_ms) + at.penalty
+        """It computes the prompt itself, in chunks beside its decodes, and keeps the sequence."""
+        answer, ttft = self._answer, self._ttft(at)
+        tpot = at.tpot_s if answer else 0.0
+        others = at.prompt_others_s + (at.others_s if answer else 0.0)
+        missed = _miss(ttft, self._demand.ttft_ms) + _miss(tpot, self._demand.tpot_ms)
         return Prediction(
             candidate=at.candidate,
-            cost=cost,
-            load_s=at.waiting_s + answer * (at.longer_step_s - at.idle_step_s) + others,
+            cost=self._own * (ttft + self._answer_cost(tpot)) + others + missed + at.prompt_penalty + at.penalty,
+            load_s=at.waiting_s + answer * (at.tpot_s - at.idle_step_s) + others,
+            others_s=others,
             ttft_s=ttft,
             tpot_s=tpot,
+            gap_s=at.gap_s if answer else 0.0,
             idle_tpot_s=at.idle_step_s if answer else 0.0,
         )
 
-    def idle_local_s(self, candidate: Candidate) -> float:
+    def idle_ttft_s(self, candidate: Candidate) -> float:
         """The time to the first token, were the worker idle."""
         demand = self._demand
         cached = min(candidate.cached_tokens, demand.num_tokens - 1)
         pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
         computing, _ = prompt_s(candidate.record.curve or self._fallback, demand.num_tokens - cached, pairs, candidate.record.step_tokens)
         return computing + _host_copy_s(candidate)
+
+    def _ttft(self, at: Decoding) -> float:
+        return at.step_s / 2 + at.waiting_s + at.computing_s + at.host_copy_s
+
+    def _answer_cost(self, tpot_s: float) -> float:
+        """Seconds of its own tokens, of which those within its target count for little."""
+        target_ms = self._demand.tpot_ms
+        within = target_ms is not None and tpot_s * 1e3 <= target_ms
+        return self._answer * tpot_s * (_SLACK_SHARE if within else 1.0)

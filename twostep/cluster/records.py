@@ -93,6 +93,16 @@ class GpuLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredHandOver:
+    """What a hand-over by this transport takes, from the prompt's first token to the commit on the decode worker: the mean of the last
+    ones, and of their bytes."""
+
+    transport: str
+    seconds: FiniteFloat
+    num_bytes: FiniteFloat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     num_running: Int = 0
     num_waiting: Int = 0
@@ -110,6 +120,15 @@ class WorkerLoad:
     fetched_bytes_per_s: FiniteFloat = 0.0
     tokens_per_s: FiniteFloat = 0.0
     gpus: tuple[GpuLoad, ...] = ()  # in the order of its ranks; empty: a CPU, or the driver does not tell
+    num_handing_over: Int = 0  # of the running ones, prompts that are computed for others
+    prompt_tokens_per_s: FiniteFloat = 0.0  # of the tokens computed, those of prompts
+    tpot_s: FiniteFloat = 0.0  # tightest time per token promised to those that decode now; 0: none was promised
+    hand_overs: tuple[MeasuredHandOver, ...] = ()  # what lately came to it, by transport
+
+    @property
+    def num_seqs(self) -> int:
+        """Returns those that decode here, and are to."""
+        return self.num_running - self.num_handing_over + self.num_reserved
 
 
 # As `pod_owner`: of no Deployment that an autoscaler scales.
@@ -119,7 +138,7 @@ NO_OWNER = "none"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     worker_id: str
-    role: str  # "prefill" | "decode"
+    role: str  # "prefill" | "decode": what it is for, and all that it does unless `both_roles`
     address: str  # host:port of its gRPC server
     epoch: Int  # names one life of the worker; a later one's is larger (twostep/cluster/epochs.py)
     model: str  # name it is served under
@@ -138,16 +157,32 @@ class WorkerRecord:
     # How long its steps take; None: not measured yet.
     curve: Curve = None
     version: str = UNSAID  # twostep.__version__ of its process
-    # Token budget of a step, and whether prompts may be computed on a decode worker, in chunks of it.
+    # Token budget of a step, and whether it takes prompts whose answers it decodes itself. An older router asks that of decode workers.
     step_tokens: Annotated[Int, Field(ge=1)] = 512
     local_prefill: bool = False
+    # It takes work of either role, whichever it is for; False: older workers, and those with --fixed-roles.
+    both_roles: bool = False
+    max_step_s: FiniteFloat = 0.0  # longest that a step which computes prompts may take while others decode, whoever they are; 0: any time
     # The Kubernetes pod it runs in, and the role of the Deployment that the pod is counted for, which a change of roles leaves as it is, or
     # NO_OWNER.
     pod_name: str = ""
     pod_namespace: str = ""
     pod_owner: str = ""
     sampling: tuple[str, ...] = ()  # parameters that it knows and 0.1 did not (twostep/sampling_params.py)
+    # Watch says what the decode worker holds (as a prefill worker, it listens to that; as a decode worker, it says it): Run need not wait
+    # for Reserve.
+    cached_at_watch: bool = False
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
+
+    @property
+    def hands_over(self) -> bool:
+        """Returns whether it computes prompts for other workers."""
+        return self.role == "prefill" or self.both_roles
+
+    @property
+    def takes_over(self) -> bool:
+        """Returns whether it decodes: what others hand over, and what it computes itself if it has `local_prefill`."""
+        return self.role == "decode" or self.both_roles
 
     @property
     def serves(self) -> bool:

@@ -169,6 +169,8 @@ class Scheduler:
             num_queued_batch_tokens=self._num_queued_tokens(RequestClass.BATCH),
             max_step_s=0.0 if self.curve is None or bound == math.inf else bound,
             num_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
+            num_handing_over=sum(sequence.hold for sequence in self._running.values()),
+            tpot_s=min((s.request.tpot_s for s in decoding if s.request.tpot_s is not None), default=0.0),
             num_preemptions=self._num_preemptions,
             swapped_bytes=blocks.tier.copied_bytes,
             num_queried_tokens=blocks.num_queried_tokens,

@@ -250,6 +250,8 @@ class EngineStats:
     num_queued_batch_tokens: int = 0
     max_step_s: float = 0.0  # of steps that compute prompts, at this moment; 0: nothing bounds them
     num_context_tokens: int = 0
+    num_handing_over: int = 0  # of the running ones, those submitted with `hold`
+    tpot_s: float = 0.0  # tightest time per token promised to those that decode; 0: none was
     # Since the start: sequences that gave way for a while, and bytes copied to the host and back for it.
     num_preemptions: int = 0
     swapped_bytes: int = 0

@@ -182,7 +182,7 @@ class LocalOptions(UpSettings):
     @property
     def uses_ray(self) -> bool:
         """Returns whether a Ray is needed, of its own or of --ray-address."""
-        return not self.aggregated
+        return not self.aggregated and not {"auto", "ray"}.isdisjoint(self.worker.kv_transfer.split(","))
 
     @property
     def store_bytes(self) -> int:

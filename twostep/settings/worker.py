@@ -86,6 +86,12 @@ class WorkerSettings(TracedServiceSettings):
     max_num_seqs: int = setting(
         0, f"sequences that run or are reserved at once; if not given {CPU_NUM_SEQS}, on a GPU {GPU_NUM_SEQS}", Whole(1, 1 << 20)
     )
+    max_cudagraph_capture_size: int = setting(
+        2048,
+        "tokens of the largest step with prompts that a GPU replays as a CUDA graph; larger ones are launched kernel by kernel. "
+        "0: only steps without prompts are replayed, which saves seconds at the start and half a GiB",
+        Whole(0, 1 << 20),
+    )
     max_waiting: int = setting(256, "prompts that may wait; more are refused", Whole(1, 1 << 20))
     max_step_ms: float | None = setting(
         None,
@@ -157,6 +163,17 @@ class WorkerSettings(TracedServiceSettings):
         True,
         "decode: compute prompts here too, in chunks between the others' tokens, where routers find that better than a hand-over",
     )
+
+    fixed_roles: bool = setting(
+        False,
+        "do the work of the role alone; otherwise any worker may compute a prompt between others' tokens, and keep the sequence, where "
+        "routers find that better",
+    )
+
+    @property
+    def both_roles(self) -> bool:
+        """Returns whether it takes work of either role, whichever it is for."""
+        return self.local_prefill and not self.fixed_roles and self.kv_transfer != "none"
 
     @property
     def dummy_weights(self) -> bool:

@@ -56,6 +56,16 @@ class WorkerConfig(WorkerSettings):
         ),
     )
 
+    @property
+    def hands_over(self) -> bool:
+        """Returns whether it gives KV to other workers."""
+        return self.role == "prefill" or self.both_roles
+
+    @property
+    def serves_alone(self) -> bool:
+        """Returns whether it takes prompts whose answers it decodes itself."""
+        return self.local_prefill and (self.role == "decode" or self.both_roles)
+
 
 def parse_config(role: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> WorkerConfig:
     """Exits with a usage message if a flag does not make sense."""

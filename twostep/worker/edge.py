@@ -1,7 +1,8 @@
 """Defines what a role adds to a worker: its services, what they hold, and how it ends.
 
-A worker of either role is the same process around the same engine; what differs is its edge. So that it can change its role, each process
-has the edges of both packages, and joins them where it begins (`prefill_worker/__main__.py`, `decode_worker/__main__.py`).
+A worker of either role is the same process around the same engine. It has the edges of both roles at once, or with `--fixed-roles` that of
+its own, and the other one after a change: each process joins the two packages' where it begins (`prefill_worker/__main__.py`,
+`decode_worker/__main__.py`). A sequence belongs to the edge that took it; each passes over what it does not know in a step's output.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError, Unavailable
 from twostep.metrics.registry import MetricsRegistry
@@ -79,7 +81,7 @@ class Edge(Protocol):
 
     @property
     def services(self) -> Mapping[str, object]:
-        """Servicers by the full names of their services: those of the role, and no others."""
+        """Servicers by the full names of their services: those that it takes calls of, and no others."""
         ...
 
     async def start(self) -> None:
@@ -89,6 +91,11 @@ class Edge(Protocol):
     @property
     def num_fetched_bytes(self) -> int:
         """KV that this edge has taken from other workers since it was made."""
+        ...
+
+    @property
+    def measured(self) -> Sequence[MeasuredHandOver]:
+        """What hand-overs to this edge took lately."""
         ...
 
     def on_step(self, output: StepOutput) -> None: ...
@@ -115,8 +122,72 @@ class Edge(Protocol):
         ...
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
-        """Adds what the edge holds."""
+        """Adds what the edge holds to what another one has said."""
         ...
+
+
+class JoinedEdge:
+    """The edges of both roles around one engine, over the same transports. See Edge."""
+
+    def __init__(self, edges: Sequence[Edge]) -> None:
+        self._edges = edges
+        self.transports = edges[0].transports
+        self.services = {name: servicer for edge in edges for name, servicer in edge.services.items()}
+
+    async def start(self) -> None:
+        for edge in self._edges:
+            await edge.start()
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        return sum(edge.num_fetched_bytes for edge in self._edges)
+
+    @property
+    def measured(self) -> Sequence[MeasuredHandOver]:
+        return [each for edge in self._edges for each in edge.measured]
+
+    def on_step(self, output: StepOutput) -> None:
+        for edge in self._edges:
+            edge.on_step(output)
+
+    def on_layers(self, progress: Sequence[LayerProgress]) -> None:
+        for edge in self._edges:
+            edge.on_layers(progress)
+
+    def refuse(self, reason: str) -> None:
+        for edge in self._edges:
+            edge.refuse(reason)
+
+    @property
+    def idle(self) -> bool:
+        return all(edge.idle for edge in self._edges)
+
+    def fail_all(self, error: TwostepError) -> None:
+        for edge in self._edges:
+            edge.fail_all(error)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(edge.close() for edge in self._edges))
+
+    async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:
+        for edge in self._edges:
+            await edge.fill_stats(stats)
+
+
+T = TypeVar("T", bound=KvTransports)
+
+
+def edge_maker(
+    kinds: Mapping[str, Callable[[EdgeParts, T], Edge]], make_transports: Callable[[EdgeParts], T]
+) -> Callable[[EdgeParts], Edge]:
+    """Returns what makes a worker's edge: of the kinds by role, those that its configuration takes work for."""
+
+    def make(parts: EdgeParts) -> Edge:
+        transports, config = make_transports(parts), parts.config
+        edges = [kinds[role](parts, transports) for role in (kinds if config.both_roles else (config.role,))]
+        return edges[0] if len(edges) == 1 else JoinedEdge(edges)
+
+    return make
 
 
 async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -131,7 +202,7 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 class Switchboard:
     """The services of both roles, on the server from the start: gRPC takes none later. Calls go to the edge that serves; where there is
-    none for them, the answer is UNAVAILABLE with the reason, as of a worker that is gone."""
+    none for them (`--fixed-roles`, a change of roles), the answer is UNAVAILABLE with the reason, as of a worker that is gone."""
 
     def __init__(self) -> None:
         self._slots = {name: _Slot() for name in _SERVICES}

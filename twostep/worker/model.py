@@ -180,9 +180,7 @@ def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> 
 
     # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.
     one_sided = not {"cuda_ipc", "nixl", "auto"}.isdisjoint(config.kv_transfer.split(","))
-    return ModelRunner(
-        model_dir, progress=progress, keep_kv_sums=config.role == "prefill" and one_sided, **_runner_options(config, model_dir)
-    )
+    return ModelRunner(model_dir, progress=progress, keep_kv_sums=config.hands_over and one_sided, **_runner_options(config, model_dir))
 
 
 def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ParallelRunner:
@@ -229,6 +227,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
         "num_threads": config.cpu_threads or None,
         "load_format": config.load_format,
         "max_num_seqs": config.max_num_seqs,
+        "max_graph_tokens": config.max_cudagraph_capture_size,
     }
 
 

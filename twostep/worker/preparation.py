@@ -15,7 +15,7 @@ from twostep.sampling_params import Grammar
 
 # Longer prompts are hashed in a thread, so many tokens at a time: 128 Ki of them take tens of milliseconds, for which nobody's stream is
 # to wait.
-_MAX_INLINE_TOKENS = 2048
+_MAX_INLINE_TOKENS = 4096
 
 _GRAMMAR_THREADS = 2
 _MAX_PENDING_GRAMMARS = 256

@@ -20,7 +20,8 @@ from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 _MAX_SCORES = 1024
 # A client's 128, and what a router adds to make the name unique.
 MAX_ID_CHARS = 160
-# Longer prompts are taken in a thread, so many tokens at a time: 128 Ki of them take milliseconds, for which nobody's stream is to wait.
+# Longer prompts are taken in a thread, so many tokens at a time: these take a fraction of a millisecond, 128 Ki of them some, for which
+# nobody's stream is to wait.
 _MAX_INLINE_TOKENS = 8192
 
 _FINISH = {
@@ -62,8 +63,9 @@ class RequestReader:
             dtype=self.layout.dtype,
             quantization=self.layout.quantization,
         )
+        # A slice is a list, made in half the time that going through the field takes.
         long = len(proto.token_ids) > _MAX_INLINE_TOKENS
-        token_ids = await asyncio.to_thread(_taken, proto.token_ids) if long else tuple(proto.token_ids)
+        token_ids = await asyncio.to_thread(_taken, proto.token_ids) if long else tuple(proto.token_ids[:])
         return EngineRequest(
             seq_id=seq_id,
             token_ids=token_ids,

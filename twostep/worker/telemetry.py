@@ -37,13 +37,14 @@ Fill = Callable[[worker_pb2.WorkerStats], Awaitable[None]]
 
 
 class Counts(NamedTuple):
-    """Since some moment: prompt tokens looked up in the prefix cache and those found there, KV bytes taken from prefill workers, tokens
-    computed."""
+    """Since some moment: prompt tokens looked up in the prefix cache and those found there, KV bytes taken from other workers, tokens
+    computed, and prompts' among them."""
 
     queried_tokens: float = 0
     hit_tokens: float = 0
     fetched_bytes: float = 0
     tokens: float = 0
+    prompt_tokens: float = 0
 
 
 class RateMeter:
@@ -85,7 +86,7 @@ class Telemetry:
         self.tracer = start_tracer(config.otlp_endpoint, role=config.role, instance=worker_id, version=package_version())
         self._process = register_process(self.registry, config.role, self.tracer)
         self._engine = EngineMetrics(self.registry, role=config.role, stats=engine.stats)
-        self._num_computed_tokens = 0
+        self._num_computed_tokens = self._num_prompt_tokens = 0
         self._rates = RateMeter()
         self._gpus = GpuMeter(gpu_ids)
         self._worker = WorkerMetrics(self.registry, role=config.role)
@@ -99,6 +100,7 @@ class Telemetry:
 
     def on_step(self, output: StepOutput) -> None:
         self._num_computed_tokens += output.num_prefill_tokens + output.num_decode_tokens
+        self._num_prompt_tokens += output.num_prefill_tokens
         self._engine.on_step(output)
 
     def load(self, stats: EngineStats, num_fetched_bytes: int) -> WorkerLoad:
@@ -109,6 +111,7 @@ class Telemetry:
             hit_tokens=stats.num_hit_tokens,
             fetched_bytes=num_fetched_bytes,
             tokens=self._num_computed_tokens,
+            prompt_tokens=self._num_prompt_tokens,
         )
         rates = self._rates.observe(counts, time.monotonic())
         return WorkerLoad(
@@ -126,6 +129,9 @@ class Telemetry:
             fetched_bytes_per_s=rates.fetched_bytes,
             tokens_per_s=rates.tokens,
             gpus=self._gpus.loads,
+            num_handing_over=stats.num_handing_over,
+            prompt_tokens_per_s=rates.prompt_tokens,
+            tpot_s=stats.tpot_s,
         )
 
     def start(self, describe: Describe, fill: Fill) -> None:

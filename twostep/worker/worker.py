@@ -1,10 +1,10 @@
-"""One worker: engine, server, registration, and the edge of the role that it has now; started, switched and stopped in order.
+"""One worker: engine, server, registration, and its edge, of both roles or of the one that it has; started, switched, stopped in order.
 
 start   engine thread · edge (KV transport) · server listens · transport answers · registered · ready
 stop    not ready, and said so in Redis · no new work · what runs ends, or is failed at the drain timeout · deregistered · edge frees ·
         server and engine stop
 switch  not ready, and said so in Redis · no new work · what runs ends, or is failed at the drain timeout · edge frees, and leaves its
-        transports running · engine reconfigured · the other role's edge under a new epoch · registered as that · ready   (docs/roles.md)
+        transports running · engine reconfigured · another edge under a new epoch · registered in the role · ready   (docs/roles.md)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -128,13 +129,16 @@ class Worker:
             not_ready_reason=self._why_of_no_use,
             transports=tuple(transport.name for transport in self.edge.transports.ready),
             step_tokens=self.engine.max_num_batched_tokens,
-            local_prefill=config.role == "decode" and config.local_prefill,
+            local_prefill=config.serves_alone,
+            both_roles=config.both_roles,
+            max_step_s=(config.max_step_ms or 0.0) / 1e3,
             curve=curve,
-            load=self.telemetry.load(stats, self.edge.num_fetched_bytes),
+            load=replace(self.telemetry.load(stats, self.edge.num_fetched_bytes), hand_overs=tuple(self.edge.measured)),
             pod_name=config.pod_name,
             pod_namespace=config.pod_namespace,
             pod_owner=config.pod_owner,
             sampling=NEWER_PARAMETERS,
+            cached_at_watch=True,
         )
 
     async def start(self) -> None:
@@ -305,8 +309,7 @@ class Worker:
         """Tells the health service whether it takes new work, and logs why not: at its start, when it changes its role, and with every
         heartbeat. A worker that is ready itself is still of no use where KV has no way."""
         config, transports, why = self.config, self.edge.transports, ""
-        alone = config.role == "decode" and config.local_prefill
-        if self._ready and not (config.kv_transfer == "none" or alone or transports.ready):
+        if self._ready and not (config.kv_transfer == "none" or config.serves_alone or transports.ready):
             why = f"no KV transport works (--kv-transfer {config.kv_transfer}): {transports.why_none}"
         if why and not self._why_of_no_use:
             log.warning("%s is not ready: %s", self.worker_id, why)

@@ -3,15 +3,19 @@ which too many of them would feel too much."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, SetupError
+from twostep.extras import install
 from twostep.lab.bench.serve.metrics import Goodput, Latency, LatencyTargets, goodput, latency_of_times
 from twostep.lab.bench.serve.sweep import Search, Tried, knee
 from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import (
     ClusterObserver,
+    HandOverCost,
     PlacementRule,
     SimulatedCluster,
     SimulatedDeployment,
@@ -26,6 +30,8 @@ LEAST_SECONDS = 60.0
 # So that a share of 0.95 is known to about 0.6 %.
 LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
+# Share of the tightest target of a token's time that a worker's steps may take (twostep/engine/scheduler.py).
+_PROMISED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +73,26 @@ def simulate(
     deployment: SimulatedDeployment,
     requests: Sequence[SimulatedRequest],
     *,
-    placement: PlacementRule = shortest_ttft,
+    targets: LatencyTargets | None = None,
+    placement: PlacementRule | None = None,
     enough: Callable[[ServedRequest], bool] | None = None,
 ) -> SimulationRun:
     """Serves `requests`, which are in the order of arrival, to the end, or until `enough`, called with each that is done, returns True.
+    `targets`: that each of them carries. `placement` None: the router's own where workers have both roles, else the shortest TTFT.
 
     Raises InvalidRequest for a request that an empty worker could not hold."""
     served: list[ServedRequest] = []
+    at_client = _Edge(deployment.edge_s, deployment.edge_tail_s)
 
     class CompletionRecorder(ClusterObserver):
         def ended(self, request: SimulatedRequest, token_times: Sequence[float]) -> None:
-            edge = deployment.edge_s
-            served.append(ServedRequest(request, [time + edge for time in token_times] if edge else token_times))
+            served.append(ServedRequest(request, at_client(token_times)))
             cluster.stopped = enough is not None and enough(served[-1])
 
+    targets = targets or LatencyTargets()
+    if placement is None:
+        placement = routed(targets, deployment.hand_over) if deployment.both_roles else shortest_ttft
+    deployment = promising(deployment, targets)
     cluster = SimulatedCluster(deployment, requests, CompletionRecorder(), placement=placement)
     workers = [cluster.add_worker("prefill") for _ in range(deployment.num_prefill)]
     workers += [cluster.add_worker("decode") for _ in range(deployment.num_decode)]
@@ -98,6 +110,48 @@ def simulate(
         workers=[_use(worker, seconds, aggregated=deployment.aggregated) for worker in workers],
         stopped=cluster.stopped,
     )
+
+
+class _Edge:
+    """When tokens are at their clients: each `median_s` later than at the worker, or later still, with an exponential tail whose 99th
+    percentile is `tail_s` above the median; and none before the one before it."""
+
+    def __init__(self, median_s: float, tail_s: float) -> None:
+        self._rate = math.log(50) / tail_s if tail_s else 0.0
+        self._least_s = median_s - (math.log(2) / self._rate if tail_s else 0.0)
+        self._late = random.Random("edge")
+
+    def __call__(self, token_times: Sequence[float]) -> Sequence[float]:
+        if not self._rate:
+            return [time + self._least_s for time in token_times] if self._least_s else token_times
+        times: list[float] = []
+        last = 0.0
+        for time in token_times:
+            last = max(last, time + self._least_s + self._late.expovariate(self._rate))
+            times.append(last)
+        return times
+
+
+def routed(targets: LatencyTargets, hand_over: HandOverCost) -> PlacementRule:
+    """The router's placement. Raises SetupError where the router's packages are not installed."""
+    try:
+        # Deployments of fixed roles are planned without them.
+        from twostep.lab.simulator.routed import RoutedPlacement  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"placement over workers of both roles needs the package {error.name}, which this installation lacks; {install('router')}, "
+            "or give --fixed-roles"
+        ) from error
+    return RoutedPlacement(targets, hand_over)
+
+
+def promising(deployment: SimulatedDeployment, targets: LatencyTargets) -> SimulatedDeployment:
+    """The same with workers whose steps beside others' tokens are bounded by the targets that requests carry."""
+    bounds = [_PROMISED_SHARE * ms / 1e3 for ms in (targets.tpot_ms, targets.gap_ms) if ms is not None]
+    if not bounds or not deployment.both_roles:
+        return deployment
+    decode = deployment.decode
+    return replace(deployment, decode=replace(decode, max_step_s=min(bounds)))
 
 
 def _use(worker: SimulatedWorker, seconds: float, *, aggregated: bool) -> WorkerUse:
@@ -152,7 +206,7 @@ def try_requests(
         num_missed += bool(targets.missed(latency))
         return not to_the_end and num_missed > most_missed
 
-    run = simulate(deployment, requests, enough=enough)
+    run = simulate(deployment, requests, targets=targets, enough=enough)
     lost: list[Latency | None] = [None] * (len(requests) - len(latencies))
     judged = goodput([*latencies, *lost], targets, seconds, deployment.num_workers)
     return Trial(rate=len(requests) / seconds, goodput=judged, latencies=latencies, run=run)

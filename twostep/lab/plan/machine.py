@@ -49,13 +49,14 @@ class Preset:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """`base` has all of the workers' specs. `memory` is None where workers publish their blocks themselves; `gpus` is how many each worker
-    takes."""
+    takes. `fixed_roles`: workers that are there do nothing but their role's work."""
 
     name: str
     base: SimulatedDeployment
     model: PlannedModel
     memory: WorkerMemory | None
     gpus: int = 1
+    fixed_roles: bool = False
 
 
 def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, gpus: int = 1) -> Machine:
@@ -91,7 +92,8 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         scale_bytes=0 if layout.quantization == "none" else 2,
     )
     known = preset.with_specs(prefill=_published(prefill), decode=_published(decode))
-    return _machine(replace(known, name=f"workers like {prefill.worker_id} and {decode.worker_id}"), model, None, layout.tp_size)
+    known = replace(known, name=f"workers like {prefill.worker_id} and {decode.worker_id}")
+    return replace(_machine(known, model, None, layout.tp_size), fixed_roles=not all(record.both_roles for record in there))
 
 
 def _machine(preset: Preset, model: PlannedModel, memory: WorkerMemory | None, gpus: int) -> Machine:
@@ -118,6 +120,7 @@ def _published(record: WorkerRecord) -> dict[str, Any]:
         "max_num_seqs": record.max_num_seqs,
         "num_blocks": record.num_blocks,
         "block_size": record.layout.block_size,
+        "max_step_s": record.max_step_s,
     }
 
 
@@ -166,6 +169,7 @@ def load_preset(name: str) -> Preset:
             max_num_seqs=int(raw.get("max_num_seqs", 256)),
             look_ahead=bool(raw.get("look_ahead", True)),
             ahead_s=float(ahead.get("prefill", math.inf)),
+            max_step_s=float(raw.get("max_step_ms", 0.0)) / 1e3,
         )
         decode = replace(
             prefill,
@@ -175,10 +179,17 @@ def load_preset(name: str) -> Preset:
             step_tokens=int(tokens.get("decode", 2048)),
             ahead_s=float(ahead.get("decode", math.inf)),
         )
-        hand_over, edge_s = HandOverCost(**raw.get("hand_over", {})), float(raw.get("edge_s", 0.0))
         return Preset(
             name=str(raw.get("name", path.stem)),
-            base=SimulatedDeployment(num_prefill=1, num_decode=1, prefill=prefill, decode=decode, hand_over=hand_over, edge_s=edge_s),
+            base=SimulatedDeployment(
+                num_prefill=1,
+                num_decode=1,
+                prefill=prefill,
+                decode=decode,
+                hand_over=HandOverCost(**raw.get("hand_over", {})),
+                edge_s=float(raw.get("edge_s", 0.0)),
+                edge_tail_s=float(raw.get("edge_tail_s", 0.0)),
+            ),
             model=PlannedModel(**raw["model"]) if "model" in raw else None,
             gpu_memory_bytes=int(raw.get("gpu_memory_bytes", 0)),
             runtime_bytes=int(raw.get("runtime_bytes", DEFAULT_RUNTIME_BYTES)),

@@ -5,8 +5,9 @@ Every candidate is judged by simulating it. Arithmetic on the curves only says w
     prefill    rate · the work of a prompt in full steps                 no fewer workers can keep up
     decode     rate / (sequences whose step keeps TPOT / time that each stays)
 
-Searched are (prefill, decode) pairs, and deployments of one kind of worker that do both, for each of some step budgets. More workers are
-taken to be never worse.
+Searched are (prefill, decode) pairs, and aggregated workers, among which KV never moves, for each of some step budgets. Workers of a pair
+take work of both roles (`fixed_roles`: they do not), so it is their sum that carries a rate, and they are divided by the work of each role.
+More workers are taken to be never worse.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepWorkload, chunk_pairs
 
-AGGREGATED_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+AGGREGATED_BUDGETS = (128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 # What arithmetic says is exceeded by this much at most before a simulation is asked.
 _SLACK = 1.15
 _MOST_WORKERS = 4096
+# Splits that are tried to either side of the division by work.
+_NEAR = 2
 # To which highest rates are found, of themselves.
 _PRECISION = 0.02
 
@@ -44,14 +47,18 @@ class Question:
     prefill_hour: float = 1.0
     decode_hour: float = 1.0
     budgets: Sequence[int] = AGGREGATED_BUDGETS
+    fixed_roles: bool = False
     seed: int = 0
     # Of arrivals in each simulation; None: a minute, or what it takes to judge by.
     seconds: float | None = None
 
+    def split(self, num_prefill: int, num_decode: int) -> SimulatedDeployment:
+        return replace(self.base.sized(num_prefill, num_decode), both_roles=not self.fixed_roles)
+
     def aggregated(self, budget: int, num_workers: int) -> SimulatedDeployment:
         # Launching prompts takes the host about as long as the device needs for a small chunk: steps are planned at once.
-        spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf)
-        return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec)
+        spec = replace(self.base.decode, step_tokens=budget, ahead_s=math.inf, max_step_s=0.0)
+        return replace(self.base, num_prefill=0, num_decode=num_workers, decode=spec, both_roles=False)
 
     def hour(self, deployment: SimulatedDeployment) -> float:
         """Returns the cost of an hour."""
@@ -124,8 +131,7 @@ def plan_for_workers(question: Question, num_workers: int, report: Report = lamb
     InvalidRequest if none does at any."""
     search = _Search(question, report)
     search.refuse_impossible()
-    splits = [question.base.sized(p, num_workers - p) for p in range(1, num_workers)]
-    pair = search.best_of(splits)
+    pair = search.best_of(search.splits(num_workers))
     alike = search.best_of([question.aggregated(budget, num_workers) for budget in question.budgets])
     if pair is None and alike is None:
         raise InvalidRequest(f"{num_workers} workers keep {question.targets} at no rate; relax a target, or shorten prompts")
@@ -183,7 +189,7 @@ class _Search:
         ordinary = sorted(self._sample, key=lambda r: r.num_uncached)[len(self._sample) // 2]
         alone = replace(ordinary, arrival_s=0.0)
         missed: list[str] = []
-        for deployment in (question.base.sized(1, 1), question.aggregated(max(question.budgets), 1)):
+        for deployment in (replace(question.split(1, 1), both_roles=False), question.aggregated(max(question.budgets), 1)):
             latency = simulate(deployment, [alone]).served[0].latency
             if not (missed := list(question.targets.missed(latency))):
                 return
@@ -194,6 +200,26 @@ class _Search:
         )
 
     # ---- a number of workers ----------------------------------------------------------------------------------------
+
+    def splits(self, num_workers: int) -> Sequence[SimulatedDeployment]:
+        """Those to look at: where roles are not fixed, those near the division by work."""
+        near = range(1, num_workers)
+        if not self.question.fixed_roles and num_workers > 1:
+            middle = self.by_work(num_workers).num_prefill
+            near = range(max(1, middle - _NEAR), min(num_workers, middle + _NEAR + 1))
+        return [self.question.split(num_prefill, num_workers - num_prefill) for num_prefill in near]
+
+    def by_work(self, num_workers: int) -> SimulatedDeployment:
+        """So many workers, 2 at least, divided in proportion to the work of each role."""
+        prefill, decode = self._work_s()
+        num_prefill = min(num_workers - 1, max(1, round(num_workers * prefill / (prefill + decode))))
+        return self.question.split(num_prefill, num_workers - num_prefill)
+
+    def _work_s(self) -> tuple[float, float]:
+        """Seconds of a worker that a request takes of each role."""
+        base, targets = self.question.base, self.question.targets
+        assert base.prefill is not None
+        return prompt_work_s(base.prefill, self._sample), 1 / decode_rate(base.decode, self._sample, targets)
 
     def best_of(self, deployments: Sequence[SimulatedDeployment]) -> Option | None:
         """Returns the option of the highest goodput. The most promising are tried first, those that arithmetic rules out not at all."""
@@ -214,8 +240,8 @@ class _Search:
     def most_rate(self, deployment: SimulatedDeployment) -> float:
         """No deployment keeps its targets beyond this rate."""
         sample, targets = self._sample, self.question.targets
-        if deployment.aggregated:
-            return deployment.num_decode / prompt_work_s(deployment.decode, sample) * _SLACK
+        if deployment.aggregated or deployment.both_roles:
+            return deployment.num_workers / prompt_work_s(deployment.decode, sample) * _SLACK
         assert deployment.prefill is not None
         prefill = deployment.num_prefill / prompt_work_s(deployment.prefill, sample)
         return min(prefill, deployment.num_decode * decode_rate(deployment.decode, sample, targets)) * _SLACK
@@ -231,17 +257,19 @@ class _Search:
     # ---- a rate -----------------------------------------------------------------------------------------------------
 
     def cheapest_pair(self, rate: float) -> SimulatedDeployment | None:
-        """Prefill workers from the least that can keep up; for each number of them the least decode workers that will do."""
-        question, base = self.question, self.question.base
-        assert base.prefill is not None
-        least_prefill = max(1, math.ceil(rate * prompt_work_s(base.prefill, self._sample) / _SLACK))
-        least_decode = max(1, math.ceil(rate / decode_rate(base.decode, self._sample, question.targets) / _SLACK))
+        """Fixed roles: prefill workers from the least that can keep up; for each number of them the least decode workers that will do."""
+        prefill_s, decode_s = self._work_s()
+        if not self.question.fixed_roles:
+            least = max(2, math.ceil(rate * prefill_s / _SLACK))
+            return self._fewest(self.by_work, rate, least, 8 * least + 8)
+        least_prefill = max(1, math.ceil(rate * prefill_s / _SLACK))
+        least_decode = max(1, math.ceil(rate * decode_s / _SLACK))
         best: SimulatedDeployment | None = None
         for num_prefill in range(least_prefill, _MOST_WORKERS):
             most = self._most_decode(best, num_prefill, least_decode)
             if most < least_decode:
                 break
-            found = self._fewest(partial(base.sized, num_prefill), rate, least_decode, most)
+            found = self._fewest(partial(self.question.split, num_prefill), rate, least_decode, most)
             if found is not None:
                 best = found
             elif best is None and num_prefill > 4 * least_prefill + 8:

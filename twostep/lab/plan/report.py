@@ -103,7 +103,7 @@ def plan_text(plan: Plan, question: Question, machine: Machine) -> str:
             lines.append(f"  {title:<12} p50 {d.p50 * 1e3:.1f}, p95 {d.p95 * 1e3:.1f}, p99 {d.p99 * 1e3:.1f} ms")
     for role, use in chosen["roles"].items():
         line = f"  {role:<12} {use['workers']} x busy {use['busy']:.2f}"
-        if role != "prefill":
+        if role != "prefill" or deployment.both_roles:
             line += f", {use['sequences_decoding']:.1f} sequences decoding at once, {use['peak_sequences_decoding']} at most"
         lines.append(line + (f", {use['preemptions']} gave way for want of memory" if use["preemptions"] else ""))
     lines += ["", f"memory       KV of a token: {model.formula}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from twostep.autoscaler.model import PolicyConfig, PoolConfig
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InvalidRequest("--peak and --shorten are above 0")
     pool = PoolConfig(max_workers=args.max_workers, cold_start_s=args.cold_start)
     policy = PolicyConfig(prefill=pool, decode=pool, ttft_ms=args.ttft_ms, tpot_ms=args.tpot_ms, drain_s=args.drain)
-    deployment = machine_of_preset(args.preset).base
+    deployment = replace(machine_of_preset(args.preset).base, both_roles=not args.fixed_roles)
     for name in args.trace:
         trace = TRACES[name].scaled(args.peak).shortened(args.shorten)
         drawn = {seed: requests(trace, seed) for seed in args.seeds}
@@ -79,6 +80,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--decision-log", type=Path, metavar="FILE", help="write down what the joint policy sees and decides, of the first seed"
     )
     parser.add_argument("--preset", default="h200-llama-3.1-8b")
+    parser.add_argument("--fixed-roles", action="store_true", help="workers do nothing but their role's work")
     parser.add_argument("--ttft-ms", type=float, default=500.0)
     parser.add_argument("--tpot-ms", type=float, default=10.0)
     parser.add_argument("--cold-start", type=float, default=90.0, help="seconds from asking for a pod to a worker that is ready")

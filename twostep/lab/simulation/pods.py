@@ -15,7 +15,14 @@ from twostep.autoscaler.model import ROLES, PolicyConfig, Role
 from twostep.cluster.records import HEARTBEAT_TTL_S
 from twostep.lab.simulation.outcome import RequestLedger
 from twostep.lab.simulation.traces import WorkerLoss
-from twostep.lab.simulator.cluster import SimulatedCluster, SimulatedDeployment, SimulatedRequest, SimulatedWorker
+from twostep.lab.simulator.cluster import (
+    PlacementRule,
+    SimulatedCluster,
+    SimulatedDeployment,
+    SimulatedRequest,
+    SimulatedWorker,
+    shortest_ttft,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +63,12 @@ class PodCluster(SimulatedCluster):
         requests: Iterable[SimulatedRequest],
         ledger: RequestLedger,
         *,
+        placement: PlacementRule = shortest_ttft,
         seed: int = 0,
         max_waiting: int = 1024,
         max_wait_s: float = 30.0,
     ) -> None:
-        super().__init__(deployment, requests, ledger, max_waiting=max_waiting, max_wait_s=max_wait_s)
+        super().__init__(deployment, requests, ledger, placement=placement, max_waiting=max_waiting, max_wait_s=max_wait_s)
         self.ledger = ledger
         self.pods: dict[int, SimulatedPod] = {}
         self.replicas: dict[Role, int] = dict.fromkeys(ROLES, 0)

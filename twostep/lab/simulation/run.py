@@ -9,13 +9,14 @@ from typing import Any
 from twostep.autoscaler.decision_log import head_of, line_of
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role
 from twostep.lab.bench.serve.metrics import LatencyTargets
+from twostep.lab.plan.goodput import promising, routed
 from twostep.lab.plan.planner import decode_rate, prompt_work_s
 from twostep.lab.simulation.outcome import Asked, RequestLedger, ScalingOutcome, judge
 from twostep.lab.simulation.pods import PodCluster
 from twostep.lab.simulation.sampling import AGE_S, Sampler
 from twostep.lab.simulation.scalers import JointPolicy, Scaler
 from twostep.lab.simulation.traces import LoadTrace
-from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
+from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest, shortest_ttft
 
 # How long answers have after the trace's end; nothing is decided and nothing paid in it.
 _AFTER_S = 120.0
@@ -36,7 +37,9 @@ def simulate(
     """`requests` are the trace's for this seed; they can be given to any number of simulations. `policy` is what all scalers are judged
     by, and how long pods take."""
     ledger = RequestLedger(policy, edge_s=deployment.edge_s)
-    cluster = PodCluster(deployment, policy, requests, ledger, seed=seed)
+    targets = LatencyTargets(ttft_ms=policy.ttft_ms, tpot_ms=policy.tpot_ms)
+    placement = routed(targets, deployment.hand_over) if deployment.both_roles else shortest_ttft
+    cluster = PodCluster(promising(deployment, targets), policy, requests, ledger, placement=placement, seed=seed)
     cluster.start_with(_fitting(deployment, policy, trace.rate.at(0.0), requests[:_FIRST_REQUESTS]))
     cluster.plan_losses(trace.losses)
     sampler = Sampler(cluster, window_s=policy.window_s)

@@ -74,7 +74,7 @@ class Sampler:
             busy_s = engine.busy_s - max(0.0, engine.free_at_s - now)
             meters[pod.number] = meter = _Meter(engine, busy_s, engine.num_tokens, engine.sequence_s, engine.token_s)
             metrics = self._metrics(pod, meter, elapsed)
-            views.append(_view(pod, engine, metrics))
+            views.append(_view(pod, engine, metrics, both_roles=self._cluster.deployment.both_roles))
             if not pod.terminating:
                 pods[pod.owner].append(metrics)
         self._meters, self._sampled_at = meters, now
@@ -119,8 +119,9 @@ class Sampler:
         )
 
 
-def _view(pod: SimulatedPod, engine: SimulatedEngine, metrics: PodMetrics) -> WorkerView:
+def _view(pod: SimulatedPod, engine: SimulatedEngine, metrics: PodMetrics, *, both_roles: bool) -> WorkerView:
     spec, prefill = engine.spec, pod.role == "prefill"
+    num_running = engine.num_decoding + engine.num_reserved if both_roles else engine.num_running
     return WorkerView(
         worker_id=pod.worker_id,
         role=pod.role,
@@ -129,12 +130,14 @@ def _view(pod: SimulatedPod, engine: SimulatedEngine, metrics: PodMetrics) -> Wo
         ready=not pod.draining,
         draining=pod.draining,
         can_switch=True,
-        curve=spec.curve,
+        both_roles=both_roles,
+        # The one that workers publish knows steps of either kind.
+        curve=spec.prompt_curve if both_roles else spec.curve,
         step_tokens=spec.step_tokens,
         max_num_seqs=spec.max_num_seqs,
         num_blocks=spec.num_blocks,
         block_size=spec.block_size,
-        num_running=int(not engine.idle) if prefill else engine.num_running,
+        num_running=int(not engine.idle) if prefill and not both_roles else num_running,
         num_waiting=engine.num_prompts if prefill else engine.num_reserved,
         queued_tokens=engine.queued_tokens,
         context_tokens=engine.context,

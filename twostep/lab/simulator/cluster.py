@@ -59,8 +59,9 @@ class HandOverCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDeployment:
     """`num_prefill` prefill and `num_decode` decode workers; without prefill workers the decode workers compute prompts themselves, in
-    chunks of what their step budget leaves (`twostep up --aggregated`). `edge_s` is what router, network and both workers' edges add to
-    each request's first token."""
+    chunks of what their step budget leaves (`twostep up --aggregated`). With `both_roles` each worker may compute any prompt and decode
+    anything, and its role says what it is for. `edge_s` is what router, network and both workers' edges add to the time of each token, in
+    the median, and `edge_tail_s` how much more in the 99th percentile."""
 
     num_prefill: int
     num_decode: int
@@ -68,6 +69,8 @@ class SimulatedDeployment:
     prefill: EngineSpec | None = None
     hand_over: HandOverCost = field(default_factory=HandOverCost)
     edge_s: float = 0.0
+    edge_tail_s: float = 0.0
+    both_roles: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_prefill >= 0
@@ -80,12 +83,13 @@ class SimulatedDeployment:
 
     def spec_of(self, role: str) -> EngineSpec:
         """Decode workers that compute prompts launch steps as early as prefill workers do, since launching one with prompts takes as long
-        there."""
+        there. Workers of both roles have one curve, the decode worker's: it knows steps of either kind."""
         if self.prefill is None:
             return self.decode
-        if role == "prefill":
-            return self.prefill
-        return replace(self.decode, ahead_s=self.prefill.ahead_s) if self.aggregated else self.decode
+        if not (self.aggregated or self.both_roles):
+            return self.prefill if role == "prefill" else self.decode
+        tokens = self.prefill.step_tokens if role == "prefill" else self.decode.step_tokens
+        return replace(self.decode, step_tokens=tokens, ahead_s=self.prefill.ahead_s)
 
     @property
     def num_workers(self) -> int:
@@ -95,7 +99,7 @@ class SimulatedDeployment:
     def name(self) -> str:
         if self.aggregated:
             return f"{self.num_decode} aggregated, budget {self.decode.step_tokens}"
-        return f"{self.num_prefill} prefill + {self.num_decode} decode"
+        return f"{self.num_prefill} prefill + {self.num_decode} decode{', both roles' if self.both_roles else ''}"
 
     def sized(self, num_prefill: int, num_decode: int) -> SimulatedDeployment:
         return replace(self, num_prefill=num_prefill, num_decode=num_decode)
@@ -103,11 +107,14 @@ class SimulatedDeployment:
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """`running`: who has something to do here, or is to decode here. From `lost_at` on it computes nothing; once it is `closed` it is no
-    part of the cluster."""
+    """`running`: who has something to do here, or is to decode here. A router knows of `num_attempts` that are to decode here, and of
+    `queued_tokens` of prompts that it has sent here and whose first token has not come. From `lost_at` on it computes nothing; once it is
+    `closed` it is no part of the cluster."""
 
     role: str
     engine: SimulatedEngine
+    num_attempts: int = 0
+    queued_tokens: int = 0
     link_free_at: float = 0.0
     running: dict[ServingRequest, None] = field(default_factory=dict)
     lost_at: float = math.inf
@@ -121,7 +128,8 @@ class SimulatedWorker:
 @dataclass(slots=True, eq=False)
 class ServingRequest:
     """A request on its way. `source` and `prompt` are where its prompt is computed, None where it decodes; `sequence` is what decodes on
-    `worker`. `times` are those of the tokens that its client has from workers before these."""
+    `worker`. `queued`: tokens of its prompt, until its first token. `times` are those of the tokens that its client has from workers
+    before these."""
 
     request: SimulatedRequest
     times: list[float] = field(default_factory=list)
@@ -130,6 +138,7 @@ class ServingRequest:
     prompt: SimulatedSequence | None = None
     worker: SimulatedWorker | None = None
     sequence: SimulatedSequence | None = None
+    queued: int = 0
 
 
 class ClusterObserver:
@@ -156,18 +165,18 @@ class PlacementChoice:
     num_cached: int | None = None
 
 
-# Decides where a request goes, at a time, of prefill and decode workers, the last of which (by number) have just refused it. None: it waits
-# in the router's queue until one has room.
+# Decides where a request goes, at a time, of workers that may compute its prompt and those that may decode, some of which (by number) have
+# just refused it. None: it waits in the router's queue until one has room.
 PlacementRule = Callable[
-    [SimulatedRequest, float, Sequence[SimulatedEngine], Sequence[SimulatedEngine], Collection[int]], PlacementChoice | None
+    [SimulatedRequest, float, Sequence[SimulatedWorker], Sequence[SimulatedWorker], Collection[int]], PlacementChoice | None
 ]
 
 
 def shortest_ttft(
     request: SimulatedRequest,
     now: float,
-    prefill: Sequence[SimulatedEngine],
-    decode: Sequence[SimulatedEngine],
+    prefill: Sequence[SimulatedWorker],
+    decode: Sequence[SimulatedWorker],
     full: Collection[int],
 ) -> PlacementChoice | None:
     """The prefill worker whose first token would be there soonest, and the decode worker whose next step would be shortest with it. Without
@@ -178,9 +187,10 @@ def shortest_ttft(
     num_uncached = request.num_uncached
     pairs = chunk_pairs(num_uncached, request.num_prompt - num_uncached)
 
-    def ttft(engine: SimulatedEngine) -> float:
+    def ttft(worker: SimulatedWorker) -> float:
         """Seconds until the first token: what is left of the launched steps, the prompts queued here, and this one, in full steps beside
         those that decode here now."""
+        engine = worker.engine
         curve, decodes = engine.spec.prompt_curve, engine.num_decoding
         num_tokens = engine.queued_tokens + num_uncached
         num_steps = -(-num_tokens // max(1, engine.spec.step_tokens - decodes))
@@ -190,9 +200,9 @@ def shortest_ttft(
         return queue + max(0.0, engine.free_at_s - now)
 
     if not prefill:
-        return PlacementChoice(None, min(open_, key=lambda i: (ttft(decode[i]), decode[i].num_seqs)))
+        return PlacementChoice(None, min(open_, key=lambda i: (ttft(decode[i]), decode[i].engine.num_seqs)))
     first = min(range(len(prefill)), key=lambda i: ttft(prefill[i])) if len(prefill) > 1 else 0
-    return PlacementChoice(first, min(open_, key=lambda i: (decode[i].num_seqs, decode[i].context)))
+    return PlacementChoice(first, min(open_, key=lambda i: (decode[i].engine.num_seqs, decode[i].engine.context)))
 
 
 Act = Callable[[float, Any], None]
@@ -228,7 +238,9 @@ class SimulatedCluster:
     def add_worker(self, role: str) -> SimulatedWorker:
         """One that the router knows and sends to at once."""
         worker = SimulatedWorker(role, SimulatedEngine(self.deployment.spec_of(role)))
-        (self.prefill if role == "prefill" else self.decode).append(worker)
+        for side in ("prefill", "decode"):
+            if role == side or self.deployment.both_roles:
+                (self.prefill if side == "prefill" else self.decode).append(worker)
         return worker
 
     # ---- the clock --------------------------------------------------------------------------------------------------
@@ -290,9 +302,8 @@ class SimulatedCluster:
     def _place(self, serving: ServingRequest, now: float) -> bool:
         if not self.prefill and not self.deployment.aggregated:
             return False
-        prefill, decode = [w.engine for w in self.prefill], [w.engine for w in self.decode]
         full: set[int] = set()
-        while (choice := self._placement(serving.request, now, prefill, decode, full)) is not None:
+        while (choice := self._placement(serving.request, now, self.prefill, self.decode, full)) is not None:
             source = None if choice.prefill is None else self.prefill[choice.prefill]
             if self._begin(serving, source, self.decode[choice.decode], choice.num_cached, now):
                 return True
@@ -320,6 +331,9 @@ class SimulatedCluster:
                 return False
             source.running[serving] = None
         worker.running[serving] = None
+        worker.num_attempts += 1
+        serving.queued = uncached
+        (source or worker).queued_tokens += uncached
         serving.source, serving.prompt, serving.worker, serving.sequence = source, prompt, worker, sequence
         self._pump(source or worker, now)
         return True
@@ -350,6 +364,9 @@ class SimulatedCluster:
         if not worker.alive:
             return
         step = worker.engine.settle()
+        for sequence in step.prompts:
+            if sequence.times and sequence.times[0] <= now:
+                self._computed(worker, sequence.owner)
         for sequence in step.ended:
             if sequence.hold:
                 self._publish(now, sequence.owner)
@@ -358,6 +375,11 @@ class SimulatedCluster:
         self._go_on(now, worker)
         if step.ended and self._waiting:
             self.place_waiting(now)
+
+    def _computed(self, worker: SimulatedWorker, serving: ServingRequest) -> None:
+        """Its first token came: the router takes its prompt for computed."""
+        worker.queued_tokens -= serving.queued
+        serving.queued = 0
 
     def _publish(self, now: float, serving: ServingRequest) -> None:
         """The prompt's step is over: the client gets a token, and its KV travels."""
@@ -398,7 +420,9 @@ class SimulatedCluster:
         worker, sequence = serving.worker, serving.sequence
         assert worker is not None
         assert sequence is not None
-        worker.running.pop(serving, None)
+        if serving in worker.running:
+            del worker.running[serving]
+            worker.num_attempts -= 1
         self._observer.ended(serving.request, serving.times + sequence.times)
         self.left(worker, now)
 
@@ -425,6 +449,7 @@ class SimulatedCluster:
                 if not serving.worker.closed:
                     serving.worker.engine.cancel(serving.sequence)
                     del serving.worker.running[serving]
+                    serving.worker.num_attempts -= 1
             elif serving.source is not None:
                 continue
             else:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, WaitingPrompt, plan_step, watermark
+from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, StepTimeLimit, WaitingPrompt, plan_step, watermark
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 # Ends of steps that no sequence refers to any more are dropped when there are so many.
@@ -34,8 +34,9 @@ _MOST_STEP_ENDS = 8192
 class EngineSpec:
     """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. With `look_ahead` a step is
-    planned so long before the running one ends (twostep/engine/pacing.py), or at its beginning if it is shorter."""
+    of decodes alone are replayed graphs. While sequences decode, a step with prompts takes `max_step_s` at most (0: any time), but computes
+    `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends (twostep/engine/pacing.py), or
+    at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
@@ -44,6 +45,8 @@ class EngineSpec:
     max_waiting: int = 256
     num_blocks: int = 1 << 30
     block_size: int = 16
+    max_step_s: float = 0.0
+    min_chunk: int = 32
     look_ahead: bool = False
     ahead_s: float = math.inf
 
@@ -128,6 +131,7 @@ class SimulatedEngine:
         self.most_blocks = 0
         self.most_decodes = 0
         self.num_tokens = 0  # computed of prompts, and sampled by decodes
+        self.num_prompt_tokens = 0  # of prompts alone
         self.sequence_s = 0.0  # decodes × seconds: over busy_s, how many decode at once
         self.token_s = 0.0  # tokens whose KV decodes read × seconds
 
@@ -150,6 +154,11 @@ class SimulatedEngine:
     @property
     def num_decoding(self) -> int:
         return len(self._decoding) + len(self._stalled)
+
+    @property
+    def num_handing_over(self) -> int:
+        """Of the running ones, prompts that are computed for others."""
+        return sum(s.hold for s in self._prompts) + sum(s.hold for step in self._launched for s in step.ended)
 
     @property
     def num_seqs(self) -> int:
@@ -257,6 +266,9 @@ class SimulatedEngine:
         open_ = not self._stalled and not self._yielding and bool(self._preempted or self._waiting)
         if not (open_ or self._prompts):
             return self._launched_step(now, num_decodes, ()) if num_decodes else None  # nothing to choose
+        limit = None
+        if self.spec.max_step_s and num_decodes:
+            limit = StepTimeLimit(curve=self.spec.prompt_curve, max_step_s=self.spec.max_step_s, min_chunk=self.spec.min_chunk)
         plan = plan_step(
             decodes=list(self._decoding),  # all will be planned: there are no more than seats, and no more seats than the budget
             prompts=[RunningPrompt(s, s.remaining, s.planned) for s in self._prompts],
@@ -268,7 +280,7 @@ class SimulatedEngine:
                 self.free_blocks - self._watermark() if open_ else 0,
             ),
             num_context=self.context + sum(s.length for s in self._stalled),
-            time_limit=None,
+            time_limit=limit,
         )
         for candidate in plan.admitted:
             self._admit(candidate.item)
@@ -294,6 +306,7 @@ class SimulatedEngine:
         end_s = (max(now, self._launched[-1].end_s) if self._launched else now) + duration
         self.busy_s += duration
         self.num_tokens += num_prompt_tokens + num_decodes
+        self.num_prompt_tokens += num_prompt_tokens
         self.sequence_s += duration * num_decodes
         self.token_s += duration * self.context
         if (num_blocks := self.spec.num_blocks - self.free_blocks) > self.most_blocks:

@@ -9,7 +9,6 @@ are one product, their weights in that order of rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -135,14 +134,12 @@ class Decoder(ABC):
                 linear.finish_loading(self._ops)
         self._head.finish_loading(self._ops)
 
-    def forward(
-        self, batch: Batch, cache: KvCache, passed: Callable[[int], None] | None = None, scorer: PromptScorer | None = None
-    ) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, scorer: PromptScorer | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
-        `passed` is called with a number of layers whenever what writes their KV has been queued. `scorer`: of the batch's scored rows."""
-        return self.compute(self._ops.plan_attention(batch, cache, self.attention), passed, scorer)
+        `scorer`: of the batch's scored rows."""
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), scorer)
 
-    def compute(self, plan: AttentionPlan, passed: Callable[[int], None] | None = None, scorer: PromptScorer | None = None) -> torch.Tensor:
+    def compute(self, plan: AttentionPlan, scorer: PromptScorer | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
         if scorer is not None:
@@ -154,8 +151,6 @@ class Decoder(ABC):
         following = [(layer.input_norm, layer.qkv.run) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
             attended = layer.attend(plan, projected)
-            if passed is not None:
-                passed(layer.index + 1)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):

@@ -16,6 +16,7 @@ Written in Gluon, Triton's lower language, which its interpreter does not run: t
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS
 from twostep.model.step.kv_cache import KvCache
 
@@ -61,50 +63,66 @@ def hopper_attention(
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     num_programs: int,
+    blocks: TensorDescriptor | None = None,
     window: int = 0,
 ) -> None:
     """triton_prefill.prefill_attention for shapes that triton_prefill.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
     TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
 
     num_programs  how many run at once: the number of multiprocessors
+    blocks        pool_blocks(cache), the same for all layers; None: made here
     """
     kv = cache.shape
-    share = num_heads // kv.num_kv_heads
-    num_items = len(tiles) * kv.num_kv_heads
-    if not num_items:
+    most_items = (len(tiles) - 1) * kv.num_kv_heads
+    if not most_items:
         return
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert block_tables.stride(1) == 1
+    program = _program(kv, num_heads, window)
+    _attention_kernel[(min(most_items, num_programs),)](
+        qkv, out, pool_blocks(cache) if blocks is None else blocks, tiles, query_start, seq_lens, block_tables, qkv.stride(0),
+        out.stride(0), block_tables.stride(0), layer * _rows_of_layer(kv), kv.num_blocks * program.block_rows,
+        math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def pool_blocks(cache: KvCache) -> TensorDescriptor:
+    """Describes the pool to the tensor memory accelerator, as rows of one head's numbers."""
+    kv = cache.shape
     rows = cache.tensor.view(-1, kv.head_dim)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    blocks = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
-    rows_of_layer = 2 * kv.num_kv_heads * kv.block_size
-    program = HopperProgram(
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [kv.block_size, _BOX_COLUMNS], layout)
+
+
+@functools.cache
+def _program(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
+    share = num_heads // kv.num_kv_heads
+    return HopperProgram(
         num_kv_heads=kv.num_kv_heads,
         share=share,
         tokens=HOPPER_ROWS // share,
         head_dim=kv.head_dim,
         block_size=kv.block_size,
-        block_rows=kv.num_layers * rows_of_layer,
+        block_rows=kv.num_layers * _rows_of_layer(kv),
         window=window,
         num_keys=_NUM_KEYS,
         stages=_NUM_STAGES,
     )
-    _attention_kernel[(min(num_items, num_programs),)](
-        qkv, out, blocks, tiles, query_start, seq_lens, block_tables, num_items, qkv.stride(0), out.stride(0), block_tables.stride(0),
-        layer * rows_of_layer, len(rows), math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+
+
+def _rows_of_layer(kv: KvShape) -> int:
+    return 2 * kv.num_kv_heads * kv.block_size
 
 
 @gluon.jit
 def _tile_of(item, step, P: gl.constexpr):
     """KV head, sequence, first query, rows and length of an item, and its tiles of keys: [first_tile, num_tiles)."""
-    tiles_ptr, query_start_ptr, seq_lens_ptr, _ = step
+    tiles_ptr, query_start_ptr, seq_lens_ptr = step
     tile = item // P.num_kv_heads
     kv_head = item % P.num_kv_heads
-    seq = gl.load(tiles_ptr + tile * 2)
-    first = gl.load(tiles_ptr + tile * 2 + 1)
+    seq = gl.load(tiles_ptr + 2 + tile * 2)
+    first = gl.load(tiles_ptr + 2 + tile * 2 + 1)
     row_start = gl.load(query_start_ptr + seq)
     num_queries = gl.load(query_start_ptr + seq + 1) - row_start
     seq_len = gl.load(seq_lens_ptr + seq)
@@ -128,7 +146,7 @@ def _item_of(turn):
 def _fill(blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P: gl.constexpr):
     """The loading warp. A tile [P.num_keys, P.head_dim] lies in shared memory as P.head_dim / 64 columns of [P.num_keys, 64]."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
-    num_items = step[3]
+    num_items = gl.load(step[0]) * P.num_kv_heads
     BOX_COLUMNS: gl.constexpr = 64
     TILE_BYTES: gl.constexpr = P.num_keys * P.head_dim * 2
     BLOCKS: gl.constexpr = P.num_keys // P.block_size
@@ -216,7 +234,7 @@ def _fold(
 def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, GROUP: gl.constexpr, P: gl.constexpr):
     """A warp group: 64 rows of each item."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
-    num_items = step[3]
+    num_items = gl.load(step[0]) * P.num_kv_heads
     ROWS: gl.constexpr = 64
     NUM_KEYS: gl.constexpr = P.num_keys
     HEAD_DIM: gl.constexpr = P.head_dim
@@ -294,9 +312,9 @@ def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2
             gl.store(out_ptr + (token * stride_out + column)[:, None] + d[None, :], result, mask=valid[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_items", "stride_table", "layer_row", "num_rows"])
+@gluon.jit(do_not_specialize=["stride_table", "layer_row", "num_rows"])
 def _attention_kernel(
-    q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, num_items, stride_q, stride_out, stride_table,
+    q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
     layer_row, num_rows, scale_log2, P: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = P.head_dim // 64
@@ -315,7 +333,7 @@ def _attention_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
-    step = (tiles_ptr, query_start_ptr, seq_lens_ptr, num_items)
+    step = (tiles_ptr, query_start_ptr, seq_lens_ptr)
     gl.warp_specialize(
         [
             (_attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),

@@ -42,7 +42,7 @@ def decode_attention(
 
     q             [S, num_heads, D] in the pool's dtype, rows [num_heads, D] dense: a slice of a fused projection will do
     block_tables  int32 [S, B], rows dense; entries past a sequence's length, or before its window, are not read
-    seq_lens      int32 [S], the new token counted; 0 gives zeros
+    seq_lens      int32 [S], the new token counted; 0 gives zeros. Padding, behind the others, is negative, and its rows stay as they are
     scale         of the scores; D ** -0.5 where it is None
     out           like q
     Returns out, or a new dense tensor.
@@ -321,7 +321,7 @@ def _merge_kernel(out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_o
     seq = tl.program_id(1)
     # The plan is made before what this launch follows began.
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
-    all_tiles = tl.load(work_ptr + num_workers * WORK_COLUMNS + 1)
+    all_tiles = tl.maximum(tl.load(work_ptr + num_workers * WORK_COLUMNS + 1), 1)
     first_worker = _worker_of(tl.load(starts_ptr + seq), active, all_tiles)
     last_worker = _worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
     if P.pdl:

@@ -214,7 +214,8 @@ class DecodePlan:
         )
 
     def refresh(self, seq_lens: torch.Tensor) -> None:
-        """Plans a step. seq_lens int32 [num_seqs] on the device; 0 is allowed and costs a tile."""
+        """Plans a step. seq_lens int32 [num_seqs] on the device; 0 is allowed and costs a tile. The last ones may be negative: padding,
+        which costs nothing, and of which nothing is written."""
         assert seq_lens.shape == (self.num_seqs,)
         assert seq_lens.dtype == torch.int32
         assert seq_lens.is_contiguous()
@@ -243,8 +244,9 @@ def first_tile(length, num_shared, TILE: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def last_tile(length, TILE: tl.constexpr):
-    """One past a sequence's last tile; an empty sequence has one tile all the same, whose program writes its zeros."""
-    return tl.maximum((length + TILE - 1) // TILE, 1)
+    """One past a sequence's last tile; an empty sequence has one tile all the same, whose program writes its zeros. Padding, of negative
+    length, has none."""
+    return tl.where(length < 0, 0, tl.maximum((length + TILE - 1) // TILE, 1))
 
 
 @triton.jit
@@ -282,7 +284,7 @@ def _plan_kernel(
     ends = tl.cumsum(count)
     total = tl.sum(count)
     # A worker with work has a tile at least, so that the workers of a sequence are consecutive.
-    active = tl.minimum(total, num_workers)
+    active = tl.maximum(tl.minimum(total, num_workers), 1)
     worker = tl.program_id(0) * WORKERS + tl.arange(0, WORKERS)
     there = worker < num_workers
     position = (worker.to(tl.int64) * total // active).to(tl.int32)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
+from twostep.model.kernels.triton_progress import store_progress
 from twostep.model.kernels.triton_quantized_kv import store_quantized
 from twostep.model.kernels.triton_sum64 import mix_vectors
 from twostep.model.step.kv_cache import KvCache
@@ -69,9 +70,11 @@ def rotate_and_write(
     cache: KvCache,
     layer: int,
     num_heads: int,
+    progress: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv. Where the
-    pool keeps checksums, those of the slots written are kept right.
+    pool keeps checksums, those of the slots written are kept right. `progress`: the word and the step's number (triton_progress.py), to say
+    that the layers before this one are done.
 
     qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
     positions integer [T]: rows of the tables
@@ -96,10 +99,11 @@ def rotate_and_write(
         qkv, positions, slots, cos, sin, pool[:, layer], pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
         *((pool, 0, 0) if sums is None else (sums.tensor[:, layer], sums.tensor.stride(0), layer * sums.layer_words)),
+        *((positions, positions) if progress is None else progress), layer,
         NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
         QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
         BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=HEADS_PER_PROGRAM, SUM_PARTS=0 if sums is None else sums.num_parts,
-        PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
+        TELLS=progress is not None, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return qkv
 
@@ -161,19 +165,21 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(out_ptr + row * width + col, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _rotate_and_write_kernel(
     qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, stride_block, stride_kv, stride_head, stride_slot,
-    sums_ptr, stride_sums, layer_place,
+    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZATION: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, HEADS: tl.constexpr,
-    SUM_PARTS: tl.constexpr, PDL: tl.constexpr,
+    SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
         # the kernel that made them has ended.
         wait_for_previous()
         start_next()
+    if TELLS and (tl.program_id(0) + tl.program_id(1) == 0):
+        store_progress(word_ptr, number_ptr, layer)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     exists = head < NUM_HEADS + 2 * NUM_KV_HEADS

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill
 from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
@@ -21,9 +22,11 @@ from twostep.model.kernels.triton_decode_plan import DecodePlan
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
+from twostep.model.kernels.triton_progress import StepProgress, note_layers
 from twostep.model.kernels.triton_quantized_kv import DenseCopy
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
+from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class TritonOps(Ops):
         self._device = torch.device(device)
         self._capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
         self.upload = StepUpload(self._device)
+        self.progress = StepProgress(self._device)
         # What the rows of the last step sampled: the next one may carry it.
         self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
         # Whether kernels prove themselves before they serve.
@@ -81,15 +85,12 @@ class TritonOps(Ops):
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
         kv, num_heads = cache.shape, spec.num_heads
-        share = num_heads // kv.num_kv_heads
         num_queries = np.diff(batch.query_start).astype(np.int64)
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
-        hopper = uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability)
-        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
-        rows = HOPPER_ROWS if hopper else shape.num_rows
-        sent = self.upload.send(
+        tile, tokens = self._chunk_tile(cache, num_heads, max_queries)
+        *sent, number = self.upload.send(
             (
                 batch.token_ids,
                 batch.positions,
@@ -98,19 +99,31 @@ class TritonOps(Ops):
                 batch.query_start,
                 batch.seq_lens,
                 batch.block_tables,
-                triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), rows // share),
+                triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), tokens),
+                np.array([self.progress.number], np.int32),
             )
         )
         if batch.carried is not None:
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
-        plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, None if hopper else shape)
+        plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
+        if batch.mark_layers:
+            plan.progress = self.progress.word, number
         if num_decodes:
             plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         if cache.quantized is not None and max_queries:
             plan.reserve_dense(batch.seq_lens[num_decodes:])
         return plan
+
+    def _chunk_tile(self, cache: KvCache, num_heads: int, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
+        """Returns the tile of the kernel that attends chunks of at most so many tokens, None: the Hopper kernel's, and its tokens."""
+        kv = cache.shape
+        share = num_heads // kv.num_kv_heads
+        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability):
+            return None, HOPPER_ROWS // share
+        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
+        return shape, shape.num_rows // share
 
     def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
@@ -121,54 +134,67 @@ class TritonOps(Ops):
             )
         return self._decode_plans[key]
 
-    def plan_decode(
-        self,
-        inputs: torch.Tensor,
-        block_tables: torch.Tensor,
-        cache: KvCache,
-        spec: AttentionSpec,
-        *,
-        sharing: bool = False,
-    ) -> TritonAttentionPlan:
-        """A step of one token for each of S sequences, all sampled, whose inputs are on the device and may change between runs.
+    def captured_inputs(self, shape: StepShape, cache: KvCache, num_heads: int) -> StepInputs:
+        """Returns the inputs of a captured step, for `plan_captured`."""
+        tile_tokens = self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[1]
+        return StepInputs(shape, tile_tokens, self._device, padding_length=-1 if _decodes_apart(cache) else 1)
 
-        inputs        int32 [4, S]: token ids, positions, slots, lengths
-        block_tables  int32 [S, B]
-        sharing       layers without a window read what `plan.shared` lists once for all that share it
+    def plan_captured(
+        self, inputs: StepInputs, block_tables: torch.Tensor, cache: KvCache, spec: AttentionSpec, *, sharing: bool = False
+    ) -> TritonAttentionPlan:
+        """A step whose inputs are on the device and may change between runs.
+
+        block_tables  int32 [num_seqs, B]
+        sharing       layers without a window read what `plan.shared` lists once for all that share it; only without chunks
         """
-        num_seqs, num_heads, windows = inputs.shape[1], spec.num_heads, spec.windows
-        count = torch.arange(num_seqs + 1, dtype=torch.int32, device=inputs.device)
+        shape, kv, num_heads, windows = inputs.shape, cache.shape, spec.num_heads, spec.windows
+        decodes_apart = _decodes_apart(cache)
+        assert not shape.chunks or (decodes_apart and cache.quantized is None), "chunks over such a pool are not captured"
+        if shape.chunks:
+            sample_rows, query_start, tiles = inputs.tensor("sample_rows"), inputs.tensor("query_start"), inputs.tensor("tiles").view(-1, 2)
+        else:
+            # Every row is a sequence and is sampled; where no decode kernel takes the pool, it is a chunk of one token.
+            sample_rows = None
+            query_start = torch.arange(shape.rows + 1, dtype=torch.int32, device=block_tables.device)
+            first = torch.zeros_like(query_start)
+            tiles = torch.stack((torch.cat((first.new_tensor([shape.rows]), query_start[:-1])), first), 1)
         step = StepTensors(
-            token_ids=inputs[0],
-            positions=inputs[1],
-            slots=inputs[2],
-            sample_rows=None,
-            query_start=count,
-            seq_lens=inputs[3],
+            token_ids=inputs.tensor("token_ids"),
+            positions=inputs.tensor("positions"),
+            slots=inputs.tensor("slots"),
+            sample_rows=sample_rows,
+            query_start=query_start,
+            seq_lens=inputs.tensor("seq_lens"),
             block_tables=block_tables,
-            tiles=torch.stack((count[:-1], torch.zeros_like(count[:-1])), 1),
+            tiles=tiles,
         )
-        shape = triton_prefill.tile_shape(cache.dtype, cache.shape.head_dim, num_heads // cache.shape.num_kv_heads, 1)
-        plan = TritonAttentionPlan(step, cache, spec, shape)
-        if cache.shape.block_size % 16 == 0 or cache.quantized is not None:
-            if sharing and serves_shared(cache.shape, num_heads=num_heads, windows=windows):
+        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[0])
+        if shape.chunks:
+            plan.progress = self.progress.word, inputs.tensor("number")
+        if decodes_apart and shape.decodes:
+            if sharing and serves_shared(kv, num_heads=num_heads, windows=windows):
                 plan.shared = SharedPrefix(
-                    cache.shape, num_heads=num_heads, num_seqs=num_seqs, device=inputs.device, workspace=self.shared_workspace
+                    kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
             plan.decode = {
                 window: DecodePlan(
-                    cache.shape,
+                    kv,
                     num_heads=num_heads,
-                    num_seqs=num_seqs,
-                    device=inputs.device,
+                    num_seqs=shape.decodes,
+                    device=block_tables.device,
                     workspace=self.decode_workspace,
                     window=window,
                     shared=None if window else plan.shared,
                 )
                 for window in dict.fromkeys(windows)
             }
-            plan.num_decodes = num_seqs
+            plan.num_decodes = shape.decodes
         return plan
+
+
+def _decodes_apart(cache: KvCache) -> bool:
+    """Returns whether the decode kernel takes this pool."""
+    return cache.shape.block_size % 16 == 0 or cache.quantized is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +227,10 @@ class TritonAttentionPlan:
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
         self.shared: SharedPrefix | None = None
+        # Where the step says how far it is, and its number (triton_progress.py); None: nowhere.
+        self.progress: tuple[torch.Tensor, torch.Tensor] | None = None
+        # For the Hopper kernel: the same for all layers.
+        self._pool_blocks: Any = None
         # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
         self._dense: DenseCopy | None = None
         self._dense_lens = step.seq_lens
@@ -219,7 +249,9 @@ class TritonAttentionPlan:
                 plan.refresh(step.seq_lens[: self.num_decodes])
             if self._tile_shape is None and self._dense is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
-        triton_elementwise.rotate_and_write(qkv, step.positions, step.slots, spec.cos, spec.sin, self._cache, layer, spec.num_heads)
+        triton_elementwise.rotate_and_write(
+            qkv, step.positions, step.slots, spec.cos, spec.sin, self._cache, layer, spec.num_heads, self.progress
+        )
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         step, num_heads, head_dim = self._step, self._spec.num_heads, self._cache.shape.head_dim
@@ -237,6 +269,8 @@ class TritonAttentionPlan:
             )
         if self.num_decodes < len(step.seq_lens):
             self._attend_chunks(layer, qkv, out)
+        if self.progress is not None and layer == self._cache.shape.num_layers - 1:
+            note_layers(*self.progress, layer + 1)
         return out
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
@@ -257,6 +291,8 @@ class TritonAttentionPlan:
             triton_prefill.prefill_attention(qkv, out, cache, at, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
-        from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
+        from twostep.model.kernels.hopper_prefill import hopper_attention, pool_blocks  # noqa: PLC0415
 
-        hopper_attention(qkv, out, cache, at, num_programs=num_sms_of(qkv.device), **inputs)
+        if self._pool_blocks is None:
+            self._pool_blocks = pool_blocks(cache)
+        hopper_attention(qkv, out, cache, at, num_programs=num_sms_of(qkv.device), blocks=self._pool_blocks, **inputs)

@@ -81,14 +81,17 @@ def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int) 
 
 
 def plan_tiles(num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], tokens_per_tile: int) -> npt.NDArray[np.int32]:
-    """int32 [tiles, 2]: sequence, and its tile's first query, counted in the chunk. Heaviest (most keys) first. A sequence without
-    queries has no tile."""
+    """int32 [1 + tiles, 2]: how many tiles follow; then of each the sequence, and its first query, counted in the chunk. Heaviest (most
+    keys) first. A sequence without queries has no tile. The number is among them so that a captured step can be replayed with another."""
     counts = -(-num_queries // tokens_per_tile)
     seq = np.repeat(np.arange(len(counts)), counts)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens_per_tile
     last_key = (seq_lens - num_queries)[seq] + np.minimum(first + tokens_per_tile, num_queries[seq])
     order = np.argsort(-last_key, kind="stable")
-    return np.stack((seq[order], first[order]), axis=1).astype(np.int32)
+    tiles = np.zeros((1 + len(seq), 2), np.int32)
+    tiles[0, 0] = len(seq)
+    tiles[1:, 0], tiles[1:, 1] = seq[order], first[order]
+    return tiles
 
 
 def prefill_attention(
@@ -109,7 +112,7 @@ def prefill_attention(
 
     qkv           [T, at least num_heads * D], rows dense: query heads first
     out           [T, num_heads * D], dense
-    tiles         int32 [tiles, 2], by plan_tiles with `shape.num_rows // share` tokens a tile
+    tiles         int32 [1 + most tiles, 2], by plan_tiles with `shape.num_rows // share` tokens a tile
     query_start   int32 [S + 1], rows of qkv of each sequence
     seq_lens      int32 [S], keys of each sequence, its chunk included
     block_tables  int32 [S, B]; entries wholly before every window are not read
@@ -121,10 +124,10 @@ def prefill_attention(
     assert pool.stride(-1) == 1
     assert block_tables.stride(1) == 1
     share = num_heads // kv.num_kv_heads
-    if not len(tiles):
+    if len(tiles) == 1:
         return
     # The interpreter multiplies bfloat16 wrongly.
-    _prefill_kernel[(len(tiles) * kv.num_kv_heads,)](
+    _prefill_kernel[((len(tiles) - 1) * kv.num_kv_heads,)](
         qkv, out, pool[:, layer], tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
         pool.stride(0), *pool.stride()[2:5], math.log2(math.e) / math.sqrt(kv.head_dim),
         NUM_KV_HEADS=kv.num_kv_heads, SHARE=share, HEAD_DIM=kv.head_dim, BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
@@ -181,8 +184,10 @@ def _prefill_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    seq = tl.load(tiles_ptr + tile * 2)
-    first = tl.load(tiles_ptr + tile * 2 + 1)
+    if tile >= tl.load(tiles_ptr):
+        return
+    seq = tl.load(tiles_ptr + 2 + tile * 2)
+    first = tl.load(tiles_ptr + 2 + tile * 2 + 1)
     row_start = tl.load(query_start_ptr + seq)
     num_queries = tl.load(query_start_ptr + seq + 1) - row_start
     seq_len = tl.load(seq_lens_ptr + seq)

@@ -1,7 +1,7 @@
 """Steps on a GPU, none of which the host waits for until its result is asked for.
 
 1. upload     the step's arrays, in one copy from pinned memory
-2. forward    a captured graph for decodes, kernel by kernel otherwise; carried tokens are filled in from the step before
+2. forward    a captured graph (step_graphs.py), or kernel by kernel; carried tokens are filled in from the step before
 3. sample     tokens and logprobs on the device (device_sampler.py)
 4. copy back  into pinned memory, then an event: what `result` waits for
 """
@@ -17,8 +17,9 @@ from twostep.engine.batch import Batch, Sampled, SamplingRow, TopToken
 from twostep.errors import InternalError
 from twostep.model.families.decoder import Decoder
 from twostep.model.kernels.triton_ops import TritonOps
-from twostep.model.runner.decode_graphs import DecodeGraphs
+from twostep.model.kernels.triton_progress import ProgressMark
 from twostep.model.runner.device_sampler import DeviceLogprobs, DeviceSampler
+from twostep.model.runner.step_graphs import StepGraphs
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.prompt_scores import PromptScorer
 
@@ -28,11 +29,12 @@ class DeviceSteps:
 
     overlaps = True
 
-    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, graphs: DecodeGraphs | None) -> None:
+    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, graphs: StepGraphs | None) -> None:
         self._model = model
         self._cache = cache
         self._graphs = graphs
         self._tokens = ops.tokens
+        self._progress = ops.progress
         self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size)
         self._on_gpu = cache.tensor.is_cuda
         with torch.inference_mode():
@@ -61,42 +63,26 @@ class DeviceSteps:
         num_rows = len(batch.sampling)
         if num_rows > len(self._tokens):
             raise InternalError(f"{num_rows} rows are sampled in one step; at most {len(self._tokens)} can be")
+        self._progress.begin()
         scorer = None if batch.scored is None else PromptScorer(batch.scored, self._cache.tensor.device)
         logits = None if self._graphs is None or scorer is not None else self._graphs.logits(batch)
         picked = logits is not None
-        marks: list[EventMark] = []
         if logits is None:
-            wanted = frozenset(batch.mark_layers if self._on_gpu else ())
-
-            def passed(num_layers: int) -> None:
-                if num_layers in wanted:
-                    marks.append(EventMark(num_layers))
-
-            logits = self._model.forward(batch, self._cache, passed if wanted else None, scorer)
+            logits = self._model.forward(batch, self._cache, scorer)
         logprobs = self._sampler.sample(logits, batch, picked=picked) if num_rows else None
         tokens = self._to_host(self._tokens[:num_rows])
         values = None if logprobs is None else self._to_host(logprobs.values)
         scores = None if scorer is None else self._to_host(scorer.values)
         done = torch.cuda.Event() if self._on_gpu else None
+        marks: list[ProgressMark] = []
         if done is not None:
             done.record()
+            marks = [self._progress.mark(num_layers, done.query) for num_layers in batch.mark_layers]
         return DeviceStep(batch.sampling, tokens, logprobs, values, scores, done, marks)
 
     def _to_host(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
         return host.copy_(values, non_blocking=True)
-
-
-class EventMark:
-    """A LayerMark: an event recorded on the current stream when this is made."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class DeviceStep:
@@ -110,7 +96,7 @@ class DeviceStep:
         values: torch.Tensor | None,
         scores: torch.Tensor | None,
         done: torch.cuda.Event | None,
-        layer_marks: Sequence[EventMark],
+        layer_marks: Sequence[ProgressMark],
     ) -> None:
         """tokens int64 [R], values (see DeviceLogprobs) and scores (see Sampled), on the host, there when `done`."""
         self._rows = rows

@@ -32,9 +32,10 @@ from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
+from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
-from twostep.model.step.pool_sizing import PoolSizing, free_memory, graph_bytes, ladder, measured_blocks
+from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_scores import PromptScorer
 from twostep.process.startup import NoProgress, Progress
 
@@ -74,7 +75,7 @@ class CpuSteps:
         self._last_token_ids: Sequence[int] = ()
 
     def forward(self, batch: Batch, scorer: PromptScorer | None = None) -> torch.Tensor:
-        return self._model.forward(batch, self._cache, None, scorer)
+        return self._model.forward(batch, self._cache, scorer)
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
@@ -108,16 +109,18 @@ class ModelRunner:
         num_threads: int | None = None,
         load_format: str = "auto",
         max_num_seqs: int = 0,
+        max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
         progress: Progress | None = None,
         member: Member | None = None,
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `kv_cache_dtype` auto: the model's; fp8 or int8: quantized. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
-        weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none).
-        `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the model's shape allow it.
-        `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds
-        its part of the model and of every block. Raises SetupError with what to change."""
+        weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none),
+        and steps with prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write
+        them, where the device and the model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of
+        several ranks (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError with what to
+        change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -133,6 +136,7 @@ class ModelRunner:
         self._config = config
         self._member = member
         self._keep_sums = keep_kv_sums
+        self._max_graph_tokens = max_graph_tokens
         part = None if member is None else member.part(config)
         local = config if part is None else part.shard.local
         self._steps: Steps
@@ -223,22 +227,25 @@ class ModelRunner:
         """Makes those for the pool there is now."""
         # Only a GPU needs triton, and importing it takes a second.
         from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
-        from twostep.model.runner.decode_graphs import DecodeGraphs  # noqa: PLC0415
         from twostep.model.runner.device_steps import DeviceSteps  # noqa: PLC0415
+        from twostep.model.runner.step_graphs import StepGraphs  # noqa: PLC0415
 
         assert isinstance(ops, TritonOps)
         with torch.inference_mode():
             if not max_num_seqs:
                 return DeviceSteps(self._model, self._cache, ops, None)
-            graphs = DecodeGraphs(
+            graphs = StepGraphs(
                 self._model,
                 self._cache,
                 ops,
                 ladder(max_num_seqs),
                 lambda done, total: progress.advance(done, total, "graphs"),
+                mixed=mixed_ladder(self._max_graph_tokens, max_num_seqs) if self._max_graph_tokens else (),
                 # Ranks would have to agree on what each of them found.
                 share_prefixes=self._member is None,
             )
+            if self._member is not None and not self._member.meeting.least(graphs.num_mixed):
+                graphs.without_mixed()
             trouble = graphs.try_sharing()
             if trouble:
                 log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
@@ -267,10 +274,18 @@ class ModelRunner:
             beside_block=self._sums_beside(config),
             device=self._device,
             free_at_start=free_at_start,
-            graphs=graph_bytes(max_num_seqs, vocab_size=self.vocab_size, item_bytes=DTYPES[self.kv_shape.dtype].itemsize),
+            graphs=self._graph_bytes(config, max_num_seqs),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             progress=progress,
+        )
+
+    def _graph_bytes(self, config: ModelConfig, max_num_seqs: int) -> int:
+        item_bytes = DTYPES[self.kv_shape.dtype].itemsize
+        heads = 2 * config.num_heads + 2 * config.num_kv_heads
+        row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+        return graph_bytes(
+            max_num_seqs, self._max_graph_tokens, vocab_size=self.vocab_size, item_bytes=item_bytes, row_bytes=row * item_bytes
         )
 
     def _on_device(self) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +30,6 @@ from twostep.settings.worker import MAX_BLOCKS
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-
-# What the driver keeps for one captured decode step besides its tensors: some hundred kernel nodes.
-_GRAPH_BYTES = 4 << 20
-_SMALLEST_SHARING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +47,6 @@ def free_memory(device: torch.device, sizing: PoolSizing) -> int:
     if warning := shortage_at_start(total=total, free=free, utilization=sizing.utilization, device=str(device)):
         log.warning(warning)
     return int(free)
-
-
-def ladder(largest: int) -> list[int]:
-    """Returns the batch sizes worth a graph, up to `largest`: at most one in eight rows, or seven, is padding."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
-    return [size for size in sizes if size < largest] + [largest]
-
-
-def sharing_ladder(sizes: Sequence[int]) -> list[int]:
-    """Returns the batch sizes, of those with a graph, that have another, in which a prefix that sequences share is read once for all of
-    them. Every second one: a prefix long enough to be worth it saves more than the padding costs."""
-    return sorted(size for size in sorted(sizes, reverse=True)[::2] if size >= _SMALLEST_SHARING)
-
-
-def graph_bytes(max_num_seqs: int, *, vocab_size: int, item_bytes: int) -> int:
-    """About what the captured decode steps of up to so many sequences keep: each its logits, and what the driver needs."""
-    sizes = ladder(max_num_seqs)
-    return sum(size * vocab_size * item_bytes + _GRAPH_BYTES for size in [*sizes, *sharing_ladder(sizes)])
 
 
 def measured_blocks(

@@ -261,23 +261,67 @@ class StepEvents(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SENT_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The last of those it tells of."""
+    sent_s: _builtins.float
+    """When it was given to the connection, in the worker's monotonic seconds."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeEvent]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
+        """Those that computed its tokens, in order. Empty: the events were held back, or are replayed."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         events: _abc.Iterable[Global___DecodeEvent] | None = ...,
+        steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        sent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "sent_s", b"sent_s", "step", b"step", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepEvents: _TypeAlias = StepEvents  # noqa: Y015
+
+@_typing.final
+class StepRecord(_message.Message):
+    """What a step took, and what for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ENDED_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    ended_s: _builtins.float
+    """In the worker's monotonic seconds."""
+    duration_s: _builtins.float
+    prompt_tokens: _builtins.int
+    decodes: _builtins.int
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        ended_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        decodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "duration_s", b"duration_s", "ended_s", b"ended_s", "prompt_tokens", b"prompt_tokens", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
 
 @_typing.final
 class DecodeEvent(_message.Message):

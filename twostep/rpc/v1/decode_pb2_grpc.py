@@ -60,7 +60,7 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes. With prefill_here: queues the prompt.
+        """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
         RESOURCE_EXHAUSTED: no room, try another worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -32,7 +32,7 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
-    """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes. With prefill_here: queues the prompt.
+    """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
     RESOURCE_EXHAUSTED: no room, try another worker.
     """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]
@@ -50,7 +50,7 @@ class DecodeStub:
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes. With prefill_here: queues the prompt.
+    """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
     RESOURCE_EXHAUSTED: no room, try another worker.
     """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]  # type: ignore[assignment]
@@ -71,7 +71,7 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
-        """Sets blocks aside for the prompt, before any prefill is spent; decoding takes more as it goes. With prefill_here: queues the prompt.
+        """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
         RESOURCE_EXHAUSTED: no room, try another worker.
         """
 

@@ -90,6 +90,7 @@ class GenerateRequest(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     BEGUN_ANSWERS_FIELD_NUMBER: _builtins.int
+    NUM_GAPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served here. A name that is not served: NOT_FOUND."""
     text: _builtins.str
@@ -111,6 +112,8 @@ class GenerateRequest(_message.Message):
     """The text shows special tokens too, but the stop token that ends it."""
     n: _builtins.int
     """So many answers, 128 at most; 0: one. Each has noise of its own: the first that of `seed`. An answer is named by its index, from 0."""
+    num_gaps: _builtins.int
+    """End tells of so many of the answer's longest gaps, and where each went: 64 at most; 0: of the longest one."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -146,10 +149,11 @@ class GenerateRequest(_message.Message):
         keep_special_tokens: _builtins.bool = ...,
         n: _builtins.int = ...,
         begun_answers: _abc.Iterable[Global___BegunAnswer] | None = ...,
+        num_gaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "begun_answers", b"begun_answers", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "n", b"n", "no_migration", b"no_migration", "prompt", b"prompt", "request_class", b"request_class", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "begun_answers", b"begun_answers", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "n", b"n", "no_migration", b"no_migration", "num_gaps", b"num_gaps", "prompt", b"prompt", "request_class", b"request_class", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
@@ -771,6 +775,7 @@ class End(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     stop_reason: _builtins.str
     """The stop string or the stop token's id that ended the answer, if one did and it was asked for by name."""
@@ -782,6 +787,10 @@ class End(_message.Message):
     def phases(self) -> Global___Phases: ...
     @_builtins.property
     def transfer(self) -> Global___Transfer: ...
+    @_builtins.property
+    def gaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gap]:
+        """The longest gaps between tokens, by position: GenerateRequest.num_gaps."""
+
     def __init__(
         self,
         *,
@@ -791,10 +800,11 @@ class End(_message.Message):
         phases: Global___Phases | None = ...,
         transfer: Global___Transfer | None = ...,
         attempts: _builtins.int = ...,
+        gaps: _abc.Iterable[Global___Gap] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "transfer", b"transfer", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "finish_reason", b"finish_reason", "phases", b"phases", "stop_reason", b"stop_reason", "transfer", b"transfer", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "finish_reason", b"finish_reason", "gaps", b"gaps", "phases", b"phases", "stop_reason", b"stop_reason", "transfer", b"transfer", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -848,6 +858,7 @@ class Phases(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     VISIBLE_TTFT_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     route_s: _builtins.float
     """Tokenize, hash, place, reserve, until the prefill worker accepts."""
     queue_s: _builtins.float
@@ -863,6 +874,8 @@ class Phases(_message.Message):
     total_s: _builtins.float
     visible_ttft_s: _builtins.float
     """To the first token whose text is part of the answer and not of the reasoning. 0: there was none."""
+    wait_s: _builtins.float
+    """What of route_s was waiting in the router's queues."""
     def __init__(
         self,
         *,
@@ -876,14 +889,79 @@ class Phases(_message.Message):
         ttft_s: _builtins.float = ...,
         total_s: _builtins.float = ...,
         visible_ttft_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "fetch_s", b"fetch_s", "first_decode_s", b"first_decode_s", "prefill_s", b"prefill_s", "publish_s", b"publish_s", "queue_s", b"queue_s", "route_s", b"route_s", "total_s", b"total_s", "ttft_s", b"ttft_s", "visible_ttft_s", b"visible_ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "fetch_s", b"fetch_s", "first_decode_s", b"first_decode_s", "prefill_s", b"prefill_s", "publish_s", b"publish_s", "queue_s", b"queue_s", "route_s", b"route_s", "total_s", b"total_s", "ttft_s", b"ttft_s", "visible_ttft_s", b"visible_ttft_s", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Phases: _TypeAlias = Phases  # noqa: Y015
+
+@_typing.final
+class Gap(_message.Message):
+    """The time from one token to the next, as they came to the router. Its parts add up to it, but where an older worker tells nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    GAP_S_FIELD_NUMBER: _builtins.int
+    HAND_OVER_S_FIELD_NUMBER: _builtins.int
+    MIGRATION_S_FIELD_NUMBER: _builtins.int
+    REPLAY_S_FIELD_NUMBER: _builtins.int
+    OUTSIDE_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    LATE_S_FIELD_NUMBER: _builtins.int
+    NETWORK_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
+    STEPS_MISSED_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Of the token that ended it."""
+    gap_s: _builtins.float
+    hand_over_s: _builtins.float
+    """Between the first token and the second: until the decode worker had the KV."""
+    migration_s: _builtins.float
+    """A worker was lost, and the answer went on at another."""
+    replay_s: _builtins.float
+    """The connection to the decode worker was open again after a break."""
+    outside_s: _builtins.float
+    """On the decode worker no step computed this sequence: it was preempted, or steps computed others, or none ran."""
+    step_s: _builtins.float
+    """The step that computed the token."""
+    late_s: _builtins.float
+    """From the end of the step to the connection, so much longer than for the token before."""
+    network_s: _builtins.float
+    """From the connection's one end to the other, so much longer than for the token before."""
+    prompt_tokens: _builtins.int
+    """What that step computed: prompt tokens (others', in a mixed step) and sequences that each got a token."""
+    decodes: _builtins.int
+    steps_missed: _builtins.int
+    """Steps since the token before that computed others' tokens alone."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        gap_s: _builtins.float = ...,
+        hand_over_s: _builtins.float = ...,
+        migration_s: _builtins.float = ...,
+        replay_s: _builtins.float = ...,
+        outside_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        late_s: _builtins.float = ...,
+        network_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        decodes: _builtins.int = ...,
+        steps_missed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "gap_s", b"gap_s", "hand_over_s", b"hand_over_s", "late_s", b"late_s", "migration_s", b"migration_s", "network_s", b"network_s", "outside_s", b"outside_s", "position", b"position", "prompt_tokens", b"prompt_tokens", "replay_s", b"replay_s", "step_s", b"step_s", "steps_missed", b"steps_missed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gap: _TypeAlias = Gap  # noqa: Y015
 
 @_typing.final
 class Transfer(_message.Message):

@@ -148,6 +148,9 @@ class WatchRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """The reader holds the KV of so many tokens (whole blocks of its own): those are not published. The first Watch decides; unset: by Run."""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     @_builtins.property
@@ -166,12 +169,15 @@ class WatchRequest(_message.Message):
         ticket: Global___Ticket | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         wire: _abc.Iterable[_builtins.str] | None = ...,
+        num_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "num_cached_tokens", b"num_cached_tokens", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket", "transports", b"transports", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "num_cached_tokens", b"num_cached_tokens", "ticket", b"ticket", "transports", b"transports", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cached_tokens) -> _WhichOneofReturnType__num_cached_tokens | None: ...
 
 Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
@@ -303,7 +309,10 @@ class Complete(_message.Message):
 
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    PUBLISH_S_FIELD_NUMBER: _builtins.int
     num_chunks: _builtins.int
+    publish_s: _builtins.float
+    """From the first token to the last chunk published. Older workers do not say."""
     @_builtins.property
     def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled by the prefill worker, normally the first one. With prompt and seed they are the sampler's whole state."""
@@ -313,10 +322,11 @@ class Complete(_message.Message):
         *,
         num_chunks: _builtins.int = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
+        publish_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_chunks", b"num_chunks", "output_ids", b"output_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_chunks", b"num_chunks", "output_ids", b"output_ids", "publish_s", b"publish_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,7 +40,9 @@ class PrefillRequest(_message.Message):
     tenant: _builtins.str
     cache_salt: _builtins.str
     num_decode_cached_tokens: _builtins.int
-    """The decode worker holds the KV of so many tokens (whole blocks): those are not published."""
+    """The decode worker holds the KV of so many tokens (whole blocks): those are not published. Where Watch says it too, that counts: a router
+    that does not wait for Reserve gives here what it expects.
+    """
     request_class: _inference_pb2.RequestClass.ValueType
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class RequestRecord:
     cached_tokens: int = 0
     finish_reason: str = ""
     phases: Mapping[str, float] | None = None  # the router's own account of where the time went, seconds by name
+    gaps: Sequence[Mapping[str, float]] = ()  # likewise, of its longest gaps: the fields of protos' Gap
     error: str = ""  # empty: answered. Else its kind, of which there are few; `message` says the rest.
     message: str = ""
     retry_after_s: float | None = None
@@ -67,6 +68,8 @@ class RequestRecord:
             out["tokens_per_message"] = list(self.num_tokens)
         if self.phases is not None:
             out["phases"] = {name: _rounded(seconds) for name, seconds in self.phases.items()}
+        if self.gaps:
+            out["gaps"] = [{name: round(value, 6) for name, value in gap.items() if value} for gap in self.gaps]
         if self.error:
             out |= {"error": self.error, "message": self.message}
         if self.retry_after_s is not None:
@@ -93,6 +96,7 @@ class RequestRecord:
             num_tokens=array("I", saved.get("tokens_per_message", [1] * len(times))),
             finish_reason=saved["finish_reason"],
             phases=saved.get("phases"),
+            gaps=[{"position": 0, "gap_s": 0.0, **gap} for gap in saved.get("gaps", ())],
             error=saved.get("error", ""),
             message=saved.get("message", ""),
             retry_after_s=saved.get("retry_after_s"),

@@ -80,6 +80,10 @@ def table(point: Point, targets: LatencyTargets) -> str:
     if s.phases_s:
         lines += ["", _row("phases, ms", [*_PERCENTILES])]
         lines += [_row(name.removesuffix("_s"), _milliseconds(values)) for name, values in s.phases_s.items()]
+    if s.gaps_by_cause:
+        lines += ["", _row("long gaps, ms", ["count", "sum", "p50", "p99", "max"])]
+        for cause, found in s.gaps_by_cause.items():
+            lines.append(_row(cause, [f"{found.count}", *map(_ms, (found.sum_s, found.p50_s, found.p99_s, found.max_s))]))
     lag = point.result.loop_lag_s
     lines += [
         "",

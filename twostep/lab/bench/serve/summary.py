@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from twostep.lab.bench.serve.causes import CauseFigures, by_cause, first_token_parts, long_gaps, parts_at, second_token_parts
 from twostep.lab.bench.serve.metrics import Distribution, Goodput, LatencyTargets, gaps_s, goodput, latency_of
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 
@@ -96,6 +97,9 @@ class Summary:
     output_tokens: Distribution
     cached_share: float  # prompt tokens that came out of a cache / all prompt tokens, where the server tells
     phases_s: dict[str, Distribution]
+    first_token_parts_s: dict[str, dict[str, float]]  # of TTFT's percentiles, by part
+    second_token_parts_s: dict[str, dict[str, float]]  # of the first gap's
+    gaps_by_cause: dict[str, CauseFigures]  # each request's longest gap, and all above the target
     slip_s: Distribution
 
 
@@ -112,6 +116,8 @@ def summarize(
     completed = [r for r in measured if r.completed]
     errors = Counter(r.error for r in measured if r.error)
     good = goodput(latencies, targets, windows.arrivals.length_s, num_gpus) if targets else None
+    answered = [r for r in completed if r.times_s]
+    bound_s = None if targets is None or targets.gap_ms is None else targets.gap_ms / 1e3
     prompts = sum(r.prompt_tokens for r in completed)
     return Summary(
         num_requests=len(measured),
@@ -132,6 +138,9 @@ def summarize(
         output_tokens=Distribution.of(r.output_tokens for r in completed),
         cached_share=sum(r.cached_tokens for r in completed) / prompts if prompts else math.nan,
         phases_s=_phases(completed),
+        first_token_parts_s=parts_at(answered, first_token_parts),
+        second_token_parts_s=parts_at([r for r in answered if len(r.times_s) > 1], second_token_parts),
+        gaps_by_cause=by_cause(gap for r in completed for gap in long_gaps(r, bound_s)),
         slip_s=Distribution.of(r.slip_s for r in records if not math.isnan(r.sent_s)),
     )
 

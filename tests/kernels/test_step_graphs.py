@@ -1,0 +1,221 @@
+"""Captured steps give the CPU's logits, whatever they are padded to, and choose the one that shares prefixes where it pays. Without a GPU a
+replay runs the step again."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from kernel_pools import DEVICE
+
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.registry import build_model
+from twostep.model.kernels import shared_prefix
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.loading.weights import load_weights
+from twostep.model.runner import step_graphs
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.step_graphs import StepGraphs
+from twostep.model.step.graph_ladder import StepShape, ladder, mixed_ladder, sharing_ladder
+from twostep.model.step.kv_cache import KvCache
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
+from forward_helpers import make_batch, save_model, scattered_sequences
+
+NUM_BLOCKS, BLOCK_SIZE = 80, 16
+
+# Nothing attends for rows of padding: what the memory held before is multiplied.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@contextmanager
+def graphs_of(model: Decoder, cache: KvCache, ops: TritonOps, sizes: list[int], mixed: Sequence[StepShape] = ()) -> Iterator[StepGraphs]:
+    if DEVICE == "cuda":
+        yield StepGraphs(model, cache, ops, sizes, mixed=mixed)
+        return
+    with mock.patch("twostep.model.runner.step_graphs.torch.cuda"):
+        graphs = StepGraphs(model, cache, ops, sizes, mixed=mixed)
+    for captured in [*graphs._graphs.values(), *graphs._sharing.values(), *graphs._mixed.values()]:
+        captured.graph = mock.Mock(replay=mock.Mock(side_effect=lambda c=captured: c.logits.copy_(c._step(model, ops.tokens))))
+    yield graphs
+
+
+def without_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They only take time where nothing is captured; a capture must not compile or load anything."""
+    if DEVICE != "cuda":
+        monkeypatch.setattr(step_graphs, "_WARM_UPS", 0)
+
+
+def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has layers with and without windows."""
+    without_warm_ups(monkeypatch)
+    monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
+    save_model("qwen3-windows", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    runner._cache.tensor.normal_(generator=torch.Generator().manual_seed(3))
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(runner.kv_shape, DEVICE)
+    cache.tensor.copy_(runner._cache.tensor)
+    sequences = scattered_sequences([150, 133, 140], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens) - 2
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        shared = graphs._sharing[4].shared
+        assert shared is not None
+        for common in (0, 8):
+            for sequence in sequences[1:]:
+                sequence.blocks[:common] = sequences[0].blocks[:common]
+            batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
+            assert (shared.listing(batch.block_tables, batch.seq_lens) is not None) == bool(common)
+            shared.listed.fill_(0)
+            got = graphs.logits(batch)
+            assert got is not None
+            assert bool(shared.listed.any()) == bool(common)
+            torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+            for sequence in sequences:
+                sequence.num_computed += 1
+
+
+@pytest.mark.parametrize("family", ["qwen3-windows", pytest.param("opt", marks=pytest.mark.system)])
+def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_warm_ups(monkeypatch)
+    save_model(family, tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(runner.kv_shape, DEVICE)
+    sequences = scattered_sequences([70, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    shapes = [StepShape(16, 0, 4), StepShape(48, 0, 4), StepShape(48, 4, 4), StepShape(80, 2, 4)]
+    # How many tokens of each sequence, and by which graph: prompts alone, and beside decodes.
+    steps: list[tuple[list[int], StepShape]] = [
+        ([30, 9, 0, 0], shapes[1]),
+        ([1, 1, 10, 4], shapes[2]),
+        ([1, 20, 0, 1], shapes[2]),
+        ([1, 0, 8, 0], shapes[2]),
+        ([15, 0, 0, 0], shapes[0]),
+        ([22, 0, 0, 0], shapes[1]),
+    ]
+    with torch.inference_mode(), graphs_of(model, cache, ops, [2], shapes) as graphs:
+        used = []
+        replay = graphs._replay
+
+        def noted(captured: Any, *rest: Any) -> Any:
+            used.append(captured.shape)
+            return replay(captured, *rest)
+
+        monkeypatch.setattr(graphs, "_replay", noted)
+        for counts, shape in steps:
+            work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+            batch = make_batch(work, BLOCK_SIZE, every_row=False)
+            ops.progress.begin()
+            got = graphs.logits(batch)
+            assert used.pop() == shape
+            assert got is not None
+            torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+            assert ops.tokens[: len(got)].tolist() == got.argmax(-1).tolist()
+            # Every layer of this step, and no other step, is done.
+            ops.progress.mark(runner.config.num_layers, lambda: pytest.fail("the step did not say so")).wait()
+            for sequence, count in work:
+                sequence.num_computed += count
+        too_many = scattered_sequences([9, 9, 9, 9, 9], BLOCK_SIZE, NUM_BLOCKS, random.Random(2))
+        assert graphs.logits(make_batch([(s, 3) for s in too_many], BLOCK_SIZE)) is None
+
+
+def test_tokens_are_carried_into_a_mixed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_warm_ups(monkeypatch)
+    save_model("llama", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(runner.kv_shape, DEVICE)
+    first, second = scattered_sequences([20, 20], BLOCK_SIZE, NUM_BLOCKS, random.Random(4))
+    with torch.inference_mode(), graphs_of(model, cache, ops, [1], [StepShape(32, 2, 2)]) as graphs:
+        begun = make_batch([(first, 19)], BLOCK_SIZE, every_row=False)
+        assert graphs.logits(begun) is not None
+        runner.forward(begun)
+        first.num_computed, token = 19, int(ops.tokens[0])
+        batch = make_batch([(first, 1), (second, 11)], BLOCK_SIZE, every_row=False)
+        carried = np.full(12, -1, np.int32)
+        carried[0] = 0
+        got = graphs.logits(replace(batch, carried=carried))
+        assert got is not None
+        torch.testing.assert_close(got.cpu(), runner.forward(replace(batch, carried=carried).with_carried([token])), rtol=0, atol=1e-4)
+
+
+def test_the_ladder_of_mixed_steps_wastes_little() -> None:
+    shapes = mixed_ladder(2048, 256)
+    assert all(shape.decodes <= shape.rows for shape in shapes)
+    for rows in range(17, 1025):
+        for decodes in (0, 1, 7, 60, 200):
+            if decodes >= rows:
+                continue
+            shape = min(s for s in shapes if s.holds(rows=rows, decodes=decodes, chunks=1))
+            assert shape.rows - rows < max(64, rows / 3, shape.decodes - decodes + 1)
+
+
+@pytest.mark.system
+def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_warm_ups(monkeypatch)
+    monkeypatch.setattr(step_graphs, "_TRIAL_KEYS", 256)
+    monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
+    save_model("llama", tmp_path)
+    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(config.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    torch.manual_seed(0)
+    cache = KvCache(config.kv_shape, DEVICE)
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        assert graphs.try_sharing() == ""
+        assert list(graphs._sharing) == [4]
+        assert not cache.tensor.any(), "the pool is left as it was"
+        pack = shared_prefix.pack
+
+        def forgets_a_member(*args: Any) -> Any:
+            listed = pack(*args)
+            listed[: shared_prefix.OWN_COLUMNS] = 0  # as if the first sequence had nothing but its own part
+            listed[0] = 256
+            return listed
+
+        monkeypatch.setattr("twostep.model.kernels.triton_shared_prefix.pack", forgets_a_member)
+        assert "differ" in graphs.try_sharing()
+        assert graphs._sharing == {}
+        assert graphs.try_sharing() == ""
+    with monkeypatch.context() as broken, torch.inference_mode():
+        broken.setattr("twostep.model.kernels.triton_ops.SharedPrefix", mock.Mock(side_effect=RuntimeError("no room on this card")))
+        with graphs_of(model, cache, ops, [4]) as graphs:
+            assert "no room on this card" in graphs.try_sharing()
+            assert (graphs._sharing, list(graphs._graphs)) == ({}, [4])
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        graphs._max_model_len = 257
+        batch = graphs._worth_sharing(graphs._sharing[4])
+        assert batch is not None
+        assert batch.positions.max() < 257
+    small = KvCache(replace(config.kv_shape, num_blocks=4), DEVICE)
+    with torch.inference_mode(), graphs_of(model, small, ops, [4]) as graphs:
+        assert graphs.try_sharing() == ""
+        assert graphs._sharing == {}
+
+
+def test_every_second_size_has_a_step_that_shares() -> None:
+    assert sharing_ladder([1, 2, 4]) == [4]
+    assert sharing_ladder([1]) == []
+    sizes = sharing_ladder(ladder(256))
+    assert sizes[0] == 4
+    assert sizes[-1] == 256
+    assert set(sizes) < set(ladder(256))

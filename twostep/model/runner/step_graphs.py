@@ -1,0 +1,263 @@
+"""Steps as CUDA graphs: captured once for each of a ladder of shapes, replayed with other inputs.
+
+    decodes   batch of 13 ─pad→ 16 rows ─one copy→ inputs ─replay→ logits [16, V] ─cut→ [13, V]
+    mixed     13 decodes, chunks of 100 and 7 tokens ─pad→ 128 rows, 32 decodes, 16 chunks ─one copy→ inputs ─replay→ logits [48, V]
+                                                    tokens of the step before ─┘      └─ the largest logit's tokens
+
+A launch costs the host more than many of a step's kernels take on the device; a replay launches all of them at once. Inputs keep their
+addresses (step_inputs.py): lengths, blocks, slots and what the chunks are is read on the device. How many of a mixed step's rows are
+decodes is not fixed, only how many may be.
+
+The graphs take turns in one memory, their logits too: those of a step are there until the next replay.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from twostep.engine.batch import Batch
+from twostep.model.families.decoder import Decoder
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.kernels.triton_prefill import num_leading_decodes
+from twostep.model.kernels.triton_shared_prefix import serves_shared
+from twostep.model.kernels.triton_tokens import carry_tokens, pick_greedy
+from twostep.model.step.graph_ladder import StepShape, sharing_ladder
+from twostep.model.step.kv_cache import KvCache
+
+log = logging.getLogger(__name__)
+
+_WARM_UPS = 1
+# Of the trial: a prefix that is worth sharing, and what the order of sums may change in 16 bits after all layers.
+_TRIAL_KEYS = 4096
+_TRIAL_DIFFERENCE = 6e-2
+
+
+class StepGraphs:
+    """The captured steps of one model and pool, on the current device."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KvCache,
+        ops: TritonOps,
+        sizes: Sequence[int],
+        captured_one: Callable[[int, int], object] = lambda done, total: None,
+        *,
+        mixed: Sequence[StepShape] = (),
+        share_prefixes: bool = True,
+    ) -> None:
+        """Captures one graph per size of a step of decodes, and per shape of a `mixed` one: takes some hundredths of a second each, and
+        memory for the largest step once. `captured_one` is called with how many of how many are there. `share_prefixes`: more of them, of
+        steps that read shared prefixes once; where these cannot be captured, `try_sharing` says why. Where mixed steps cannot be captured,
+        or over a pool whose chunks no captured kernel attends, they are launched kernel by kernel, and the log says so."""
+        assert cache.shape.num_blocks * cache.shape.block_size < 2**31
+        self._sizes = sorted(sizes)
+        self._cache = cache
+        self._ops = ops
+        self._max_model_len = model.config.max_model_len
+        if cache.quantized is not None or cache.shape.block_size % 16:
+            mixed = ()
+        blocks = -(-self._max_model_len // cache.shape.block_size)
+        most_seqs = max([self._sizes[-1], *(shape.num_seqs for shape in mixed)])
+        self._tables = torch.zeros(most_seqs, blocks, dtype=torch.int32, device=cache.tensor.device)
+        shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows)
+        sharing = sharing_ladder(self._sizes) if shareable and share_prefixes else []
+        self._pool: Any = None
+        self._num_done, self._total = 0, len(self._sizes) + len(sharing) + len(mixed)
+        self._captured_one = captured_one
+        # The largest first: the others fit into its memory.
+        self._mixed: dict[StepShape, _Captured] = {}
+        rows_seen, seqs_seen = set(), set()
+        try:
+            for shape in sorted(mixed, reverse=True):
+                seen = shape.rows in rows_seen and shape.num_seqs in seqs_seen
+                rows_seen.add(shape.rows)
+                seqs_seen.add(shape.num_seqs)
+                self._mixed[shape] = self._capture(model, shape, warm_ups=0 if seen else _WARM_UPS)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises: this card does without
+            log.warning("steps with prompts are launched kernel by kernel: %s: %s", type(error).__name__, str(error)[:200])
+            self._mixed = {}
+        self._shapes = sorted(self._mixed)
+        self._graphs = {size: self._capture(model, StepShape(size, size)) for size in reversed(self._sizes)}
+        self._sharing: dict[int, _Captured] = {}
+        self._sharing_trouble = ""
+        try:
+            for size in reversed(sharing):
+                self._sharing[size] = self._capture(model, StepShape(size, size), sharing=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._sharing_trouble = f"{type(error).__name__}: {str(error)[:200]}"
+            self._sharing = {}
+
+    def _capture(self, model: Decoder, shape: StepShape, *, sharing: bool = False, warm_ups: int | None = None) -> _Captured:
+        warm_ups = _WARM_UPS if warm_ups is None else warm_ups
+        captured = _Captured(
+            model, self._cache, self._ops, shape, self._tables[: shape.num_seqs], self._pool, sharing=sharing, warm_ups=warm_ups
+        )
+        self._pool = captured.graph.pool()
+        self._num_done += 1
+        self._captured_one(self._num_done, self._total)
+        return captured
+
+    @property
+    def num_mixed(self) -> int:
+        return len(self._mixed)
+
+    def without_mixed(self) -> None:
+        """Drops the mixed steps' graphs, where other ranks have not captured the same."""
+        self._mixed, self._shapes = {}, []
+
+    def try_sharing(self) -> str:
+        """Replays the largest step that shares prefixes beside the one that does not, over random KV; to be called while the pool is
+        empty. Empty, or what is wrong: nothing is shared from now on, as in a pool that is too small for a prefix worth sharing."""
+        if not self._sharing:
+            return self._sharing_trouble
+        sharing, self._sharing = self._sharing, {}
+        batch = self._worth_sharing(sharing[max(sharing)])
+        if batch is None:
+            return ""
+        used = self._cache.tensor[: int(batch.block_tables.max()) + 1]
+        used.normal_()
+        want = self._replayed(batch)
+        self._sharing = sharing
+        got = self._replayed(batch)
+        used.zero_()
+        difference = float((got - want).norm() / want.norm())
+        if difference < _TRIAL_DIFFERENCE:
+            return ""
+        self._sharing = {}
+        return f"logits differ by {difference:.1e} from those without"
+
+    def _worth_sharing(self, captured: _Captured) -> Batch | None:
+        """A batch of one prefix, as long as the pool allows."""
+        shape, size = self._cache.shape, captured.shape.decodes
+        num_shared = min(_TRIAL_KEYS // shape.block_size, self._tables.shape[1] - 1, shape.num_blocks - size)
+        if num_shared < 1 or captured.shared is None:
+            return None
+        tables = np.empty((size, num_shared + 1), np.int32)
+        tables[:, :-1] = np.arange(num_shared)
+        tables[:, -1] = num_shared + np.arange(size)
+        lengths = num_shared * shape.block_size + 1 + np.arange(size, dtype=np.int32) % shape.block_size
+        lengths = np.minimum(lengths, np.int32(self._max_model_len))
+        if captured.shared.listing(tables, lengths) is None:
+            return None
+        return Batch(
+            token_ids=np.arange(size, dtype=np.int64),
+            positions=lengths.astype(np.int64) - 1,
+            query_start=np.arange(size + 1, dtype=np.int32),
+            seq_lens=lengths,
+            block_tables=tables,
+            slots=np.full(size, -1, np.int64),
+            sample_rows=np.arange(size),
+            sampling=(),
+        )
+
+    def _replayed(self, batch: Batch) -> torch.Tensor:
+        logits = self.logits(batch)
+        assert logits is not None
+        return logits.float().clone()
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Logits [R, vocab_size] of the batch's sample rows, valid until the next call. The greedy choice of each is in TritonOps.tokens
+        then. None: no graph serves this batch."""
+        num_seqs = len(batch.seq_lens)
+        if num_seqs == len(batch.token_ids) == len(batch.sample_rows) and num_seqs <= self._sizes[-1]:
+            captured, listing = self._graphs[next(size for size in self._sizes if size >= num_seqs)], None
+            sharing = self._sharing.get(min((size for size in self._sharing if size >= num_seqs), default=0))
+            if sharing is not None and sharing.shared is not None:
+                listing = sharing.shared.listing(batch.block_tables, batch.seq_lens)
+                captured = captured if listing is None else sharing
+            return self._replay(captured, batch, num_seqs, () if listing is None else (listing,))
+        num_decodes = num_leading_decodes(np.diff(batch.query_start).tolist(), self._cache.shape.block_size)
+        wanted = {"rows": len(batch.token_ids), "decodes": num_decodes, "chunks": num_seqs - num_decodes}
+        shape = next((shape for shape in self._shapes if shape.holds(**wanted)), None)
+        return None if shape is None else self._replay(self._mixed[shape], batch, num_decodes, ())
+
+    def _replay(self, captured: _Captured, batch: Batch, num_decodes: int, listing: Sequence[Any]) -> torch.Tensor:
+        packed = captured.inputs.packed(batch, num_decodes, self._ops.progress.number)
+        num_decode_places, num_seqs = captured.shape.decodes, len(batch.seq_lens)
+        with self._ops.upload.ahead((packed, batch.block_tables, *listing)) as (inputs, tables, *listed):
+            captured.inputs.memory.copy_(inputs)
+            if captured.shared is not None:
+                captured.shared.listed.copy_(listed[0])
+            width = tables.shape[1]
+            if num_decodes:
+                self._tables[:num_decodes, :width].copy_(tables[:num_decodes])
+            if num_decodes < num_seqs:
+                self._tables[num_decode_places : num_decode_places + num_seqs - num_decodes, :width].copy_(tables[num_decodes:])
+        captured.graph.replay()
+        return captured.logits[: len(batch.sample_rows)]
+
+
+class _Captured:
+    """One graph."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KvCache,
+        ops: TritonOps,
+        shape: StepShape,
+        tables: torch.Tensor,
+        pool: Any,
+        *,
+        sharing: bool,
+        warm_ups: int,
+    ) -> None:
+        device = tables.device
+        self.shape = shape
+        self.inputs = ops.captured_inputs(shape, cache, model.attention.num_heads)
+        # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
+        self._plan = plan = ops.plan_captured(self.inputs, tables, cache, model.attention, sharing=sharing)
+        self.shared = plan.shared
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_ups):  # compiles kernels and makes the libraries' workspaces, which a capture must not
+                self._step(model, ops.tokens)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        # Only this thread is kept from calls that a capture forbids: those of libraries (NCCL's watchdog) may go on.
+        with _nothing_collected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            logits = self._step(model, ops.tokens)
+        self.logits = _lent(logits)
+
+    def _step(self, model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+        carry_tokens(self.inputs.tensor("token_ids"), self.inputs.tensor("carried"), tokens)
+        logits = model.compute(self._plan)
+        pick_greedy(logits, tokens[: len(logits)])
+        return logits
+
+
+class _Memory:
+    """Memory of the device as numba and others describe it: CUDA Array Interface, version 3."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
+
+
+def _lent(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the same memory without keeping it from the graphs that are captured next: logits of all of them would be a gigabyte."""
+    if not logits.is_cuda:
+        return logits
+    assert logits.is_contiguous()
+    return torch.as_tensor(_Memory(logits), device=logits.device).view(logits.dtype).view(logits.shape)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A garbage collection may free an older graph or its memory, which this thread must not do while it captures."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
