@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from twostep.settings.reading import FlagParser
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 from twostep.worker.curve_fit import StepSample, fit_curve
 
@@ -25,7 +26,7 @@ _TOLERANCE = 0.08
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(prog="python benchmarks/fit_preset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", type=Path)
     parser.add_argument("--steps", type=Path, help="measured steps, one a line")
     parser.add_argument("--source", default="", help="where these were measured")

@@ -6,8 +6,8 @@ The life of a request here:
               not moved again. The prefill worker may have begun with the prompt; the router gives that up if there is no room.
  2. Attach    brings the prefill worker's ticket, usually while the prompt is still queued there. The answer comes at once; from here on
               everything comes on the router's stream.
- 3. fetch     in the background (decode_worker.pull): watch the prefill worker, tell it what is here already, pull each chunk as it becomes ready, verify it, write it
-              into the reserved blocks.
+ 3. fetch     in the background (decode_worker.pull): watch the prefill worker, tell it what is here already, pull each chunk as it
+              becomes ready, verify it, write it into the reserved blocks.
  4. commit    only once all of it is here and verified: engine.commit, Acknowledge COMMITTED, a Committed event.
  5. steps     continuous batching; all tokens of one step, or of several where sending is slower, go to a router in one message on its one
               stream, buffered within bounds.

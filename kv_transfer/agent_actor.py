@@ -26,6 +26,10 @@ class KvAgentActor:
         """Another agent's call: a ref of the chunk, or nothing."""
         return await self._agent.fetch(lease_id, chunk)
 
+    async def neighbour(self) -> list[Any]:
+        """Another agent's call: where this one's unix socket is, and the identity of its object store; or nothing."""
+        return await self._agent.neighbour()
+
     async def probe(self, num_bytes: int) -> list[Any]:
         """Another agent's call: a ref of the probe pattern, or nothing."""
         return await self._agent.probe(num_bytes)

@@ -121,8 +121,9 @@ class CopyingTransport(PoolTransport):
     async def fetch_bytes(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> Bytes:
         """Returns a chunk for the caller to convert, verified, uint8 [num_bytes] of its own; blocks of whatever size. Raises as `fetch`."""
         async with self._fetched(endpoint, lease_id, chunk, deadline=deadline) as data:
-            await self._threads.run(_check_sum, chunk, data)
-            return await self._threads.run(data.copy)
+            copied: Bytes = await self._threads.run(data.copy)
+        await self._threads.run(_check_sum, chunk, copied)
+        return copied
 
     def _copy_out(self, block_ids: Sequence[int], layers: LayerRange | None, out: Bytes) -> int:
         if block_ids:
@@ -130,8 +131,9 @@ class CopyingTransport(PoolTransport):
         return checksum(out)
 
     def _write_verified(self, chunk: ChunkInfo, block_ids: Sequence[int], data: Bytes) -> None:
-        _check_sum(chunk, data)
+        """Verifies what was written by what it was read from, afterwards: if that has not changed by then, it had not before."""
         self._store.write_blocks(block_ids, data.reshape(chunk.num_blocks, -1), chunk.layers)
+        _check_sum(chunk, data)
 
 
 def _check_sum(chunk: ChunkInfo, data: Bytes) -> None:

@@ -1,7 +1,8 @@
 """The KV agent's actor (kv_transfer/agent_actor.py): the code that runs inside a Ray worker process.
 
-    its worker   ──gRPC over a unix socket──▶ Put, Fetch, Drop, Status      bytes lie in the ring
-    other agents ──actor call by name───────▶ fetch(lease_id, chunk)        answered with [ref], in-band, or []
+    its worker    ──gRPC over a unix socket──▶ Put, Hold, Drop, Status       bytes lie in the ring, or in the store, where it is mapped
+    other workers ──the same, on its node────▶ Hold, near                    bytes lie in the store, which they have mapped too
+    other agents  ──actor call by name───────▶ fetch(lease_id, chunk)        answered with [ref], in-band, or []
 
 It owns every object it puts, so its death frees them all. Only strs, ints and refs cross Ray's protocol.
 """
@@ -14,8 +15,10 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +29,7 @@ from ray.exceptions import RayError
 
 from kv_transfer.object_book import ObjectBook
 from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.ray.store_file import StoreFile, find_store
 from kv_transfer.transport import PROBE_BYTES, PROBE_LEASE, Bytes, probe_pattern
 from kv_transfer.waiting import finish
 from twostep.errors import DataLoss, InvalidRequest, NotFound, ResourceExhausted, Unavailable
@@ -51,6 +55,14 @@ _MAX_RPCS = 512
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An object of ours. `view` is its memory in the store, where that is mapped and it lies there."""
+
+    ref: Any
+    view: Bytes | None
+
+
 class KvAgent(kv_pb2_grpc.KvAgentServicer):
     """An async actor: its methods run on one event loop, and everything that may block runs in threads."""
 
@@ -62,12 +74,13 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
         self._ring = SharedMemory.open(Path(ring_path))
         self._socket_path = socket_path
         self._endpoint = endpoint
-        self._book: ObjectBook[Any] = ObjectBook(budget_bytes, clock=clock)
+        self._book: ObjectBook[Published] = ObjectBook(budget_bytes, clock=clock)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-agent")
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="kv-agent-lookup")
         # Apart from the others, which may all be waiting for sources.
         self._store_trial = ThreadPoolExecutor(1, thread_name_prefix="kv-agent-store")
         self._peers: OrderedDict[str, Any] = OrderedDict()
+        self._store: StoreFile | None = None
         # Probes take memory that no budget counts: one at a time.
         self._probing = asyncio.Semaphore(1)
 
@@ -98,8 +111,13 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
 
     async def fetch(self, lease_id: str, chunk: int) -> list[Any]:
         """Another agent's call. The ref travels inside the answer: Ray then keeps count of who borrows it."""
-        ref = self._book.get(lease_id, chunk)
-        return [] if ref is None else [ref]
+        published = self._book.get(lease_id, chunk)
+        return [] if published is None else [published.ref]
+
+    async def neighbour(self) -> list[Any]:
+        """Another agent's call: where its worker may ask this one directly, [socket path, the store's identity]; or nothing."""
+        store = await self._look_for_store()
+        return [] if store is None else [self._socket_path, store.identity]
 
     async def probe(self, num_bytes: int) -> list[Any]:
         """Another agent's call: the probe pattern, put for the caller alone. Freed once the caller lets go of it."""
@@ -117,7 +135,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
         if entry is None:
             raise ResourceExhausted(f"the KV agent's budget of {self._book.budget_bytes} bytes is used up; wait for leases to end")
         try:
-            self._book.fill(entry, await self._in_thread(ray.put, data))
+            self._book.fill(entry, await self._in_thread(self._put, data))
         except BaseException as error:
             self._book.cancel(entry)
             if isinstance(error, RayError):
@@ -126,7 +144,18 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
         return kv_pb2.AgentPutResponse(stored_bytes=self._book.stats.stored_bytes)
 
     async def Fetch(self, request: kv_pb2.AgentFetchRequest, context: Any) -> kv_pb2.AgentFetchResponse:
-        """Copies a chunk of another agent into a slot of the ring. The slot is not written any more when this returns or raises."""
+        """Copies a chunk of another agent into a slot of the ring, for a worker that has not mapped the store."""
+        request.near, request.store_bytes = False, 0
+        async with aclosing(self.Hold(request, context)) as answers:
+            return await anext(answers)
+
+    async def Hold(self, request: kv_pb2.AgentFetchRequest, context: Any) -> AsyncGenerator[kv_pb2.AgentFetchResponse, None]:
+        """Has a chunk of another agent brought into this node's object store. Says where it lies there, and holds it until the worker ends
+        the call; or copies it into a slot of the ring, which is not written any more when this answers or raises."""
+        if request.near:
+            async for response in self._hold_near(request):
+                yield response
+            return
         slot = self._slot(request.offset, request.num_bytes)
         deadline = time.monotonic() + request.timeout_s
         try:
@@ -143,22 +172,45 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
             self._peers.pop(request.endpoint, None)
             raise _source_lost(request.endpoint, error) from error
         if not refs:
-            raise NotFound(
-                f"chunk {request.chunk} of lease {request.lease_id} is not at {request.endpoint}; the lease ended: prefill again"
-            )
+            raise _not_here(request)
         try:
             # Not ray.get: one that waits keeps all else of this process from the object store, for a second each time.
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 view = await refs.pop()
-            await self._in_thread(_copy_in, view, slot)
+            if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != slot.shape:
+                raise DataLoss("the object is not the chunk that was announced; prefill again")
+            offset = None if self._store is None else self._store.offset_of(view, request.store_bytes)
+            if offset is None:
+                await self._in_thread(np.copyto, slot, view)
+            yield kv_pb2.AgentFetchResponse(store_offset=offset)
+            if offset is not None:
+                await asyncio.Event().wait()  # for the end of the call
         except DataLoss:
             raise
         except Exception as error:
             raise _source_lost(request.endpoint, error) from error
         finally:
+            # The view pins the object's memory.
             refs.clear()
             view = None
-        return kv_pb2.AgentFetchResponse()
+
+    async def _hold_near(self, request: kv_pb2.AgentFetchRequest) -> AsyncIterator[kv_pb2.AgentFetchResponse]:
+        """Says where a chunk of our own lies in the store, and holds it until the call ends."""
+        if request.endpoint != self._endpoint:
+            raise Unavailable(f"KV agent {request.endpoint} is not here any more, {self._endpoint} is; prefill again")
+        if request.lease_id == PROBE_LEASE:
+            async with self._probing:
+                published: Published | None = await self._in_thread(lambda: self._put(probe_pattern(min(request.num_bytes, PROBE_BYTES))))
+        else:
+            published = self._book.get(request.lease_id, request.chunk)
+        if published is None:
+            raise _not_here(request)
+        offset = None
+        if published.view is not None and self._store is not None and published.view.size == request.num_bytes:
+            offset = self._store.offset_of(published.view, request.store_bytes)
+        yield kv_pb2.AgentFetchResponse(store_offset=offset)
+        if offset is not None:
+            await asyncio.Event().wait()  # for the end of the call
 
     async def Drop(self, request: kv_pb2.AgentDropRequest, context: Any) -> kv_pb2.AgentDropResponse:
         return kv_pb2.AgentDropResponse(objects=self._book.drop(request.lease_id))
@@ -175,6 +227,45 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
             stored_bytes=stats.stored_bytes,
             budget_bytes=self._book.budget_bytes,
         )
+
+    async def Store(self, request: kv_pb2.AgentStoreRequest, context: Any) -> kv_pb2.AgentStoreResponse:
+        """Says where this node's object store can be mapped, if it can. Raises ResourceExhausted where its memory is not to be had."""
+        store = await self._look_for_store()
+        if store is None:
+            return kv_pb2.AgentStoreResponse()
+        num_bytes = min(request.num_bytes, store.num_bytes)
+        if request.take_memory:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._store_trial, store.take_memory, num_bytes)
+            except OSError as error:
+                raise ResourceExhausted(f"no {num_bytes} bytes for the object store: {error.strerror}; make /dev/shm larger") from error
+        return kv_pb2.AgentStoreResponse(path=str(store.path), identity=store.identity, num_bytes=num_bytes)
+
+    async def Neighbour(self, request: kv_pb2.AgentNeighbourRequest, context: Any) -> kv_pb2.AgentNeighbourResponse:
+        """Asks another agent, which may be of a version that knows no such question."""
+        told: list[Any] = []
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(request.timeout_s):
+                    peer = await self._peer(request.endpoint)
+                    told = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
+        except Exception as error:  # as in Hold
+            raise _source_lost(request.endpoint, error) from error
+        return kv_pb2.AgentNeighbourResponse(socket=told[0], identity=told[1]) if told else kv_pb2.AgentNeighbourResponse()
+
+    async def _look_for_store(self) -> StoreFile | None:
+        if self._store is None:
+            self._store = await asyncio.get_running_loop().run_in_executor(self._store_trial, _find_store)
+        return self._store
+
+    def _put(self, data: Bytes) -> Published:
+        """Blocks while it is copied."""
+        ref = ray.put(data)
+        if self._store is None:
+            return Published(ref, None)
+        # It does not wait: the object is here. What is small Ray keeps elsewhere.
+        view = ray.get(ref)
+        return Published(ref, view if self._store.offset_of(view, self._store.num_bytes) is not None else None)
 
     async def _peer(self, endpoint: str) -> Any:
         """Returns the handle of another agent's actor; names are never used twice, so it is kept. Raises ValueError if there is none."""
@@ -202,11 +293,13 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
         return self._ring.bytes[offset : offset + num_bytes]
 
 
-def _copy_in(view: Any, slot: Bytes) -> None:
-    """Runs in a thread. The view pins the object's memory, so it does not outlive the call of this. Raises DataLoss."""
-    if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != slot.shape:
-        raise DataLoss("the object is not the chunk that was announced; prefill again")
-    slot[:] = view
+def _find_store() -> StoreFile | None:
+    """Blocks for as long as the store does."""
+    return find_store(ray.get(ray.put(np.zeros(_TRIAL_BYTES, np.uint8))), (os.getppid(), os.getpid()))
+
+
+def _not_here(request: kv_pb2.AgentFetchRequest) -> NotFound:
+    return NotFound(f"chunk {request.chunk} of lease {request.lease_id} is not at {request.endpoint}; the lease ended: prefill again")
 
 
 def _source_lost(endpoint: str, error: Exception) -> Unavailable:

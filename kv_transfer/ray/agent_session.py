@@ -16,7 +16,7 @@ import json
 import logging
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,9 +55,30 @@ _MOST_STALLED_S = 10.0
 # To Ray's head, and for an answer of this node's object store, where a source is silent already.
 _CONNECT_S = 0.5
 _STOP_S = 3.0
+# For the memory of the store's first bytes: 4 GiB take a second or two.
+_STORE_S = 60.0
+# More is not pinned, and takes no memory before it is used: what is on its way at once lies at the store's beginning.
+_PINNED_STORE_BYTES = 4 << 30
+_WHOLE_STORE = 1 << 62
+_MAX_NEAR = 64
+_MEET_S = 5.0
 _STDERR_LINES = 20
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Near:
+    """An agent on this node, which is asked directly. `stub` is None until that is known, or if it is not one."""
+
+    channel: Any = None
+    stub: Any = None
+
+    async def close(self) -> None:
+        """What is being read there is not held any more."""
+        self.stub = None
+        if self.channel is not None:
+            await self.channel.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +92,18 @@ class AgentConfig:
     budget_bytes: int
     start_timeout_s: float
     pin: Pin | None = None
+    on_gpu: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class RingSlot:
-    """A part of the ring, uint8 [num_bytes], until `AgentSession.give_back`. `call` is the agent's that uses it."""
+    """A part of the ring, uint8 [num_bytes], until `AgentSession.give_back`. `call` is the agent's that uses it. What was fetched may lie
+    in the object store instead: then `bytes` is there, and the call `hold` keeps it there."""
 
     offset: int
     bytes: npt.NDArray[np.uint8]
     call: asyncio.Task[None] | None = None
+    hold: Any = None
 
 
 class AgentSession:
@@ -120,7 +144,12 @@ class AgentSession:
         self._unused = asyncio.Event()  # no slot is taken
         self._unused.set()
         self._late_calls: set[asyncio.Task[None]] = set()  # given up, and still using their slots
-        self._unpin: Callable[[], None] | None = None
+        self._unpins: list[Callable[[], None]] = []
+        # The object store's first bytes, once they are mapped.
+        self._store: SharedMemory | None = None
+        self._store_identity = ""
+        self._near: OrderedDict[str, _Near] = OrderedDict()
+        self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def launch(cls, config: AgentConfig, endpoint: str, number: int) -> AgentSession:
@@ -142,6 +171,7 @@ class AgentSession:
             if config.pin is not None:
                 await session.pin_ring(config.pin)
             await session._wait_ready(config.start_timeout_s)
+            session.map_store(config.pin, on_gpu=config.on_gpu)
         except BaseException:
             if session is not None:
                 await session.close()
@@ -263,7 +293,11 @@ class AgentSession:
         self._socket_path.unlink(missing_ok=True)
         if self._late_calls:
             await asyncio.wait(self._late_calls)
-        await self._unpin_ring()
+        while self._background:
+            await asyncio.wait(self._background)
+        for near in self._near.values():
+            await near.close()
+        await self._unpin()
 
     async def take_slot(self, num_bytes: int, *, deadline: float) -> RingSlot:
         """Raises ResourceExhausted at the deadline, InvalidRequest if the ring is too small for it at all, Unavailable."""
@@ -288,6 +322,8 @@ class AgentSession:
             call.add_done_callback(self._late_calls.discard)
             call.add_done_callback(lambda _: self.give_back(slot))
             return
+        if slot.hold is not None:
+            slot.hold.cancel()
         self._slots.free(slot.offset)
         self._slots_freed.pump()
         if not self._slots.used_bytes:
@@ -303,8 +339,9 @@ class AgentSession:
         await self._call(lambda: self._stub.Put(request, timeout=_PUT_S))
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: int, slot: RingSlot, *, deadline: float) -> None:
-        """The slot holds the chunk, or is garbage; no other process writes it any more when this ends. It ends before the deadline if
-        nothing at all has come from that source for a while."""
+        """The slot's bytes are the chunk, or garbage; no other process writes them any more when this ends. (If the agent dies meanwhile,
+        the object store may: a checksum has to come after the last use.) It ends before the deadline if nothing at all has come from that
+        source for a while."""
         while True:
             began, before = time.monotonic(), self._source_timeouts.num_answers(endpoint)
             answer_s = self._source_timeouts.timeout_s(endpoint, began)
@@ -335,9 +372,75 @@ class AgentSession:
     async def _fetch(self, endpoint: str, lease_id: str, chunk: int, slot: RingSlot, *, timeout_s: float) -> None:
         timeout_s = max(0.001, timeout_s)
         request = kv_pb2.AgentFetchRequest(
-            endpoint=endpoint, lease_id=lease_id, chunk=chunk, offset=slot.offset, num_bytes=slot.bytes.size, timeout_s=timeout_s
+            endpoint=endpoint,
+            lease_id=lease_id,
+            chunk=chunk,
+            offset=slot.offset,
+            num_bytes=slot.bytes.size,
+            timeout_s=timeout_s,
+            store_bytes=0 if self._store is None else self._store.num_bytes,
         )
-        await self._call(lambda: self._stub.Fetch(request, timeout=timeout_s + _GRACE_S))
+        self.check_alive()
+        if self._store is None:
+            await self._call(lambda: self._stub.Fetch(request, timeout=timeout_s + _GRACE_S))
+            return
+        if (near := self._near_agent(endpoint)).stub is not None:
+            if await self._fetch_near(near, request, slot):
+                return
+            request.near = False
+        slot.hold = self._stub.Hold(request, timeout=timeout_s + _GRACE_S)
+        self._found(slot, await self._call(slot.hold.read))
+
+    def _found(self, slot: RingSlot, answer: kv_pb2.AgentFetchResponse) -> bool:
+        """Returns whether it is in the store."""
+        if self._store is None or not answer.HasField("store_offset"):
+            return False
+        slot.bytes = self._store.bytes[answer.store_offset : answer.store_offset + slot.bytes.size]
+        return True
+
+    async def _fetch_near(self, near: _Near, request: kv_pb2.AgentFetchRequest, slot: RingSlot) -> bool:
+        """Asks the source's agent itself. Returns False if Ray has to be asked; raises what the agent's error says, and Unavailable after
+        `timeout_s`."""
+        request.near = True
+        slot.hold = near.stub.Hold(request, timeout=request.timeout_s + _GRACE_S)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return self._found(slot, await slot.hold.read())
+        except TimeoutError:
+            raise Unavailable(f"KV agent {request.endpoint} did not answer in {request.timeout_s:.1f} s; prefill again") from None
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAVAILABLE:
+                near.stub = None
+            elif code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise error_from_grpc(code.name, error.details() or code.name) from None
+            return False
+        except asyncio.CancelledError:
+            self._check_cancelled()
+            raise
+
+    def _near_agent(self, endpoint: str) -> _Near:
+        """Says at once what is known. Who is met for the first time is asked meanwhile; names are never used twice."""
+        near = self._near.get(endpoint)
+        if near is None:
+            near = self._near[endpoint] = _Near()
+            self._spawn(self._meet(endpoint, near))
+            if len(self._near) > _MAX_NEAR:
+                self._spawn(self._near.popitem(last=False)[1].close())
+        self._near.move_to_end(endpoint)
+        return near
+
+    async def _meet(self, endpoint: str, near: _Near) -> None:
+        request = kv_pb2.AgentNeighbourRequest(endpoint=endpoint, timeout_s=_MEET_S)
+        timeout_s = _MEET_S + _GRACE_S
+        try:
+            told: kv_pb2.AgentNeighbourResponse = await self._call(lambda: self._stub.Neighbour(request, timeout=timeout_s), counts=False)
+        except TwostepError as error:
+            log.debug("%s is asked through Ray: %s", endpoint, error.message)
+            return
+        if told.socket and self._store is not None and told.identity == self._store_identity:
+            near.channel = grpc.aio.insecure_channel(f"unix:{told.socket}")
+            near.stub = kv_pb2_grpc.KvAgentStub(near.channel)
 
     async def drop(self, lease_id: str) -> None:
         await self._call(lambda: self._stub.Drop(kv_pb2.AgentDropRequest(lease_id=lease_id), timeout=_GRACE_S))
@@ -371,30 +474,60 @@ class AgentSession:
                 raise Unavailable("Ray's KV agent hangs and is being replaced; prefill again") from None
             raise error_from_grpc(code.name, error.details() or code.name) from None
         except asyncio.CancelledError:
-            # Closing the channel cancels its calls, which is not the caller's own cancellation.
-            task = asyncio.current_task()
-            if self._lost.done() and (task is None or not task.cancelling()):
-                self.check_alive()
+            self._check_cancelled()
             raise
         finally:
             self._waiting.pop(call, None)
 
-    async def pin_ring(self, pin: Pin) -> None:
-        try:
-            self._unpin = await asyncio.to_thread(pin, self._ring.bytes)
-        except RuntimeError as error:
-            log.warning("the KV agent's ring is not pinned, so that KV is copied once more on its way: %s", error)
+    def _check_cancelled(self) -> None:
+        """Raises Unavailable if it was not the caller that was cancelled: closing a channel cancels its calls."""
+        task = asyncio.current_task()
+        if self._lost.done() and (task is None or not task.cancelling()):
+            self.check_alive()
 
-    async def _unpin_ring(self) -> None:
+    def map_store(self, pin: Pin | None, *, on_gpu: bool) -> None:
+        """Begins to; what is fetched meanwhile, or if that fails, comes through the ring."""
+        self._spawn(self._map_store(pin, on_gpu=on_gpu))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _map_store(self, pin: Pin | None, *, on_gpu: bool) -> None:
+        request = kv_pb2.AgentStoreRequest(num_bytes=_PINNED_STORE_BYTES if on_gpu else _WHOLE_STORE, take_memory=on_gpu)
+        try:
+            told: kv_pb2.AgentStoreResponse = await self._call(lambda: self._stub.Store(request, timeout=_STORE_S), counts=False)
+            if not told.path:
+                raise OSError("its raylet does not show it; give worker and node one process namespace and one user")
+            store = SharedMemory.open(Path(told.path), num_bytes=told.num_bytes, identity=told.identity)
+        except (TwostepError, OSError) as error:
+            log.warning("the object store is not mapped, so that KV is copied once more on its way: %s", error)
+            return
+        if pin is not None:
+            await self._pin(store, "the object store", pin)
+        self._store, self._store_identity = store, told.identity
+
+    async def pin_ring(self, pin: Pin) -> None:
+        await self._pin(self._ring, "the KV agent's ring", pin)
+
+    async def _pin(self, memory: SharedMemory, what: str, pin: Pin) -> None:
+        try:
+            self._unpins.append(await asyncio.to_thread(pin, memory.bytes))
+        except RuntimeError as error:
+            log.warning("%s is not pinned, so that KV is copied once more on its way: %s", what, error)
+
+    async def _unpin(self) -> None:
         """Waits until no copy can be under way: a slot is given back when its copy has ended."""
-        unpin, self._unpin = self._unpin, None
-        if unpin is None:
+        unpins, self._unpins = self._unpins, []
+        if not unpins:
             return
         await self._unused.wait()
-        try:
-            await asyncio.to_thread(unpin)
-        except RuntimeError as error:
-            log.warning("the KV agent's ring stays pinned: %s", error)
+        for unpin in unpins:
+            try:
+                await asyncio.to_thread(unpin)
+            except RuntimeError as error:
+                log.warning("memory of the KV agent's stays pinned: %s", error)
 
     async def _wait_ready(self, timeout_s: float) -> None:
         try:

@@ -1,15 +1,17 @@
 """The shared-memory ring between a worker and its KV agent: an mmapped file, and contiguous slots of it.
 
     worker ──read_blocks──▶ [ slot ][ slot ]      [ slot ] ──ray.put──▶ object store      (publish)
-    worker ◀─write_blocks── [ slot ][ slot ]      [ slot ] ◀──ray.get── object store      (fetch)
+    worker ◀─write_blocks──────────────────────────────────────────── object store      (fetch, where the worker has mapped it too)
+    worker ◀─write_blocks── [ slot ][ slot ]      [ slot ] ◀──ray.get── object store      (fetch, where it has not)
 
-On a GPU's machine the worker pins its mapping, so that the device copies straight to and from it.
+On a GPU's machine the worker pins its mappings, so that the device copies straight to and from them.
 
 The file has a name only while the agent starts: once both have mapped it, it is unlinked, and the memory is gone with the processes.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -20,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.ray.store_file import identity_of
 from twostep.errors import SetupError
 
 # Makes memory fast to copy to and from a device; what it returns undoes that (see twostep.engine.batch.Runner.pin_host).
@@ -75,11 +78,14 @@ class SharedMemory:
             ) from error
 
     @classmethod
-    def open(cls, path: Path) -> SharedMemory:
-        """Maps what another process created. Raises OSError."""
+    def open(cls, path: Path, *, num_bytes: int = 0, identity: str = "") -> SharedMemory:
+        """Maps what another process created, or its first bytes. Raises OSError, also if it is not the file of that identity."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(path, descriptor, os.fstat(descriptor).st_size)
+            found = os.fstat(descriptor)
+            if (identity and identity_of(found) != identity) or found.st_size < num_bytes:
+                raise OSError(errno.ESTALE, "another file is there now", str(path))
+            return cls(path, descriptor, num_bytes or found.st_size)
         finally:
             os.close(descriptor)
 

@@ -1,7 +1,7 @@
 """The `ray` transport, worker's side: keeps a KV agent alive, and moves chunks between the pool and the ring they share.
 
     publish   1 room in the budget   2 slot of the ring   3 pool -> slot, checksum (thread)   4 agent: slot -> object store
-    fetch     1 slot of the ring     2 agent: object store of the source -> slot              3 checksum, slot -> pool (thread)
+    fetch     1 slot of the ring     2 agent: source's object store -> this node's, or the slot     3 from there -> pool, checksum (thread)
 
 Ray may be away at any time: `ready` turns False, calls raise Unavailable, and a new agent is started once Ray answers again. An agent that
 does not answer in time is waited for no longer either, but kept for a while: it may only be slow (kv_transfer.ray.agent_session).
@@ -90,6 +90,7 @@ class RayTransport(CopyingTransport):
             budget_bytes=budget_bytes,
             start_timeout_s=start_timeout_s,
             pin=pin,
+            on_gpu=on_gpu,
         )
         self._launch = launch
         self._connect = connect

@@ -27,6 +27,7 @@ from router.waiting.fair_queue import QueueEntry
 from router.waiting.queues import WorkerQueue
 from router.workers.pool import DecodeLink, WorkerPool
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, PrefixIndex, WorkerLife
+from twostep.cluster.prediction import RECENT_S
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import ContextExceeded, DeadlineExceeded, Incompatible, InternalError, TwostepError, Unavailable
 from twostep.request_class import RequestClass
@@ -172,7 +173,7 @@ class Dispatcher:
         self._refuse(request, queue_s=queue.queue_s(entry))
         if not queue.num_queued:
             self._absent_since = None
-            begun = await self._round(request, beside=True)
+            begun = await self._round(request)
             if isinstance(begun, Attempt):
                 return self._begun(begun, entry, request)
             begun.raise_if_hopeless()
@@ -219,9 +220,9 @@ class Dispatcher:
         if refused is not None:
             raise refused
 
-    async def _round(self, request: _Dispatch, *, beside: bool = False) -> Attempt | _NotNow:
-        """Asks placement after placement, the best first, each worker that refuses no more in this round. `beside`: where the decode worker
-        is likely to take it, the prefill worker is asked at the same time, not after it; what waited in the queue is in no such hurry."""
+    async def _round(self, request: _Dispatch) -> Attempt | _NotNow:
+        """Asks placement after placement, the best first, each worker that refuses no more in this round. The two of a pair are asked at
+        the same time where the decode worker is likely to take it."""
         job, demand = request.job, request.demand()
         refusals = self._held_back(job.request_class)
         lacking = self._lacking(job)
@@ -252,12 +253,14 @@ class Dispatcher:
             )
             begun = False
             there, here = (request.cached.get(link.life, NOT_CACHED).num_tokens for link in (prefill or decode, decode))
-            beside = beside and not refusals.full and prefill is not None and _likely_taken(demand.num_tokens, prefill.record, decode)
+            beside = prefill is not None and _likely_taken(demand.num_tokens, prefill.record, decode)
             try:
                 await attempt.begin(there, here if beside else None)
                 begun = True
             except WorkerRefused as refused:
                 log.debug("request %s: %s", job.request_id, refused)
+                if refused.full and refused.life == decode.life:
+                    decode.full_at = time.monotonic()
                 refusals.add(refused, computing=(prefill or decode).life)
             finally:
                 if not begun:
@@ -302,12 +305,13 @@ class Dispatcher:
 
 def _likely_taken(num_tokens: int, prefill: WorkerRecord, decode: DecodeLink) -> bool:
     """Returns whether a reservation for so many tokens is likely to succeed, and both workers take Run beside it. What the decode worker
-    says of its load is a second old: there must be room for the prompt twice."""
+    says of its load is a second old: there must be room for the prompt twice, and who refused since is asked first."""
     record, load = decode.record, decode.record.load
     num_seqs = max(load.num_running + load.num_reserved, len(decode.users))
     return (
         prefill.cached_at_watch
         and record.cached_at_watch
+        and time.monotonic() - decode.full_at > RECENT_S
         and num_seqs < record.max_num_seqs
         and load.num_free_blocks * record.layout.block_size >= 2 * num_tokens
     )

@@ -102,6 +102,7 @@ class DecodeLink(WorkerLink):
         stream_lease_s: float,
     ) -> None:
         super().__init__(record, open_to)
+        self.full_at = -math.inf  # when it last refused a reservation for want of room
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.stream = DecodeStream(
             self.decode,

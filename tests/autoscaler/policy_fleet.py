@@ -71,6 +71,7 @@ class Fleet:
     decisions: list[Decision] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     num_made: int = 0
+    both_roles: bool = False  # of its workers
     json: bool = False  # the memory goes through JSON at every step
 
     @classmethod
@@ -84,7 +85,7 @@ class Fleet:
 
     def _make(self, owner: Role, *, cold: bool = True) -> None:
         self.num_made += 1
-        view = worker(f"{owner}-{self.num_made}", owner, started_s=self.now_s)
+        view = worker(f"{owner}-{self.num_made}", owner, started_s=self.now_s, both_roles=self.both_roles)
         self.pods.append(Pod(view, self.now_s + (self.config.pool(owner).cold_start_s if cold else 0.0)))
 
     def lose(self, role: Role) -> None:

@@ -282,3 +282,14 @@ def test_a_prompt_heavy_load_that_turns_output_heavy_moves_workers_not_pods() ->
     most = max(sum(decision.needed.values()) for decision in fleet.decisions)
     assert max(sum(decision.replicas.values()) for decision in fleet.decisions) <= most + 1
     assert fleet.serving("decode") >= fleet.decisions[-1].needed["decode"]
+
+
+def test_workers_of_both_roles_need_fewer_pods_and_no_switch_when_a_role_has_nobody() -> None:
+    load = traffic(90.0, prompt=1000.0, output=450.0, ttft_met=1.0, tpot_met=1.0)
+    apart, both = (Fleet.of(config(), 4, 2, both_roles=both_roles) for both_roles in (False, True))
+    for fleet in (apart, both):
+        fleet.run(load, 900.0)
+    assert sum(both.decisions[-1].replicas.values()) < sum(apart.decisions[-1].replicas.values())
+    while both.serving("decode"):
+        both.lose("decode")
+    assert both.step(load).switches == ()

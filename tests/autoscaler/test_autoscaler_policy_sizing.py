@@ -17,6 +17,7 @@ from twostep.autoscaler.sizing import (
     decode_need,
     erlang_c,
     late_share,
+    needed,
     own_times_s,
     prefill_need,
     prompt_work_s,
@@ -49,6 +50,20 @@ def test_waiting_is_that_of_the_tables() -> None:
     assert share == pytest.approx(0.8 * math.exp(-0.2 * 1.0 / 0.2))
     curve = StepCurve(fixed_s=0.01, per_row_s=1e-4)
     assert prompt_work_s(WorkerSpec(curve=curve, step_tokens=1000), load(1.0, prompt=500.0, cached=100.0)) == pytest.approx(0.044)
+
+
+@given(st.floats(1.0, 200.0), st.floats(100.0, 4000.0), st.floats(2.0, 600.0))
+def test_workers_of_both_roles_are_as_many_as_the_work_takes(rate: float, prompt: float, output: float) -> None:
+    """Never more than apart, with each role's share of the work in whole workers; and no fewer than prompts and tokens take together."""
+    specs, demands = {"prefill": PREFILL_SPEC, "decode": DECODE_SPEC}, dict.fromkeys(("prefill", "decode"), load(rate, prompt, output))
+    apart, both = (needed(CONFIG, specs, demands, both_roles=both_roles) for both_roles in (False, True))
+    assert apart.total == apart.prefill + apart.decode
+    assert both.total <= apart.total
+    assert both.total - 2 < both.prefill + both.decode <= both.total
+    tokens_s = load(rate, prompt, output).decode_per_s * (DECODE.per_sequence_s + DECODE.per_context_s * load(rate, prompt, output).context)
+    assert both.total >= rate * prompt_work_s(PREFILL_SPEC, demands["prefill"]) + tokens_s
+    more = {role: demand.times(1.5) for role, demand in demands.items()}
+    assert needed(CONFIG, specs, more, both_roles=True).total >= both.total
 
 
 def test_more_of_the_prompt_in_caches_needs_fewer_prefill_workers() -> None:

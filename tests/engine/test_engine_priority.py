@@ -342,23 +342,27 @@ def test_a_batch_prompt_pushed_out_again_and_again_gets_done() -> None:
 CURVE = StepCurve(fixed_s=1e-3, per_row_s=1e-4)
 
 
-def chunks(run: Run) -> list[int]:
+def chunks(run: Run, clock: Clock | None = None) -> list[int]:
+    """With a clock, every step takes 2 ms."""
     sizes = []
     while (output := run.step()).num_prefill_tokens:
         sizes.append(output.num_prefill_tokens)
+        if clock is not None:
+            clock.now += 2e-3
     return sizes
 
 
 @pytest.mark.parametrize("how", ["max_step_s", "tpot_s", "both"])
 def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: str) -> None:
     bound = {"max_step_s": 2e-3, "tpot_s": 1.0, "both": 5e-3}[how]
-    run = Run(make_engine(max_num_batched_tokens=100, max_step_s=0.0 if how == "tpot_s" else bound, min_chunk_tokens=2))
+    clock = Clock()
+    run = Run(make_engine(clock=clock, max_num_batched_tokens=100, max_step_s=0.0 if how == "tpot_s" else bound, min_chunk_tokens=2))
     tpot_s = None if how == "max_step_s" else 2e-3 / 0.9
     run.submit(request("d", STANDARD, 5, max_tokens=40, tpot_s=tpot_s), request("e", STANDARD, 5, max_tokens=40, tpot_s=1.0))
     run.step()
     run.engine.set_curve(CURVE)
     run.submit(request("p", STANDARD, 30))
-    assert chunks(run) == [8, 8, 8, 6], "1 ms and ten rows of which two are decodes"
+    assert chunks(run, clock) == [8, 8, 8, 6], "1 ms and ten rows of which two are decodes"
     run.engine.set_curve(None)
     run.submit(request("q", STANDARD, 30))
     assert chunks(run) == [30]
@@ -372,6 +376,25 @@ def test_chunks_are_no_smaller_than_what_a_mixed_step_takes_anyway() -> None:
     run.engine.set_curve(dataclasses.replace(CURVE, mixed_s=3e-3))
     run.submit(request("p", STANDARD, 30))
     assert chunks(run) == [19, 11], "1 ms and twenty rows of which one is a decode"
+    run.finish()
+
+
+def test_a_promise_is_kept_beside_prompts_whose_steps_are_long_whatever_they_hold() -> None:
+    """A step without prompts takes 1.1 ms, one with any 3: there is room for a chunk in every third one or so."""
+    clock = Clock()
+    run = Run(make_engine(clock=clock, max_num_batched_tokens=100, max_step_s=4e-3, min_chunk_tokens=2))
+    run.submit(request("d", STANDARD, 5, max_tokens=60, tpot_s=2e-3))
+    run.step()
+    curve = dataclasses.replace(CURVE, mixed_s=3e-3)
+    run.engine.set_curve(curve)
+    run.submit(request("p", STANDARD, 70, max_tokens=1))
+    sizes = []
+    while sum(sizes) < 70:
+        output = run.step()
+        sizes.append(output.num_prefill_tokens)
+        clock.now += curve.step_s(output.workload)
+        assert clock.now <= 2e-3 * len(sizes)
+    assert min([size for size in sizes if size][:-1]) >= 19, "what fits in 3 ms, each time"
     run.finish()
 
 

@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step
+from twostep.engine.step_plan import (
+    BatchDecode,
+    Capacity,
+    Promise,
+    RunningPrompt,
+    StepPlan,
+    StepTimeLimit,
+    WaitingPrompt,
+    plan_step,
+    time_limit_of,
+)
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
@@ -244,3 +254,29 @@ def test_an_urgent_prompt_always_makes_progress(case: PlanCase) -> None:
         assert plan.prompts
         room = case.budget - case.num_decodes
         assert plan.prompts[0].num_tokens >= min(case.min_chunk, case.sizes[plan.prompts[0].item], room)
+
+
+@given(
+    every_s=st.floats(1e-3, 0.1),
+    due_s=st.floats(-1.0, 1.0),
+    max_step_s=st.floats(1e-3, 0.1),
+    mixed_s=st.sampled_from([0.0, 3e-3, 0.03]),
+    decodes=st.integers(1, 64),
+    num_waited=st.integers(0, 20),
+)
+def test_a_promise_is_broken_only_where_nothing_else_can_be_done(
+    every_s: float, due_s: float, max_step_s: float, mixed_s: float, decodes: int, num_waited: int
+) -> None:
+    curve, work = replace(CURVE, mixed_s=mixed_s), StepWorkload(decodes=decodes)
+    promise = Promise(every_s=every_s, due_s=due_s)
+    limit = time_limit_of(curve, work, max_step_s=max_step_s, promise=promise, min_chunk=8, num_waited=num_waited)
+    alone_s, least_s = curve.step_s(work), curve.step_s(replace(work, prompt_tokens=8))
+    if limit is None:
+        assert num_waited < 8, "prompts do not starve"
+        assert alone_s < every_s, "and there is something to wait for"
+        assert due_s < least_s
+        return
+    assert limit.max_step_s <= max(max_step_s, mixed_s)
+    if limit.max_step_s > due_s:
+        assert limit.max_step_s <= least_s, "no more than the least chunk takes"
+        assert alone_s >= every_s or least_s <= every_s or num_waited >= 8

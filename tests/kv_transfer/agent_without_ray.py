@@ -1,11 +1,13 @@
-"""KV agents without Ray: the real actor within this process, over an object store that is a reference to an array."""
+"""KV agents without Ray: the real actor within this process, over an object store that is a file mapped once for all of them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,27 +19,68 @@ from kv_transfer.ray.agent_actor import KvAgent
 from kv_transfer.ray.agent_session import AgentConfig, AgentSession
 from kv_transfer.ray.child import Child
 from kv_transfer.ray.ring import SharedMemory
+from kv_transfer.slots import SlotAllocator
+
+_STORE_BYTES = 256 << 20
+# Less Ray keeps elsewhere.
+_LEAST_BYTES = 8 << 10
+_FREED = 0xEE
+
+
+class Store:
+    """Memory behind a file without a name. What is free again is overwritten: whoever still reads it finds out."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("store")
+        os.truncate(self.descriptor, _STORE_BYTES)
+        self.memory = SharedMemory(Path(), self.descriptor, _STORE_BYTES).bytes
+        self.slots = SlotAllocator(_STORE_BYTES)
+        self.most_used = 0
+
+    def put(self, data: Any) -> Ref:
+        return Ref(self, np.asarray(data))
+
+    def overwrite(self) -> None:
+        self.memory[: self.most_used] = _FREED
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 class Ref:
-    """An object of the store. Nothing writes it any more."""
+    """An object of the store. It is there as long as this or a view of it."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = np.array(data)
-        self.data.flags.writeable = False
+    def __init__(self, store: Store, data: Any) -> None:
+        self._store = store
+        self._offset = store.slots.allocate(data.nbytes) if data.nbytes >= _LEAST_BYTES else None
+        self._data = data.copy() if self._offset is None else store.memory[self._offset : self._offset + data.nbytes]
+        self._data[:] = data
+        store.most_used = max(store.most_used, (self._offset or 0) + data.nbytes)
+        # What numpy makes a view of, which keeps this alive.
+        address, _ = self._data.__array_interface__["data"]
+        self.__array_interface__ = self._data.__array_interface__ | {"data": (address, True)}
+
+    def __del__(self) -> None:
+        if self._offset is not None:
+            self._data[:] = _FREED
+            self._store.slots.free(self._offset)
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from asyncio.sleep(0).__await__()
-        return self.data
+        return np.asarray(self)
 
 
 class RayOfOneProcess:
     """The part of Ray that the actor uses: its store, and other actors by name."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, shown: bool = True) -> None:
+        """`shown`: workers can map the store."""
         self._actors: dict[str, KvAgent] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        patch.setattr(agent_actor, "ray", SimpleNamespace(put=Ref, get_actor=self._handle))
+        self._store = Store()
+        patch.setattr(
+            agent_actor, "ray", SimpleNamespace(put=self._store.put, get=np.asarray if shown else np.array, get_actor=self._handle)
+        )
 
     def launcher(self, clock: Callable[[], float]) -> Callable[[AgentConfig, str, int], Awaitable[AgentSession]]:
         """Returns a `launch` for a RayTransport."""
@@ -56,6 +99,7 @@ class RayOfOneProcess:
             task.add_done_callback(self._tasks.discard)
             session = AgentSession(endpoint, ring, socket, helper, config.ray_address, clock=clock)
             session.book.budget_bytes = config.budget_bytes
+            session.map_store(config.pin, on_gpu=config.on_gpu)
             return session
 
         return launch
@@ -64,6 +108,7 @@ class RayOfOneProcess:
         """Waits for the actors, whose transports are closed."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._store.close()
 
     async def _run(self, endpoint: str, actor: KvAgent, helper: Child) -> None:
         """An actor dies with its helper."""
@@ -72,6 +117,8 @@ class RayOfOneProcess:
         running.cancel()
         del self._actors[endpoint]
         await actor.stop()
+        # It takes its objects along. (No test has those of another meanwhile.)
+        self._store.overwrite()
 
     def _handle(self, endpoint: str, namespace: str) -> Any:
         if endpoint not in self._actors:
@@ -80,5 +127,5 @@ class RayOfOneProcess:
         async def call(method: str, **given: Any) -> Any:
             return await getattr(self._actors[endpoint], method)(**given)
 
-        remote = {name: SimpleNamespace(remote=partial(call, name)) for name in ("fetch", "probe")}
+        remote = {name: SimpleNamespace(remote=partial(call, name)) for name in ("fetch", "neighbour", "probe")}
         return SimpleNamespace(**remote)

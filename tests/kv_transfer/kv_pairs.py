@@ -252,6 +252,7 @@ PAIRS: dict[str, tuple[Callable[..., Pair], int]] = {
     "nixl_library": (partial(one_sided_pair, nixl_side), 8),
     "cuda_ipc": (partial(one_sided_pair, cuda_ipc_side), 8),
     "ray_actor": (ray_actor_pair, 1),
+    "ray_unseen": (ray_actor_pair, 1),
     "ray": (ray_pair, 1),
 }
 _NO_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the nixl package is not installed")
@@ -266,7 +267,7 @@ def _only(*names: str) -> pytest.MarkDecorator:
 
 
 # Those whose source's blocks are free once they are published, and those whose readers take them from the pool itself.
-copying = _only("local", "ray_actor", "ray")
+copying = _only("local", "ray_actor", "ray_unseen", "ray")
 one_sided = _only("nixl", "nixl_library", "cuda_ipc")
 
 
@@ -290,8 +291,8 @@ async def kind(request: pytest.FixtureRequest) -> AsyncIterator[TransportCase]:
         fake_nixl(patch) if request.param == "nixl" else nullcontext(),
         tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as directory,
     ):
-        actors = RayOfOneProcess(patch)
-        if request.param == "ray_actor":
+        actors = RayOfOneProcess(patch, shown=request.param != "ray_unseen")
+        if request.param in ("ray_actor", "ray_unseen"):
             make = partial(make, ray=actors, directory=Path(directory))
         case = TransportCase(make, word, {})
         yield case

@@ -27,7 +27,7 @@ WORKLOAD = PlannedWorkload(prompts=Uniform(150, 450), outputs=Uniform(5, 15))
 
 
 def question(targets: LatencyTargets, **changes: object) -> Question:
-    asked = Question(base=BASE, workload=WORKLOAD, targets=targets, budgets=(256, 1024), seconds=SECONDS)
+    asked = Question(base=BASE, workload=WORKLOAD, targets=targets, budgets=(256, 1024), fixed_roles=True, seconds=SECONDS)
     return replace(asked, **changes)
 
 
@@ -91,6 +91,20 @@ def test_without_a_gap_target_prompts_beside_decodes_win_where_answers_are_long(
     assert plan.best is plan.aggregated
     assert plan.gain is not None
     assert plan.gain < 0
+
+
+def test_workers_of_both_roles_are_never_worse_than_aggregated_ones() -> None:
+    """Hardly any prefill again: nothing is set apart for it."""
+    workload = PlannedWorkload(prompts=Fixed(20), outputs=Fixed(60))
+    targets = LatencyTargets(ttft_ms=500, tpot_ms=20)
+    plan = plan_for_workers(question(targets, workload=workload, fixed_roles=False), 2)
+    assert plan.disaggregated is not None
+    assert plan.disaggregated.deployment.both_roles
+    assert plan.gain is not None
+    assert plan.gain > -0.05
+    cheapest = plan_for_rate(question(targets, workload=workload, fixed_roles=False), 1.5 * plan.disaggregated.goodput).disaggregated
+    assert cheapest is not None
+    assert 2 < cheapest.deployment.num_workers <= 4
 
 
 def test_impossible_targets_are_refused_with_the_reason() -> None:

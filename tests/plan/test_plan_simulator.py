@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
 from twostep.lab.bench.serve.metrics import LatencyTargets
-from twostep.lab.plan.goodput import find_knee, seconds_for, simulate, try_requests
-from twostep.lab.plan.workload import PlannedWorkload
+from twostep.lab.plan.goodput import find_knee, seconds_for, simulate, try_rate, try_requests
+from twostep.lab.plan.machine import machine_of_preset
+from twostep.lab.plan.workload import PlannedWorkload, parse_workload
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
-from twostep.lab.simulator.engine import EngineSpec
+from twostep.lab.simulator.engine import EngineSpec, SimulatedEngine, SimulatedSequence
 from twostep.step_curve import StepCurve
 
 # A step takes 10 ms, and 1 ms more for each row.
@@ -70,6 +71,55 @@ def test_mixed_steps_have_a_curve_of_their_own() -> None:
     assert times == [0.1, 0.111, 0.122]
 
 
+def test_while_anybody_decodes_steps_with_prompts_are_bounded() -> None:
+    """A decode and 9 tokens of a prompt take 20 ms; a bound that leaves room for none lets 4 through all the same."""
+    first = Request(arrival_s=0.0, num_prompt=1, num_output=100)
+    second = Request(arrival_s=0.1055, num_prompt=18, num_output=1)
+    for max_step_s, steps in ((0.0, [0.029]), (0.0205, [0.020, 0.020]), (0.005, [0.015] * 4 + [0.013])):
+        spec = EngineSpec(curve=PLAIN, step_tokens=64, max_step_s=max_step_s, min_chunk=4)
+        _, [at] = times_of(SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec), first, second)
+        assert at == pytest.approx(0.110 + sum(steps), abs=1e-6)
+
+
+def test_promises_bound_steps_with_prompts() -> None:
+    """A decode step takes 11 ms. With a TPOT of 20 the first token leaves 19 for a step, and 8 more for each of the 16 tokens to come; an
+    answer with none to come has the 19 alone. A gap of 60 leaves 20, and does so while a sequence is to come."""
+    for promise, num_output, longest in (
+        ({"tpot_s": 0.020}, 100, 0.019 + 16 * 0.008),
+        ({"tpot_s": 0.020}, 2, 0.019),
+        ({"tpot_s": 0.020, "gap_s": 0.060}, 100, 0.020),
+    ):
+        engine = SimulatedEngine(EngineSpec(curve=PLAIN, **promise))
+        assert engine.longest_step_s(0.0) == inf
+        coming = SimulatedSequence(num_prompt=10, num_output=num_output, num_uncached=10)
+        assert engine.reserve(coming)
+        assert engine.longest_step_s(0.0) == (0.020 if "gap_s" in promise else inf)
+        engine.commit(coming, 0.0)
+        assert engine.longest_step_s(0.0) == pytest.approx(longest)
+
+
+def test_the_edge_has_a_tail_and_keeps_the_order_of_tokens() -> None:
+    spec = EngineSpec(curve=StepCurve(fixed_s=0.05, per_row_s=0.0), step_tokens=64)
+    deployment = SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec, edge_s=0.02, edge_tail_s=0.01)
+    [served] = simulate(deployment, [Request(arrival_s=0.0, num_prompt=1, num_output=4000)]).served
+    late = sorted(time - 0.05 * (i + 1) for i, time in enumerate(served.token_times))
+    assert late[2000] == pytest.approx(0.02, abs=0.0003)
+    assert late[3960] - late[2000] == pytest.approx(0.01, rel=0.1)
+    assert all(later >= earlier for earlier, later in pairwise(served.token_times))
+
+
+def test_both_roles_at_once_keep_a_rate_that_neither_fixed_roles_nor_aggregated_workers_keep() -> None:
+    base = machine_of_preset("h200-llama-3.1-8b-graphs").base
+    workload, targets = parse_workload("prompts=2600+-30%,outputs=128+-30%"), LatencyTargets(ttft_ms=500, tpot_ms=10)
+    split = base.sized(1, 1)
+    aggregated = replace(base, num_prefill=0, num_decode=2, decode=replace(base.decode, step_tokens=256, max_step_s=0.0))
+    kept = [
+        try_rate(one, workload, 21.5, targets, seconds=30, to_the_end=False).met
+        for one in (replace(split, both_roles=True), split, aggregated)
+    ]
+    assert kept == [True, False, False]
+
+
 def test_where_one_worker_is_full_another_is_asked() -> None:
     """Seven of eight blocks are the first one's."""
     spec = EngineSpec(curve=PLAIN, num_blocks=8, block_size=4)
@@ -113,9 +163,10 @@ workloads = st.builds(
     burstiness=st.sampled_from((0.3, 1.0, 4.0)),
 )
 deployments = st.builds(
-    lambda prefill, decode, spec, latency: SimulatedDeployment(
+    lambda prefill, decode, spec, latency, both: SimulatedDeployment(
         num_prefill=prefill,
         num_decode=decode,
+        both_roles=both and prefill > 0,
         prefill=spec,
         decode=spec,
         hand_over=HandOverCost(latency_s=latency, bytes_per_s=1e6, kv_token_bytes=10),
@@ -130,8 +181,10 @@ deployments = st.builds(
         block_size=st.just(4),
         look_ahead=st.booleans(),
         ahead_s=st.sampled_from((0.001, inf)),
+        max_step_s=st.sampled_from((0.0, 0.02)),
     ),
     st.sampled_from((0.0, 0.004)),
+    st.booleans(),
 )
 
 

@@ -213,10 +213,10 @@ class _Search:
         """The smaller the better."""
         there, need, now, final, ready = self.there, self.fitted.need, self.goal.now, choice.final, choice.ready
         quick = self.config.switch_s + self.config.drain_s < min(self.config.pool(role).cold_start_s for role in ROLES)
-        # A role without anybody is no emergency where workers of the other one do its work.
-        urgent = quick and not (self.goal.asleep or self.goal.both_roles)
+        # Where workers of the other role do its work, a shortage is not mended by a switch.
+        quick = quick and not self.goal.both_roles
         return (
-            float(sum(now[role] > 0 and ready[role] <= 0 for role in ROLES)) if urgent else 0.0,
+            float(sum(now[role] > 0 and ready[role] <= 0 for role in ROLES)) if quick and not self.goal.asleep else 0.0,
             1.0 - min((final[role] / need[role] for role in ROLES if final[role] < need[role]), default=1.0),
             float(sum(max(0, need[role] - final[role]) for role in ROLES)),
             float(abs(self.fitted.total - wanted.pods)),

@@ -131,7 +131,8 @@ class Fleet:
             max_num_seqs=max(0, record.max_num_seqs),
             num_blocks=max(0, record.num_blocks),
             block_size=record.layout.block_size,
-            num_running=max(0, load.num_running + load.num_reserved),
+            # Of both roles, those that decode: prompts wait and are computed on every worker.
+            num_running=max(0, load.num_running + (-load.num_handing_over if record.both_roles else load.num_reserved)),
             num_waiting=max(0, load.num_waiting),
             queued_tokens=max(0, load.num_queued_tokens),
             context_tokens=max(0, load.num_context_tokens),

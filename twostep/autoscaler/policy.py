@@ -53,7 +53,7 @@ class Step:
 def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> Step:
     """`observation.now_s` does not go back; a step that does counts as none."""
     now_s = observation.now_s
-    decoding = _decoding(observation.workers)
+    decoding = _decoding(config, observation.workers)
     dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
     forecast = observe(memory.forecast, observation.traffic, decoding, dt_s, config.window_s)
     seen = _see(config, memory, observation, forecast, decoding, dt_s)
@@ -176,15 +176,16 @@ def _unheard_since(config: PolicyConfig, before: float | None, forecast: Forecas
     return now_s if done > (1.0 + config.hysteresis) * told else before
 
 
-def _decoding(workers: tuple[WorkerView, ...]) -> DecodeLoad:
+def _decoding(config: PolicyConfig, workers: tuple[WorkerView, ...]) -> DecodeLoad:
     """By their curves: a worker that is slow because it has too many sequences gives few tokens for them, and one that nobody has measured
-    is not counted."""
+    is not counted. Where prompts are computed between tokens, steps take what the target allows."""
     num_seqs, tokens_per_s = 0, 0.0
     for worker in workers:
         if (worker.role == "decode" or worker.both_roles) and worker.num_running:
             num_seqs += worker.num_running
             if worker.curve is not None:
-                tokens_per_s += worker.num_running / max(1e-4, worker.curve.decode_step_s(worker.num_running, worker.context_tokens))
+                step_s = worker.curve.decode_step_s(worker.num_running, worker.context_tokens)
+                tokens_per_s += worker.num_running / max(1e-4, step_s, config.tpot_ms / 1e3 if worker.both_roles else 0.0)
     return DecodeLoad(num_seqs=num_seqs, tokens_per_s=tokens_per_s)
 
 

@@ -126,7 +126,7 @@ def own_times_s(spec: WorkerSpec, demand: OfferedLoad) -> tuple[float, ...]:
 
 
 def late_share(config: PolicyConfig, demand: OfferedLoad, work_s: float, own_s: tuple[float, ...], num_workers: float) -> float:
-    """Share of first tokens later than the target on so many prefill workers, predicted. 1: they cannot keep up. Of a broken number, what is
+    """Share of first tokens later than the target on so many prefill workers, predicted. 1: they cannot keep up. A broken number is
     between the two whole ones."""
     offered = demand.requests_per_s * work_s
     if offered >= num_workers:
@@ -262,13 +262,15 @@ class Workers:
 
 
 def needed(config: PolicyConfig, specs: Mapping[Role, WorkerSpec], demands: Mapping[Role, OfferedLoad], *, both_roles: bool) -> Workers:
-    """The least workers for loads of prompts and of answers. `both_roles`: each takes work of either role, so that what counts is their sum;
-    a role has its share of the work in whole workers, and what is left over is for either."""
+    """The least workers for loads of prompts and of answers. `both_roles`: each takes work of either role, so that what counts is their
+    sum; a role has its share of the work in whole workers, and what is left over is for either."""
     prefill, decode = (workers_needed(config, role, specs[role], demands[role]) for role in ("prefill", "decode"))
     if not (both_roles and prefill and decode and specs["prefill"].curve and specs["decode"].curve):
         return Workers(prefill=prefill, decode=decode, total=prefill + decode)
+    # Where more decode than on average, it is prompts that give way: steps become no longer.
+    even = replace(config, attainment=0.5)
     parts = range(1, decode * _PARTS)
-    part = 1 + bisect_left(parts, True, key=lambda n: decode_holds(config, specs["decode"], demands["decode"], n / _PARTS))
+    part = 1 + bisect_left(parts, True, key=lambda n: decode_holds(even, specs["decode"], demands["decode"], n / _PARTS))
     decoding = part / _PARTS
     total = min(prefill + decode, _prompt_servers(config, specs["prefill"], demands["prefill"], beside=decoding))
     return Workers(prefill=int(total - decoding), decode=int(decoding), total=total)

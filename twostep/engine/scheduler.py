@@ -51,7 +51,17 @@ from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, StepTimeLimit, WaitingPrompt, plan_step, watermark
+from twostep.engine.step_plan import (
+    BatchDecode,
+    Capacity,
+    Promise,
+    RunningPrompt,
+    StepPlan,
+    WaitingPrompt,
+    plan_step,
+    time_limit_of,
+    watermark,
+)
 from twostep.engine.step_work import StepResult, StepWork, plan_chunks
 from twostep.engine.types import (
     EngineStats,
@@ -65,7 +75,7 @@ from twostep.engine.types import (
 )
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve
+from twostep.step_curve import StepCurve, StepWorkload
 
 # Of the tightest TPOT of those that decode: the rest is the host's, and the steps that last longer than foretold.
 _TPOT_SHARE = 0.9
@@ -117,6 +127,11 @@ class Scheduler:
         self._short: EngineSequence | None = None
         self._planned: deque[StepWork] = deque()
         self._planned_at = 0.0
+        # When the steps planned so far are likely done.
+        self._busy_until = 0.0
+        # Prompts are left out of the step planned last for the sake of a promise; and how many steps in a row they were.
+        self._withheld = False
+        self._num_waited = 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
         self._num_arrived = 0
@@ -316,24 +331,40 @@ class Scheduler:
             # A device with nothing else to do keeps nothing for others.
             self._kept.clear()
             plan = self._plan(active, ready, now)
+        self._num_waited = self._num_waited + 1 if self._withheld else 0
         self._short = None if plan.short is None else plan.short.item
         work = self._work_of(plan, active, now)
         self._blocked = work is None
         if work is not None:
             self._planned.append(work)
+            if self.curve is not None:
+                self._busy_until = self._free_at(now) + self.curve.step_s(work.workload)
         return work
+
+    def _free_at(self, now: float) -> float:
+        """Returns when the device begins with what is planned next."""
+        return max(now, self._busy_until) if self._planned else now
 
     def _plan(
         self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence], now: float, *, unlimited: bool = False
     ) -> StepPlan[EngineSequence]:
         """Changes nothing but what BlockManager.match notes. `unlimited`: as if there were blocks enough, for urgent prompts alone."""
         decodes, batch_decodes, prompts = self._split(ready)
-        limit = None
-        if self.curve is not None and (prompts or batch_decodes or self.has_waiting):
-            bound = self._max_step_s(decodes)
-            # Without urgent decodes there is none whose gap a long step lengthens.
-            if bound < math.inf:
-                limit = StepTimeLimit(curve=self.curve, max_step_s=bound, min_chunk=self._config.min_chunk_tokens)
+        limit, self._withheld = None, False
+        # Without urgent decodes there is none whose gap a long step lengthens.
+        if self.curve is not None and decodes and (prompts or batch_decodes or self.has_waiting):
+            promise = self._tightest(decodes, now)
+            if promise is not None or self._config.max_step_s:
+                limit = time_limit_of(
+                    self.curve,
+                    StepWorkload(decodes=len(decodes), context=sum(len(sequence.tokens) for sequence in decodes)),
+                    # Without a bound of its own, a gap is no longer than two promised ones.
+                    max_step_s=self._config.max_step_s or (2 * promise.every_s if promise is not None else math.inf),
+                    promise=promise,
+                    min_chunk=self._config.min_chunk_tokens,
+                    num_waited=self._num_waited,
+                )
+                self._withheld = limit is None
         below = self._open_below(active, ready)
         capacity = batch_capacity = Capacity(0, 0)
         if below > RequestClass.INTERACTIVE:
@@ -343,8 +374,8 @@ class Scheduler:
         return plan_step(
             decodes=decodes,
             batch_decodes=batch_decodes,
-            prompts=prompts,
-            waiting=self._candidates(now, below=below) if capacity.seats > 0 else (),
+            prompts=() if self._withheld else prompts,
+            waiting=self._candidates(now, below=below) if capacity.seats > 0 and not self._withheld else (),
             budget=self._config.max_num_batched_tokens,
             max_seqs=self._max_num_seqs,
             capacity=capacity,
@@ -373,8 +404,25 @@ class Scheduler:
             decodes.sort(key=_entitlement)
         return decodes, batch_decodes, prompts
 
+    def _tightest(self, decodes: Sequence[EngineSequence], now: float) -> Promise | None:
+        """Returns the promise that leaves the next step the least time. A sequence's pace counts from the first time that this is asked."""
+        tightest: Promise | None = None
+        start = self._free_at(now)
+        for sequence in decodes:
+            if sequence.request.tpot_s is None:
+                continue
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            if sequence.paced_from is None:
+                sequence.paced_from = start, num_tokens
+            since, num_before = sequence.paced_from
+            every_s = _TPOT_SHARE * sequence.request.tpot_s
+            due_s = since + (num_tokens - num_before + 1) * every_s - start
+            if tightest is None or due_s < tightest.due_s:
+                tightest = Promise(every_s=every_s, due_s=due_s)
+        return tightest
+
     def _max_step_s(self, decodes: Sequence[EngineSequence]) -> float:
-        """Returns how long a step with prompts beside these urgent decodes may take."""
+        """Returns how long a step with prompts beside these urgent decodes may take, on the whole."""
         if not decodes:
             return math.inf
         tpot_s = min((s.request.tpot_s for s in decodes if s.request.tpot_s is not None), default=math.inf)

@@ -100,6 +100,8 @@ class EngineSequence:
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks
+    # Since when the pace of its tokens counts, and how many there were then; None: nothing has hung on it yet.
+    paced_from: tuple[float, int] | None = None
     # After how many layers of its steps somebody asks for its KV, ascending.
     mark_layers: Sequence[int] = ()
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.

@@ -30,8 +30,6 @@ LEAST_SECONDS = 60.0
 # So that a share of 0.95 is known to about 0.6 %.
 LEAST_REQUESTS = 1200
 _LONGEST_SECONDS = 600.0
-# Share of the tightest target of a token's time that a worker's steps may take (twostep/engine/scheduler.py).
-_PROMISED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +144,11 @@ def routed(targets: LatencyTargets, hand_over: HandOverCost) -> PlacementRule:
 
 
 def promising(deployment: SimulatedDeployment, targets: LatencyTargets) -> SimulatedDeployment:
-    """The same with workers whose steps beside others' tokens are bounded by the targets that requests carry."""
-    bounds = [_PROMISED_SHARE * ms / 1e3 for ms in (targets.tpot_ms, targets.gap_ms) if ms is not None]
-    if not bounds or not deployment.both_roles:
+    """The same with workers of both roles that know which targets their sequences have."""
+    if not deployment.both_roles:
         return deployment
-    decode = deployment.decode
-    return replace(deployment, decode=replace(decode, max_step_s=min(bounds)))
+    decode = replace(deployment.decode, tpot_s=(targets.tpot_ms or 0.0) / 1e3, gap_s=(targets.gap_ms or 0.0) / 1e3)
+    return replace(deployment, decode=decode)
 
 
 def _use(worker: SimulatedWorker, seconds: float, *, aggregated: bool) -> WorkerUse:

@@ -121,7 +121,7 @@ class Sampler:
 
 def _view(pod: SimulatedPod, engine: SimulatedEngine, metrics: PodMetrics, *, both_roles: bool) -> WorkerView:
     spec, prefill = engine.spec, pod.role == "prefill"
-    num_running = engine.num_decoding + engine.num_reserved if both_roles else engine.num_running
+    num_running = engine.num_decoding if both_roles else engine.num_running
     return WorkerView(
         worker_id=pod.worker_id,
         role=pod.role,

@@ -413,7 +413,7 @@ class SimulatedCluster:
             self._place_again(serving, now)
         else:
             serving.source = serving.prompt = None
-            worker.engine.commit(sequence)
+            worker.engine.commit(sequence, now)
             self._pump(worker, now)
 
     def _end(self, serving: ServingRequest, now: float) -> None:

@@ -28,6 +28,8 @@ from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
 
 # Ends of steps that no sequence refers to any more are dropped when there are so many.
 _MOST_STEP_ENDS = 8192
+# Share of a promised TPOT that steps may take, and the tokens within which a sequence that is late makes up for it.
+_PROMISED_SHARE, _MADE_UP_WITHIN = 0.95, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class EngineSpec:
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
     of decodes alone are replayed graphs. While sequences decode, a step with prompts takes `max_step_s` at most (0: any time), but computes
     `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends (twostep/engine/pacing.py), or
-    at its beginning if it is shorter."""
+    at its beginning if it is shorter. `tpot_s` and `gap_s` are promised to all its sequences, instead of `max_step_s`; 0: are not."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
@@ -47,12 +49,19 @@ class EngineSpec:
     block_size: int = 16
     max_step_s: float = 0.0
     min_chunk: int = 32
+    tpot_s: float = 0.0
+    gap_s: float = 0.0
     look_ahead: bool = False
     ahead_s: float = math.inf
 
     @property
     def prompt_curve(self) -> StepCurve:
         return self.curve if self.mixed is None else self.mixed
+
+    @property
+    def usual_step_s(self) -> float:
+        """How long steps with prompts may take beside others' tokens, on the whole; 0: any time."""
+        return min((s for s in (_PROMISED_SHARE * self.tpot_s, self.gap_s / 3) if s), default=self.max_step_s)
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +88,7 @@ class SimulatedSequence:
     end_blocks: int = 0  # blocks that it has in the end
     arrival: int = 0
     joined: int = 0  # the number of its first decode step
+    since: float = 0.0  # when it began to decode here
     last_step: int = -1  # the number of its last one, once it has left
     grows_at: int = -1  # the number of the step for which it needs another block
     ends_at: int = 0  # the number of the step that gives its last token
@@ -116,6 +126,7 @@ class SimulatedEngine:
         self._ending: dict[int, list[SimulatedSequence]] = {}
         self._growing: dict[int, list[SimulatedSequence]] = {}
         self._num_arrived = 0
+        self._left = (0, 0.0, 0), math.inf  # what promises of a TPOT leave for a step, and at which moment
         self.free_blocks = spec.num_blocks
         self.num_running = 0  # those that end in a launched step included
         self.num_reserved = 0
@@ -165,6 +176,10 @@ class SimulatedEngine:
         """All that are here or are to come."""
         return self.num_running + self.num_reserved + len(self._waiting) + len(self._preempted)
 
+    @property
+    def has_seat(self) -> bool:
+        return self.num_running + self.num_reserved < self._max_num_seqs
+
     def fits(self, num_tokens: int) -> bool:
         """Returns whether an empty engine could hold a sequence that ends with so many tokens."""
         return self._blocks(num_tokens) <= self.spec.num_blocks
@@ -180,7 +195,7 @@ class SimulatedEngine:
 
     def reserve(self, sequence: SimulatedSequence) -> bool:
         """Blocks for a prompt that is computed elsewhere; False: there is no room now."""
-        if self.num_running + self.num_reserved >= self._max_num_seqs or self._preempted or self._yielding:
+        if not self.has_seat or self._preempted or self._yielding:
             return False
         num_blocks = self._blocks(sequence.num_prompt)
         end_blocks = self._blocks(max(sequence.num_prompt, sequence.num_prompt + sequence.num_output - 1))
@@ -191,8 +206,9 @@ class SimulatedEngine:
         self.num_reserved += 1
         return True
 
-    def commit(self, sequence: SimulatedSequence) -> None:
+    def commit(self, sequence: SimulatedSequence, now: float) -> None:
         """The reserved sequence's KV is there and its first token is known: it decodes from the next step planned on."""
+        sequence.since = now
         self.num_reserved -= 1
         self.num_running += 1
         sequence.length += 1
@@ -237,6 +253,37 @@ class SimulatedEngine:
             return None
         return self._launched[0].end_s - min(self.spec.ahead_s, self._launched[0].duration_s)
 
+    def longest_step_s(self, now: float) -> float:
+        """Returns how long the next step may take if it computes prompts; infinity: any time.
+
+        Of a gap, a third: the first one after a hand-over is the hand-over, the rest of a step, and a step. It holds while a sequence is to
+        come, too. Of a TPOT, what each sequence has left of it, and what it makes up within the next tokens at the pace of steps without
+        prompts: so a prompt may delay those who have begun just now."""
+        spec = self.spec
+        if not spec.tpot_s and not spec.gap_s:
+            return spec.max_step_s if spec.max_step_s and self._decoding else math.inf
+        bound = spec.gap_s / 3 if spec.gap_s and (self._decoding or self.num_reserved) else math.inf
+        if not spec.tpot_s or not self._decoding:
+            return bound
+        begin = max(now, self.free_at_s)
+        moment = self._next_step, begin, len(self._decoding)
+        if self._left[0] != moment:
+            self._left = moment, self._left_s(begin)
+        return max(0.0, min(bound, self._left[1]))
+
+    def _left_s(self, begin: float) -> float:
+        """Of a step that begins then."""
+        tpot_s, number = _PROMISED_SHARE * self.spec.tpot_s, self._next_step
+        made_up_s = max(0.0, tpot_s - self.spec.curve.decode_step_s(len(self._decoding), self.context))
+        left_s = math.inf
+        for s in self._decoding:
+            num_left = s.ends_at - number
+            within = num_left if num_left < _MADE_UP_WITHIN else _MADE_UP_WITHIN
+            each_s = tpot_s * (number - s.joined + 1) - (begin - s.since) + made_up_s * within
+            if each_s < left_s:
+                left_s = each_s
+        return left_s
+
     def launch(self, now: float) -> bool:
         """Plans a step and launches it. False: there is nothing to do."""
         step = self._plan(now)
@@ -266,9 +313,9 @@ class SimulatedEngine:
         open_ = not self._stalled and not self._yielding and bool(self._preempted or self._waiting)
         if not (open_ or self._prompts):
             return self._launched_step(now, num_decodes, ()) if num_decodes else None  # nothing to choose
-        limit = None
-        if self.spec.max_step_s and num_decodes:
-            limit = StepTimeLimit(curve=self.spec.prompt_curve, max_step_s=self.spec.max_step_s, min_chunk=self.spec.min_chunk)
+        limit, bound = None, self.longest_step_s(now)
+        if bound < math.inf:
+            limit = StepTimeLimit(curve=self.spec.prompt_curve, max_step_s=bound, min_chunk=self.spec.min_chunk)
         plan = plan_step(
             decodes=list(self._decoding),  # all will be planned: there are no more than seats, and no more seats than the budget
             prompts=[RunningPrompt(s, s.remaining, s.planned) for s in self._prompts],
@@ -341,6 +388,7 @@ class SimulatedEngine:
         for sequence in completed:
             self._prompts.remove(sequence)
             sequence.times.append(end_s)
+            sequence.since = end_s
             sequence.length += 1
             if sequence.length >= sequence.max_length:
                 ended.append(sequence)

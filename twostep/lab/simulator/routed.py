@@ -67,6 +67,10 @@ class RoutedPlacement:
         decode: Sequence[SimulatedWorker],
         full: Collection[int],
     ) -> PlacementChoice | None:
+        # Whoever has no seat would refuse: a queue in the router is as good as one there, and quicker to simulate.
+        open_ = [i not in full and worker.engine.has_seat for i, worker in enumerate(decode)]
+        if not any(open_):
+            return None
         self._num_placed += 1
         seen: dict[SimulatedWorker, Candidate] = {}
         for worker in (*prefill, *decode):
@@ -75,7 +79,7 @@ class RoutedPlacement:
         placed = place(
             Snapshot(
                 prefill=[seen[worker] for worker in prefill],
-                decode=[replace(seen[worker], excluded=True) if i in full else seen[worker] for i, worker in enumerate(decode)],
+                decode=[seen[w] if is_open else replace(seen[w], excluded=True) for w, is_open in zip(decode, open_, strict=True)],
             ),
             PlacementRequest(
                 request_id=str(self._num_placed),
@@ -106,7 +110,7 @@ class RoutedPlacement:
             num_free_blocks=engine.free_blocks,
             num_queued_tokens=engine.uncomputed_tokens,
             num_context_tokens=engine.context,
-            max_step_s=engine.spec.max_step_s if engine.num_decoding else 0.0,
+            max_step_s=engine.spec.usual_step_s if engine.num_decoding else 0.0,
             num_handing_over=engine.num_handing_over,
             prompt_tokens_per_s=known.prompt_tokens_per_s(engine.num_prompt_tokens, now),
             tpot_s=(self._targets.tpot_ms or 0.0) / 1e3 if engine.num_decoding else 0.0,
@@ -154,5 +158,5 @@ class RoutedPlacement:
             step_tokens=spec.step_tokens,
             local_prefill=True,
             both_roles=True,
-            max_step_s=spec.max_step_s,
+            max_step_s=0.0 if self._targets.tpot_ms or self._targets.gap_ms else spec.max_step_s,
         )

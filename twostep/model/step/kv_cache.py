@@ -98,8 +98,10 @@ class KvCache:
         if self._staging is not None:
             self._staging.read(block_ids, out, columns)
             return
-        rows = self._bytes if columns is None else self._bytes[:, columns]
-        torch.index_select(rows, 0, torch.tensor(block_ids, dtype=torch.int64), out=torch.from_numpy(out))
+        # One by one: torch's index_select takes ten times as long for a few layers of each block.
+        rows = self._bytes.numpy()[:, columns or slice(None)]
+        for place, block in enumerate(block_ids):
+            out[place] = rows[block]
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         """The inverse of read_blocks; `data` may be read-only."""

@@ -545,6 +545,8 @@ class AgentFetchRequest(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    STORE_BYTES_FIELD_NUMBER: _builtins.int
+    NEAR_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Actor name of the agent that holds the chunk."""
     lease_id: _builtins.str
@@ -553,6 +555,10 @@ class AgentFetchRequest(_message.Message):
     num_bytes: _builtins.int
     timeout_s: _builtins.float
     """UNAVAILABLE after so long. The call's own deadline is later: until it is answered, the ring slot may still be written."""
+    store_bytes: _builtins.int
+    """Of Hold: the worker reads the store's first so many bytes by itself: what lies there is not copied into the slot."""
+    near: _builtins.bool
+    """Of Hold: asked of the agent that holds the chunk, by another worker on its node: there is no slot."""
     def __init__(
         self,
         *,
@@ -562,10 +568,12 @@ class AgentFetchRequest(_message.Message):
         offset: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        store_bytes: _builtins.int = ...,
+        near: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "endpoint", b"endpoint", "lease_id", b"lease_id", "num_bytes", b"num_bytes", "offset", b"offset", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "endpoint", b"endpoint", "lease_id", b"lease_id", "near", b"near", "num_bytes", b"num_bytes", "offset", b"offset", "store_bytes", b"store_bytes", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,14 +583,21 @@ Global___AgentFetchRequest: _TypeAlias = AgentFetchRequest  # noqa: Y015
 class AgentFetchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    STORE_OFFSET_FIELD_NUMBER: _builtins.int
+    store_offset: _builtins.int
+    """Where the chunk begins in the store's file. Unset: it is in the slot; of a near one, the worker has to ask its own agent."""
     def __init__(
         self,
+        *,
+        store_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_store_offset", b"_store_offset", "store_offset", b"store_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store_offset", b"_store_offset", "store_offset", b"store_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__store_offset: _TypeAlias = _typing.Literal["store_offset"]  # noqa: Y015
+    _WhichOneofArgType__store_offset: _TypeAlias = _typing.Literal["_store_offset", b"_store_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store_offset) -> _WhichOneofReturnType__store_offset | None: ...
 
 Global___AgentFetchResponse: _TypeAlias = AgentFetchResponse  # noqa: Y015
 
@@ -674,3 +689,102 @@ class AgentStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AgentStatusResponse: _TypeAlias = AgentStatusResponse  # noqa: Y015
+
+@_typing.final
+class AgentNeighbourRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    timeout_s: _builtins.float
+    """No answer after so long is one, too: empty."""
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentNeighbourRequest: _TypeAlias = AgentNeighbourRequest  # noqa: Y015
+
+@_typing.final
+class AgentNeighbourResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    socket: _builtins.str
+    """Of its unix socket; empty if it has none to offer."""
+    identity: _builtins.str
+    """Its object store's, as in AgentStoreResponse, which has to be the worker's own."""
+    def __init__(
+        self,
+        *,
+        socket: _builtins.str = ...,
+        identity: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentNeighbourResponse: _TypeAlias = AgentNeighbourResponse  # noqa: Y015
+
+@_typing.final
+class AgentStoreRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    TAKE_MEMORY_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """The store's first so many bytes are wanted."""
+    take_memory: _builtins.bool
+    """Their memory is taken now, and counted where the store's is."""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        take_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "take_memory", b"take_memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentStoreRequest: _TypeAlias = AgentStoreRequest  # noqa: Y015
+
+@_typing.final
+class AgentStoreResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Of a file to open; empty where the store cannot be mapped."""
+    identity: _builtins.str
+    """Tells it from every other file of this machine."""
+    num_bytes: _builtins.int
+    """At most the bytes that were wanted."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        identity: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "num_bytes", b"num_bytes", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentStoreResponse: _TypeAlias = AgentStoreResponse  # noqa: Y015

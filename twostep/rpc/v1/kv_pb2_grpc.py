@@ -208,6 +208,11 @@ class KvAgentStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_stream(
+                '/twostep.v1.KvAgent/Hold',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
+                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/twostep.v1.KvAgent/Drop',
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentDropRequest.SerializeToString,
@@ -217,6 +222,16 @@ class KvAgentStub:
                 '/twostep.v1.KvAgent/Status',
                 request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusResponse.FromString,
+                _registered_method=True)
+        self.Neighbour = channel.unary_unary(
+                '/twostep.v1.KvAgent/Neighbour',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourResponse.FromString,
+                _registered_method=True)
+        self.Store = channel.unary_unary(
+                '/twostep.v1.KvAgent/Store',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreResponse.FromString,
                 _registered_method=True)
 
 
@@ -236,6 +251,13 @@ class KvAgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drop(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -244,6 +266,20 @@ class KvAgentServicer:
 
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Neighbour(self, request, context):
+        """Where another agent can be asked directly, if it is on this node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Store(self, request, context):
+        """Where the node's object store can be mapped.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -261,6 +297,11 @@ def add_KvAgentServicer_to_server(servicer, server):
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.SerializeToString,
             ),
+            'Hold': grpc.unary_stream_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.SerializeToString,
+            ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentDropRequest.FromString,
@@ -270,6 +311,16 @@ def add_KvAgentServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusResponse.SerializeToString,
+            ),
+            'Neighbour': grpc.unary_unary_rpc_method_handler(
+                    servicer.Neighbour,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourResponse.SerializeToString,
+            ),
+            'Store': grpc.unary_unary_rpc_method_handler(
+                    servicer.Store,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -338,6 +389,33 @@ class KvAgent:
             _registered_method=True)
 
     @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twostep.v1.KvAgent/Hold',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentFetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Drop(request,
             target,
             options=(),
@@ -381,6 +459,60 @@ class KvAgent:
             '/twostep.v1.KvAgent/Status',
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Neighbour(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.KvAgent/Neighbour',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentNeighbourResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Store(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.KvAgent/Store',
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_kv__pb2.AgentStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,8 +93,14 @@ class KvAgentStub:
     def __new__(cls, channel: _aio.Channel) -> KvAgentAsyncStub: ...
     Put: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentPutRequest, _kv_pb2.AgentPutResponse]
     Fetch: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]
+    Hold: _grpc.UnaryStreamMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]
+    """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call."""
     Drop: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentDropRequest, _kv_pb2.AgentDropResponse]
     Status: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentStatusRequest, _kv_pb2.AgentStatusResponse]
+    Neighbour: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentNeighbourRequest, _kv_pb2.AgentNeighbourResponse]
+    """Where another agent can be asked directly, if it is on this node."""
+    Store: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AgentStoreRequest, _kv_pb2.AgentStoreResponse]
+    """Where the node's object store can be mapped."""
 
 @_typing.type_check_only
 class KvAgentAsyncStub(KvAgentStub):
@@ -103,8 +109,14 @@ class KvAgentAsyncStub(KvAgentStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Put: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentPutRequest, _kv_pb2.AgentPutResponse]  # type: ignore[assignment]
     Fetch: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]  # type: ignore[assignment]
+    Hold: _aio.UnaryStreamMultiCallable[_kv_pb2.AgentFetchRequest, _kv_pb2.AgentFetchResponse]  # type: ignore[assignment]
+    """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call."""
     Drop: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentDropRequest, _kv_pb2.AgentDropResponse]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentStatusRequest, _kv_pb2.AgentStatusResponse]  # type: ignore[assignment]
+    Neighbour: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentNeighbourRequest, _kv_pb2.AgentNeighbourResponse]  # type: ignore[assignment]
+    """Where another agent can be asked directly, if it is on this node."""
+    Store: _aio.UnaryUnaryMultiCallable[_kv_pb2.AgentStoreRequest, _kv_pb2.AgentStoreResponse]  # type: ignore[assignment]
+    """Where the node's object store can be mapped."""
 
 class KvAgentServicer(metaclass=_abc_1.ABCMeta):
     """Bytes never travel in these messages: they lie in the shared-memory ring at the given offset."""
@@ -124,6 +136,14 @@ class KvAgentServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kv_pb2.AgentFetchResponse, _abc.Awaitable[_kv_pb2.AgentFetchResponse]]: ...
 
     @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _kv_pb2.AgentFetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.AgentFetchResponse], _abc.AsyncIterator[_kv_pb2.AgentFetchResponse]]:
+        """As Fetch, with one answer; what it says to lie in the object store stays there until the caller ends the call."""
+
+    @_abc_1.abstractmethod
     def Drop(
         self,
         request: _kv_pb2.AgentDropRequest,
@@ -136,5 +156,21 @@ class KvAgentServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.AgentStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.AgentStatusResponse, _abc.Awaitable[_kv_pb2.AgentStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Neighbour(
+        self,
+        request: _kv_pb2.AgentNeighbourRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.AgentNeighbourResponse, _abc.Awaitable[_kv_pb2.AgentNeighbourResponse]]:
+        """Where another agent can be asked directly, if it is on this node."""
+
+    @_abc_1.abstractmethod
+    def Store(
+        self,
+        request: _kv_pb2.AgentStoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.AgentStoreResponse, _abc.Awaitable[_kv_pb2.AgentStoreResponse]]:
+        """Where the node's object store can be mapped."""
 
 def add_KvAgentServicer_to_server(servicer: KvAgentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
