@@ -201,7 +201,9 @@ async def test_two_workers_from_a_start_without_ray_to_their_drain(ray: LocalRay
     with socket.socket() as port_of_ray:
         # Bound, and nobody listens.
         port_of_ray.bind((ray.head.node_ip, ray.head.port))
-        pair = start("prefill", "prefill", *slow, "2", "--lease-ttl", str(SHORT_LEASE_S)), start("decode", "decode", *slow, "5")
+        # Without decoding what it has computed, it is of no use alone.
+        alone = "2", "--lease-ttl", str(SHORT_LEASE_S), "--fixed-roles"
+        pair = start("prefill", "prefill", *slow, *alone), start("decode", "decode", *slow, "5")
         dying = start("decode", "dying", *slow, "5")
         async with stubs_of(*pair) as stubs:
             # It registers as soon as it answers calls.
