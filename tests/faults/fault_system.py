@@ -338,7 +338,8 @@ class FaultSystem:
         port = self.worker_address(worker_id).rpartition(":")[2]
         flags = ["--runner", "fake", "--fake-step-ms", f"{self._step_ms:g}", "--num-blocks", "2048", "--block-size", str(BLOCK_SIZE)]
         flags += ["--host", host.address(Plane.SERVICE), "--port", port, "--worker-id", worker_id, "--ray-address", self.ray.address]
-        flags += ["--run-dir", str(self.directory / worker_id), "--kv-transfer", "ray", "--lease-ttl", "8", "--engine-process", "on"]
+        flags += ["--run-dir", str(self.directory / worker_id), "--kv-transfer", "ray", "--lease-ttl", "8"]
+        flags += ["--engine-process", "on", "--fixed-roles"]
         if role == "prefill":
             flags += ["--chunk-bytes", str(128 << 10), "--kv-budget-bytes", str(_STORE_BYTES // 3)]
         else:
