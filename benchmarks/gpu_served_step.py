@@ -53,7 +53,9 @@ from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
-from twostep.worker.engine_loop import EngineLoop
+from twostep.worker.engine_loop import EngineLoop, LoopSink
+from twostep.worker.engine_port import EngineEvents
+from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.worker import Worker
 
@@ -136,7 +138,7 @@ async def alone(runner: Runner, load: ServedStepLoad, config: EngineConfig) -> d
                 begin()
 
     failures: list[Exception] = []
-    loop = EngineLoop(engine, on_step, failures.append)
+    loop = EngineLoop(engine, LoopSink(EngineEvents(on_step=on_step, on_layers=lambda _: None, on_failure=failures.append)))
     for _ in range(load.streams):
         begin()
     loop.start()
@@ -176,7 +178,7 @@ async def served(runner: ModelRunner, load: ServedStepLoad, transport_name: str)
         if in_place:
             serves = parts.config.role == "prefill"
             return CudaIpcTransport(blank_cache if serves else runner.kv_cache, serves=serves)
-        store = parts.model.runner
+        store = blank if parts.config.role == "prefill" else runner
         budget = blank_shape.num_blocks * shape.block_bytes
         return LocalTransport(store, shape.block_bytes, hub, worker_id=parts.worker_id, epoch=parts.epoch, budget_bytes=budget)
 
@@ -214,7 +216,7 @@ def _worker(role: str, url: str, runner: Runner, load: ServedStepLoad, make_edge
         max_waiting=2 * load.streams,
     )
     model = ServedModel(name="m", runner=runner, layout=layout_of(runner.kv_shape, "benchmark"), eos_token_ids=frozenset())
-    return Worker(config, model, SECRET, make_edge, time.time_ns() // 1000)
+    return Worker(config, LocalEngine(config, model), SECRET, make_edge, time.time_ns() // 1000)
 
 
 def main() -> None:

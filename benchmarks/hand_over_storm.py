@@ -90,6 +90,7 @@ def main() -> int:
         cases = _make_cases(judge)
         flags: tuple[str, ...] = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", str(args.concurrency), "--cpu-threads", "1")
         flags += ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-batched-tokens", "1024")
+        flags += ("--engine-process", "on")
         left: list[str] = []
         try:
             with running(model, Path(scratch) / "run", prefill=2, decode=2, extra=flags) as system:
@@ -186,17 +187,18 @@ async def _ask(client: AsyncClient, case: StormCase, tally: StormTally, salt: st
 
 
 async def _kill(args: argparse.Namespace, system: System, killed: Counter[str]) -> None:
-    """The workers in turn, a prefill and a decode worker alternately; one that is not back yet is passed over."""
-    turns = itertools.cycle([(module, n) for n in range(2) for module in ("prefill_worker", "decode_worker")])
+    """The workers in turn, a prefill and a decode worker alternately, and of either once its own process and once its engine's; one that
+    is not back yet is passed over."""
+    turns = itertools.cycle(itertools.product(("worker", "engine"), range(2), ("prefill_worker", "decode_worker")))
     ports = {module: sorted(worker.address for worker in system.workers(module)) for module in ("prefill_worker", "decode_worker")}
     while True:
         await asyncio.sleep(args.kill_every)
-        module, n = next(turns)
+        part, n, module = next(turns)
         for worker in await asyncio.to_thread(system.workers, module):
             if worker.address == ports[module][n]:
-                killed[module] += 1
+                killed[f"{module}'s engine" if part == "engine" else module] += 1
                 with contextlib.suppress(ProcessLookupError):
-                    worker.kill()
+                    (worker.kill_engine if part == "engine" else worker.kill)()
 
 
 def _make_cases(judge: Oracle) -> list[StormCase]:

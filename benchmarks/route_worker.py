@@ -9,11 +9,13 @@ from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transports import Transports
 from prefill_worker.edge import PrefillEdge
 from twostep.worker.edge import EdgeParts
+from twostep.worker.local_engine import LocalEngine
 from twostep.worker.process import run_worker
 
 
 def _edge(parts: EdgeParts) -> PrefillEdge | DecodeEdge:
-    runner = parts.model.runner
+    assert isinstance(parts.engine, LocalEngine), "run without --engine-process on"
+    runner = parts.engine.runner
     transport = LocalTransport(
         hub=LocalHub(),
         budget_bytes=1 << 30,
@@ -27,4 +29,4 @@ def _edge(parts: EdgeParts) -> PrefillEdge | DecodeEdge:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1], sys.argv[2:], _edge))
+    sys.exit(run_worker(sys.argv[1], sys.argv[2:], _edge, "kv_transfer.engine_process"))

@@ -11,7 +11,8 @@ from decode_worker.sequences import Sequences, SequencesConfig
 from decode_worker.service import DecodeService
 from decode_worker.tracing import SequenceSpans
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
-from kv_transfer.transports import Transports
+from kv_transfer.transport import TransportEnd
+from kv_transfer.transports import TransportTable
 from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
@@ -25,7 +26,7 @@ _FLUSH_S = 2.0
 class DecodeEdge:
     """See twostep.worker.edge.Edge."""
 
-    def __init__(self, parts: EdgeParts, transports: Transports, *, limits: SequencesConfig | None = None) -> None:
+    def __init__(self, parts: EdgeParts, transports: TransportTable[TransportEnd], *, limits: SequencesConfig | None = None) -> None:
         self.transports = transports
         spans = None if parts.tracer is None else SequenceSpans(parts.tracer)
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
@@ -38,7 +39,7 @@ class DecodeEdge:
             reservation_lease_s=parts.config.lease_ttl,
             router_lease_s=parts.config.router_lease,
         )
-        block_size = parts.model.layout.block_size
+        block_size = parts.engine.facts.layout.block_size
         self.sequences = Sequences(parts.engine, self._puller, limits, secret=parts.secret, block_size=block_size)
         self._service = DecodeService(self.sequences, parts.reader, spans, epoch=parts.epoch)
         self.services: Mapping[str, object] = {"twostep.v1.Decode": self._service}

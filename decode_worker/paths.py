@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc.aio
 from redis.exceptions import RedisError
 
 from decode_worker.peers import Peers, Source
-from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.telemetry import ProbeResult, TransferTelemetry
 from kv_transfer.ticket import ProbePass
-from kv_transfer.transport import KvTransport
-from kv_transfer.transports import Transports
+from kv_transfer.transport import TransportEnd
+from kv_transfer.transports import TransportTable
 from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import look
@@ -79,7 +79,7 @@ class Paths:
 
     def __init__(
         self,
-        transports: Transports,
+        transports: TransportTable[TransportEnd],
         peers: Peers,
         secret: bytes,
         telemetry: TransferTelemetry,
@@ -90,7 +90,7 @@ class Paths:
         self._telemetry = telemetry
         self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
         self._asking = asyncio.Semaphore(_ASKING_AT_ONCE)
-        self._copying = {transport.name: asyncio.Semaphore(_COPYING_AT_ONCE) for transport in transports}
+        self._copying = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _COPYING_AT_ONCE))
         self._said_full = False
         self._closed = False
 
@@ -165,7 +165,7 @@ class Paths:
         return tuple(
             transport.name
             for transport in self._transports.ready
-            if (isinstance(transport, CopyingTransport) or not host_only)
+            if (transport.copies_out or not host_only)
             and (known.usable(transport.name) or (transport.copies_out and transport.name not in known.results))
         )
 
@@ -217,7 +217,7 @@ class Paths:
             except TimeoutError:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _try(self, known: _Known, transports: Collection[KvTransport], *, ask_s: float) -> bool:
+    async def _try(self, known: _Known, transports: Collection[TransportEnd], *, ask_s: float) -> bool:
         """False: the source did not answer at all."""
         source = known.source
         try:
@@ -241,7 +241,7 @@ class Paths:
                     await self._copy(known, transport, endpoints[transport.name])
         return True
 
-    async def _copy(self, known: _Known, transport: KvTransport, endpoint: str) -> None:
+    async def _copy(self, known: _Known, transport: TransportEnd, endpoint: str) -> None:
         try:
             async with asyncio.timeout(_PROBE_S):
                 probe = await transport.probe(endpoint, deadline=time.monotonic() + _PROBE_S)

@@ -18,15 +18,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from decode_worker.conversion import BlockTarget, Conversion
 from decode_worker.paths import Paths
 from decode_worker.peers import Peers, Source
 from kv_transfer import reader as rd
+from kv_transfer.conversion import BlockTarget, ConversionPlan
 from kv_transfer.lease import Tick
 from kv_transfer.telemetry import CopyClock, Direction, TransferRecord, TransferTelemetry, reason_of
 from kv_transfer.ticket import Ticket, fingerprint, layout_from_proto
-from kv_transfer.transport import ChunkInfo, KvTransport
-from kv_transfer.transports import Transports
+from kv_transfer.transport import ChunkInfo, TransportEnd
+from kv_transfer.transports import TransportTable
 from kv_transfer.wire_encoding import RAW
 from twostep.errors import Cancelled, Incompatible, InternalError, ResourceExhausted, TwostepError, Unavailable
 from twostep.process.tracing import Metadata
@@ -85,11 +85,14 @@ class Puller:
     """Has what all pulls of a worker share. Belongs to one event loop. `wires`: forms of KV taken besides raw, best first
     (kv_transfer.wire_encoding); lossy ones only where the configuration says so."""
 
-    def __init__(self, parts: EdgeParts, transports: Transports, peers: Peers, paths: Paths, telemetry: TransferTelemetry) -> None:
+    def __init__(
+        self, parts: EdgeParts, transports: TransportTable[TransportEnd], peers: Peers, paths: Paths, telemetry: TransferTelemetry
+    ) -> None:
+        """Raises SetupError."""
         self.transports = transports
-        self.layout = parts.model.layout
+        self.pool = transports.pool(parts)
+        self.layout = parts.engine.facts.layout
         self.fingerprint = fingerprint(self.layout)
-        self.store = parts.model.runner
         self.peers = peers
         self.paths = paths
         self.telemetry = telemetry
@@ -141,8 +144,8 @@ class Pull:
         life_s = ticket.expires_unix_ms / 1000 - time.time()
         self._reader = rd.Reader(reader_id=secrets.randbits(63), deadline=time.monotonic() + life_s)
         self._source = _source_of(ticket)
-        self._transport: KvTransport | None = None
-        self._conversion: Conversion | None = None
+        self._transport: TransportEnd | None = None
+        self._conversion: ConversionPlan | None = None
         self._endpoint = ""
         self._events: asyncio.Queue[rd.Event] = asyncio.Queue()
         self._fetches: dict[int, asyncio.Task[TwostepError | None]] = {}
@@ -169,6 +172,8 @@ class Pull:
                 for task in left:
                     task.cancel()
                 await _all_ended(left)
+                if self._conversion is not None:
+                    self._puller.pool.end(self._conversion)
         error = self._reader.error
         if error is not None:
             if not self._transferred:
@@ -299,8 +304,10 @@ class Pull:
         self._transport, self._endpoint = transport, manifest.endpoint
         cached, stop = self._target.num_cached_blocks, self._target.num_blocks
         if theirs != ours or wire != RAW:
-            self._conversion = Conversion(theirs, ours, self._puller.store, transport, self._target, wire=wire)
-            cached, stop = self._conversion.source_span
+            plan = ConversionPlan(number=self._reader.reader_id, source=theirs, ours=ours, target=self._target, wire=wire)
+            plan.check(transport)
+            self._conversion = plan
+            cached, stop = plan.source_span
         return rd.ManifestCame(
             published=rd.BlockSpan(manifest.first_block, manifest.num_blocks),
             wanted=rd.BlockSpan(cached, stop - cached),
@@ -323,16 +330,18 @@ class Pull:
     async def _fetch(self, chunk: ChunkInfo) -> TwostepError | None:
         """Fetches one chunk; returns why it failed, or None."""
         assert self._transport is not None
-        transport, start = self._transport, time.monotonic()
+        transport, pool, start = self._transport, self._puller.pool, time.monotonic()
         self._queue_s += start - self._announced_at.get(chunk.index, start)
         try:
             with self._copying.running():
                 deadline = start + _CHUNK_S
                 if self._conversion is not None:
-                    scatter_s = await self._conversion.fetch(self._endpoint, self._ticket.lease_id, chunk, deadline=deadline)
+                    scatter_s = await pool.convert(
+                        transport.name, self._endpoint, self._ticket.lease_id, chunk, self._conversion, deadline=deadline
+                    )
                 else:
                     block_ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
-                    scatter_s = await transport.fetch(self._endpoint, self._ticket.lease_id, chunk, block_ids, deadline=deadline)
+                    scatter_s = await pool.fetch(transport.name, self._endpoint, self._ticket.lease_id, chunk, block_ids, deadline=deadline)
                 self._scatter_s += scatter_s
         except TwostepError as error:
             if not isinstance(error, Unavailable):
@@ -428,7 +437,7 @@ def _unexpected(error: Exception) -> InternalError:
     return InternalError(f"the hand-over failed: {error!r}; see the decode worker's log")
 
 
-def _own_side_away(transport: KvTransport) -> ResourceExhausted:
+def _own_side_away(transport: TransportEnd) -> ResourceExhausted:
     """Routers take Unavailable for the source's fault, and would try another source with this same worker."""
     return ResourceExhausted(f"no KV comes in by {transport.name} here ({transport.why_not_ready}); another decode worker may do")
 

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from decode_worker.conversion import BlockTarget
 from decode_worker.hand_over_meter import HandOverMeter
 from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Pull, PulledKv, Puller, PullHooks
 from decode_worker.tracing import CANCELLED, SequenceSpan
+from kv_transfer.conversion import BlockTarget
 from kv_transfer.ticket import Ticket
-from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, FailureKind, PrefillProgress, PromptScores, StepOutput, StepTokens, TokenOutput
 from twostep.errors import (
     Incompatible,
@@ -44,6 +43,7 @@ from twostep.errors import (
 )
 from twostep.process.tracing import Metadata
 from twostep.rpc.v1 import decode_pb2
+from twostep.worker.engine_port import EnginePort
 from twostep.worker.requests import attempt_id, scores_to_proto
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def record_of(output: StepOutput) -> decode_pb2.StepRecord:
 
 
 class Sequences:
-    def __init__(self, engine: Engine, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
+    def __init__(self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
         self.config = config
         self.bytes_fetched = 0
         self.blocks_fetched = 0
@@ -164,6 +164,7 @@ class Sequences:
         self._num_ending = 0
         self._sweeper: asyncio.Task[None] | None = None
         self._step = 0
+        self._closed = False
 
     def __len__(self) -> int:
         """The number of sequences that hold anything."""
@@ -196,6 +197,7 @@ class Sequences:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
+        self._closed = True
         self.fail_all(Unavailable("the decode worker is stopping; another one will do"))
         for outbox in self._outboxes.values():
             outbox.close()
@@ -247,7 +249,7 @@ class Sequences:
             return []
         return [history.fail(decode_pb2.DecodeFailed(code="RESOURCE_EXHAUSTED", message=message, retryable=True))]
 
-    def reserve(
+    async def reserve(
         self, request: EngineRequest, *, request_id: str, attempt: int, router_id: str, tenant: str = "", prefill_here: bool = False
     ) -> int:
         """Takes blocks for a prompt that is handed over; with `prefill_here`, queues it to be computed here, in chunks within the engine's
@@ -255,18 +257,26 @@ class Sequences:
         Raises ResourceExhausted (no room now, or too many prompts wait), InvalidRequest, Incompatible (no prompts are computed here)."""
         if prefill_here and not self.config.local_prefill:
             raise Incompatible("this decode worker computes no prompts (--no-local-prefill); hand the KV over from a prefill worker")
-        outbox = self.outbox(router_id)
+        self.outbox(router_id)
         target = None
         if prefill_here:
-            self._engine.submit(request)
+            await self._engine.submit(request)
         else:
-            reservation = self._engine.reserve(request)
+            reservation = await self._engine.reserve(request)
             target = BlockTarget(
                 block_ids=reservation.block_ids,
                 num_cached_blocks=reservation.num_cached_tokens // self._block_size,
                 num_blocks=-(-len(request.token_ids) // self._block_size),
                 num_tokens=len(request.token_ids),
             )
+        # The worker may have been told to stop meanwhile, and the router's outbox may have gone with its lease.
+        try:
+            if self._closed:
+                raise Unavailable("the decode worker is stopping; another one will do")
+            outbox = self.outbox(router_id)
+        except TwostepError:
+            self._engine.cancel(request.seq_id)
+            raise
         self._sequences[request.seq_id] = DecodeSequence(
             seq_id=request.seq_id,
             history=outbox.begin((request_id, attempt), max_tokens=self.config.max_replay_tokens),

@@ -78,7 +78,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         until = time.monotonic() + _GIVING_WAY_S
         while True:
             try:
-                return self._sequences.reserve(
+                return await self._sequences.reserve(
                     engine_request,
                     request_id=request.request_id,
                     attempt=request.attempt,

@@ -24,7 +24,7 @@ answered as before: reading was over before the first time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
 from itertools import chain
@@ -94,13 +94,14 @@ class Commit:
 
     reader         the number that the peer gave to this pull; the first that commits is the reader
     source_blocks  and `generations`: those of all chunks that it read, as they were announced, chunk after chunk by index
-    now_in_pool    filled in by this side's table, not by the peer: the generations of the lease's `source_blocks` in the pool now
+    now_in_pool    filled in by this side, not by the peer: the generations of the lease's `source_blocks` in the pool, at a moment after
+                   the peer's last read (LeaseTable.blocks_to_compare)
     """
 
     reader: int = 0
     source_blocks: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
-    now_in_pool: tuple[int, ...] | None = None
+    now_in_pool: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def _commit(lease: Lease, commit: Commit) -> Transition:
     if not lease.copies_out:
         if (commit.source_blocks, commit.generations) != (lease.source_blocks, lease.generations):
             return Transition(lease, refusal=f"what was read is not what lease {lease.lease_id} published; prefill again")
-        if not lease.state.ended and commit.now_in_pool is not None and commit.now_in_pool != lease.generations:
+        if not lease.state.ended and commit.now_in_pool != lease.generations:
             return Transition(lease, refusal=f"blocks of lease {lease.lease_id} were reused under it; prefill again")
     if lease.state.ended:
         return Transition(lease)
@@ -282,11 +283,7 @@ class LeaseTable:
     Finished leases are forgotten but for their last state, of the latest `max_remembered`, so that a repeated Acknowledge gets an answer.
     """
 
-    def __init__(
-        self, generations: Callable[[Sequence[int]], Sequence[int]], *, max_leases: int = 1024, max_remembered: int = 4096
-    ) -> None:
-        """`generations` gives the pool's generation of each of some blocks now."""
-        self._generations = generations
+    def __init__(self, *, max_leases: int = 1024, max_remembered: int = 4096) -> None:
         self._max_leases = max_leases
         self._max_remembered = max_remembered
         self._leases: dict[str, Lease] = {}
@@ -328,10 +325,13 @@ class LeaseTable:
         if lease.ticket != ticket:
             # A request that used its id again has another lease by the same name.
             return Acknowledged(LeaseState.RELEASED, f"lease {lease_id} of this ticket ended, and another has its name now; prefill again")
-        if isinstance(event, Commit) and not lease.copies_out and not lease.state.ended:
-            event = replace(event, now_in_pool=tuple(self._generations(lease.source_blocks)))
         transition = self.apply(lease_id, event, now=now)
         return Acknowledged(transition.lease.state, transition.refusal, transition)
+
+    def blocks_to_compare(self, ticket: Ticket) -> Sequence[int]:
+        """Returns the blocks of which a Commit with this ticket must say what is in the pool now; none where nothing is compared."""
+        lease = self._leases.get(ticket.lease_id)
+        return () if lease is None or lease.ticket != ticket or lease.copies_out or lease.state.ended else lease.source_blocks
 
     def sweep(self, now: float) -> list[Transition]:
         """Expires what is due; returns the transitions that ask for something. Call it a few times a second."""

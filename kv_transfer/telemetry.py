@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kv_transfer.transport import KvTransport
+from kv_transfer.transport import TransportEnd
 from twostep.metrics import transfer as families
 from twostep.metrics.registry import MetricsRegistry
 from twostep.process.tracing import Span
@@ -254,7 +254,7 @@ class TransferTelemetry:
             self._metrics.probe(result)
         log.debug("probe %s", result)
 
-    async def stats(self, transport: KvTransport, direction: Direction) -> worker_pb2.TransportStats:
+    async def stats(self, transport: TransportEnd, direction: Direction) -> worker_pb2.TransportStats:
         """Returns what the transport holds now, and what it has moved."""
         held, stats = await transport.stats(), worker_pb2.TransportStats(ready=transport.ready)
         stats.MergeFrom(self._totals_of(transport.name, direction))

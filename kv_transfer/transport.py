@@ -117,15 +117,15 @@ def probe_pattern(num_bytes: int) -> Bytes:
     return np.resize(np.arange(251, dtype=np.uint8), num_bytes)
 
 
-class KvTransport(Protocol):
-    """One side's end of a transport; a worker has one for each kind it can use."""
+class TransportEnd(Protocol):
+    """One side's end of a transport, as an edge knows it, in whichever process it is; a worker has one for each kind it can use."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def copies_out(self) -> bool:
-        """The source's blocks may be reused once a chunk is published."""
+        """The source's blocks may be reused once a chunk is published: its bytes pass host memory on both sides (CopyingTransport)."""
         ...
 
     @property
@@ -153,6 +153,18 @@ class KvTransport(Protocol):
         """Bytes that one lease can have published at once at most; 0 while unknown."""
         ...
 
+    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
+        """Reader's side. Raises Unavailable with the reason where this transport does not work with that peer."""
+        ...
+
+    async def drop(self, lease_id: str) -> None: ...
+
+    async def stats(self) -> TransportStats: ...
+
+
+class KvTransport(TransportEnd, Protocol):
+    """The end in the process that has the pool."""
+
     async def start(self) -> None: ...
 
     async def close(self) -> None:
@@ -176,11 +188,3 @@ class KvTransport(Protocol):
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:
         """Returns how many seconds of it verified and wrote the blocks, where that comes after the copy; else 0."""
         ...
-
-    async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
-        """Reader's side. Raises Unavailable with the reason where this transport does not work with that peer."""
-        ...
-
-    async def drop(self, lease_id: str) -> None: ...
-
-    async def stats(self) -> TransportStats: ...

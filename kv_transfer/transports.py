@@ -19,17 +19,34 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from kv_transfer.pool_side import LocalPool, PoolSide
 from kv_transfer.ray.transport import RayTransport
-from kv_transfer.transport import KvTransport
+from kv_transfer.transport import KvTransport, TransportEnd
+from twostep.engine.batch import Runner
 from twostep.errors import SetupError
 from twostep.extras import install
 from twostep.settings.readers import KV_TRANSPORTS
+from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import EdgeParts
+from twostep.worker.local_engine import LocalEngine
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportParts:
+    """What transports are made of, in the process that has the pool. `carried`: those of the worker's other role."""
+
+    config: WorkerConfig
+    worker_id: str
+    epoch: int
+    runner: Runner
+    carried: Transports | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +55,21 @@ class TransportKind:
     the transport cannot exist. `of_one_role`: made anew when the worker changes its role. `may_be_left_out` of `auto`, with the reason in
     the log."""
 
-    make: Callable[[EdgeParts], KvTransport]
+    make: Callable[[TransportParts], KvTransport]
     of_one_role: bool = False
     may_be_left_out: bool = True
 
 
-def _cuda_ipc(parts: EdgeParts) -> KvTransport:
+def _cuda_ipc(parts: TransportParts) -> KvTransport:
     _check_one_gpu("cuda_ipc", parts)
     # These need torch.
     from kv_transfer.cuda_ipc.transport import CudaIpcTransport  # noqa: PLC0415
     from kv_transfer.gpu_pool import gpu_pool_of  # noqa: PLC0415
 
-    return CudaIpcTransport(gpu_pool_of(parts.model.runner, "cuda_ipc"), serves=parts.config.hands_over)
+    return CudaIpcTransport(gpu_pool_of(parts.runner, "cuda_ipc"), serves=parts.config.hands_over)
 
 
-def _nixl(parts: EdgeParts) -> KvTransport:
+def _nixl(parts: TransportParts) -> KvTransport:
     _check_one_gpu("nixl", parts)
     if importlib.util.find_spec("nixl") is None:
         raise SetupError(f"the nixl package is not installed; {install('nixl')}")
@@ -60,11 +77,11 @@ def _nixl(parts: EdgeParts) -> KvTransport:
     from kv_transfer.nixl.memory import NixlMemory  # noqa: PLC0415
     from kv_transfer.nixl.transport import NixlTransport  # noqa: PLC0415
 
-    runner = parts.model.runner
+    runner = parts.runner
     return NixlTransport(NixlMemory.of_runner(runner), num_layers=runner.kv_shape.num_layers)
 
 
-def _check_one_gpu(name: str, parts: EdgeParts) -> None:
+def _check_one_gpu(name: str, parts: TransportParts) -> None:
     """Both read one pool in one GPU's memory. Raises SetupError."""
     config = parts.config
     if config.runner != "model" or not config.device.startswith("cuda"):
@@ -76,8 +93,8 @@ def _check_one_gpu(name: str, parts: EdgeParts) -> None:
         )
 
 
-def _ray(parts: EdgeParts) -> KvTransport:
-    config, runner = parts.config, parts.model.runner
+def _ray(parts: TransportParts) -> KvTransport:
+    config, runner = parts.config, parts.runner
     assert config.run_dir is not None, "a worker's process makes one where none is given"
     return RayTransport(
         runner,
@@ -103,24 +120,22 @@ TRANSPORT_KINDS = {
 assert set(TRANSPORT_KINDS) < set(KV_TRANSPORTS)
 
 
-class Transports:
+End = TypeVar("End", bound=TransportEnd, covariant=True)
+
+
+class TransportTable(ABC, Generic[End]):
     """A worker's transports by name, best first. Belongs to one event loop."""
 
-    def __init__(self, transports: Iterable[KvTransport], *, optional: Iterable[str] = ()) -> None:
-        """`optional`: names of those that are left out, with a warning, if they cannot start."""
+    def __init__(self, transports: Iterable[End]) -> None:
         self._transports = {transport.name: transport for transport in transports}
-        self._optional = frozenset(optional)
-        self._started: set[str] = set()
-        # Of the role before: they end before those that take their place begin.
-        self._replaced: list[KvTransport] = []
 
-    def __iter__(self) -> Iterator[KvTransport]:
+    def __iter__(self) -> Iterator[End]:
         return iter(tuple(self._transports.values()))
 
     def __len__(self) -> int:
         return len(self._transports)
 
-    def get(self, name: str) -> KvTransport | None:
+    def get(self, name: str) -> End | None:
         return self._transports.get(name)
 
     @property
@@ -128,7 +143,7 @@ class Transports:
         return tuple(self._transports)
 
     @property
-    def ready(self) -> tuple[KvTransport, ...]:
+    def ready(self) -> tuple[End, ...]:
         return tuple(transport for transport in self._transports.values() if transport.ready)
 
     @property
@@ -136,8 +151,36 @@ class Transports:
         """Says why none of them is ready; empty if one is, or if there are none."""
         return "" if self.ready else "; ".join(f"{transport.name}: {transport.why_not_ready}" for transport in self)
 
+    @abstractmethod
     async def start(self) -> None:
         """Starts those that do not run yet. Raises SetupError."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Idempotent."""
+
+    @abstractmethod
+    def pool(self, parts: EdgeParts) -> PoolSide:
+        """Returns the side of the pool for an edge of these parts. Raises SetupError where KV cannot travel as the configuration says."""
+
+
+class Transports(TransportTable[KvTransport]):
+    """Those of the process that has the pool."""
+
+    def __init__(self, transports: Iterable[KvTransport], *, optional: Iterable[str] = ()) -> None:
+        """`optional`: names of those that are left out, with a warning, if they cannot start."""
+        super().__init__(transports)
+        self._optional = frozenset(optional)
+        self._started: set[str] = set()
+        # Of the role before: they end before those that take their place begin.
+        self._replaced: list[KvTransport] = []
+
+    def pool(self, parts: EdgeParts) -> PoolSide:
+        assert isinstance(parts.engine, LocalEngine), "an engine of another process has its transports there"
+        engine = parts.engine
+        return LocalPool(engine.engine, engine.runner, engine.facts.layout, parts.config.kv_wire, self)
+
+    async def start(self) -> None:
         while self._replaced:
             await self._replaced[-1].close()
             del self._replaced[-1]
@@ -156,7 +199,6 @@ class Transports:
                 self._started.add(transport.name)
 
     async def close(self) -> None:
-        """Idempotent."""
         for transport in (*self._replaced, *self):
             await transport.close()
         self._replaced.clear()
@@ -172,10 +214,10 @@ class Transports:
         return self
 
 
-def make_transports(parts: EdgeParts) -> Transports:
+def make_transports(parts: TransportParts) -> Transports:
     """Makes them, to be started. What an edge of its other role has left is used again.
     Raises SetupError where one that was asked for by name cannot be."""
-    if isinstance(parts.carried, Transports):
+    if parts.carried is not None:
         if parts.config.both_roles:
             return parts.carried
         return parts.carried.in_role(lambda name: _make(name, parts))
@@ -191,7 +233,7 @@ def make_transports(parts: EdgeParts) -> Transports:
     return Transports([_make(name, parts) for name in names])
 
 
-def _possible(optional: list[str], parts: EdgeParts) -> Iterator[KvTransport]:
+def _possible(optional: list[str], parts: TransportParts) -> Iterator[KvTransport]:
     for name in TRANSPORT_KINDS:
         try:
             yield _make(name, parts)
@@ -201,7 +243,7 @@ def _possible(optional: list[str], parts: EdgeParts) -> Iterator[KvTransport]:
             log.info("no KV transfer by %s here: %s", name, error.message)
 
 
-def _make(name: str, parts: EdgeParts) -> KvTransport:
+def _make(name: str, parts: TransportParts) -> KvTransport:
     """Raises SetupError with why it cannot exist here."""
     try:
         return TRANSPORT_KINDS[name].make(parts)

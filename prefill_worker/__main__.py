@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from decode_worker.edge import DecodeEdge
-from kv_transfer.transports import make_transports
+from kv_transfer.remote import transports_of
 from prefill_worker.edge import PrefillEdge
 from twostep.worker.edge import edge_maker
 from twostep.worker.process import run_worker
@@ -14,7 +14,8 @@ from twostep.worker.process import run_worker
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    return run_worker("prefill", argv, edge_maker({"prefill": PrefillEdge, "decode": DecodeEdge}, make_transports))
+    make_edge = edge_maker({"prefill": PrefillEdge, "decode": DecodeEdge}, transports_of)
+    return run_worker("prefill", argv, make_edge, "kv_transfer.engine_process")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
-from kv_transfer.transports import Transports
+from kv_transfer.transport import TransportEnd
+from kv_transfer.transports import TransportTable
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import HandOverSpans, KvService, PrefillService
 from twostep.cluster.records import MeasuredHandOver
@@ -22,7 +23,7 @@ class PrefillEdge:
     num_fetched_bytes = 0
     measured: tuple[MeasuredHandOver, ...] = ()
 
-    def __init__(self, parts: EdgeParts, transports: Transports) -> None:
+    def __init__(self, parts: EdgeParts, transports: TransportTable[TransportEnd]) -> None:
         """Raises SetupError."""
         self.transports = transports
         spans = None if parts.tracer is None else HandOverSpans(parts.tracer)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 
 from kv_transfer.chunking import COPIED_OUT, IN_PLACE, ChunkPlan, ChunkSizes
 from kv_transfer.lease import (
@@ -33,10 +34,9 @@ from kv_transfer.lease import (
 )
 from kv_transfer.telemetry import TransferTelemetry
 from kv_transfer.ticket import ProbePass, Ticket, fingerprint
-from kv_transfer.transport import ChunkInfo, KvTransport
-from kv_transfer.transports import Transports
+from kv_transfer.transport import ChunkInfo, TransportEnd
+from kv_transfer.transports import TransportTable
 from kv_transfer.wire_encoding import RAW
-from prefill_worker.encoder import WireEncoder
 from prefill_worker.publisher import HandOver, Publisher
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
 from twostep.errors import InvalidRequest, NonFiniteLogits, ResourceExhausted, TwostepError, Unavailable
@@ -60,10 +60,10 @@ _FINAL_ERRORS = (InvalidRequest, NonFiniteLogits)
 class HandOvers:
     """Has all attempts of one worker life. The transports are the caller's, who starts and closes them."""
 
-    def __init__(self, parts: EdgeParts, transports: Transports, telemetry: TransferTelemetry) -> None:
+    def __init__(self, parts: EdgeParts, transports: TransportTable[TransportEnd], telemetry: TransferTelemetry) -> None:
         """Raises SetupError where KV cannot travel as the configuration says."""
         config = parts.config
-        self.layout = parts.model.layout
+        self.layout = parts.engine.facts.layout
         self.lease_ttl_s = config.lease_ttl
         self.bytes_published = 0
         self.blocks_published = 0
@@ -72,13 +72,21 @@ class HandOvers:
         self._engine = parts.engine
         self._transports = transports
         self._layout_fingerprint = fingerprint(self.layout)
-        self._table = LeaseTable(parts.engine.generations, max_leases=config.max_waiting + config.max_num_seqs + _SPARE_LEASES)
+        self._table = LeaseTable(max_leases=config.max_waiting + config.max_num_seqs + _SPARE_LEASES)
         # Those of the last reader's transport: the next one's are likely the same.
         self._sizes: ChunkSizes | None = None
         self._live: dict[str, HandOver] = {}  # by the engine's name of the sequence
         self._refusals: OrderedDict[str, TwostepError] = OrderedDict()  # by lease id
-        encoder = WireEncoder(parts.engine.runner, self.layout, config.kv_wire)
-        self._publisher = Publisher(parts.engine, transports, encoder, self._on_chunk, telemetry, lease_ttl_s=self.lease_ttl_s)
+        self._publisher = Publisher(
+            transports.pool(parts),
+            transports,
+            self._on_chunk,
+            telemetry,
+            block_bytes=self._block_bytes,
+            wire=config.kv_wire,
+            lease_ttl_s=self.lease_ttl_s,
+        )
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         # The engine's steps when they were looked at, and since when they have not become more.
@@ -102,13 +110,14 @@ class HandOvers:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
+        self._closed = True
         self.abort_all(Unavailable("the prefill worker is stopping; another one will do"))
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     # ---- what routers and readers ask ---------------------------------------------------------------------------------------
 
-    def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> HandOver:
+    async def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> HandOver:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
         size = self.layout.block_size
@@ -118,8 +127,10 @@ class HandOvers:
         ticket = self._ticket(request, life_s, tenant)
         # Its first step may be launched before a reader has chosen: it is marked as for the last one.
         plan = self._plan(first, count - first, self._sizes or self._sizes_of(self._transports.ready[0]))
-        self._engine.submit(request, hold=True, mark_layers=plan.mark_layers)
+        await self._engine.submit(request, hold=True, mark_layers=plan.mark_layers)
         try:
+            if self._closed:
+                raise Unavailable("the prefill worker is stopping; another one will do")
             lease = self._table.open(ticket, now=time.monotonic(), ttl_s=self.lease_ttl_s, max_life_s=life_s)
         except TwostepError:
             self._engine.cancel(request.seq_id)
@@ -145,7 +156,7 @@ class HandOvers:
 
     @property
     def _block_bytes(self) -> int:
-        return self._engine.runner.kv_shape.block_bytes
+        return self._engine.facts.shape.block_bytes
 
     def find(self, ticket: Ticket) -> HandOver:
         """The hand-over of a ticket that verifies. Raises what Ticket.verify raises, and if its lease has ended Unavailable, or what is
@@ -168,7 +179,7 @@ class HandOvers:
 
     def watched(
         self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = (), *, num_cached_tokens: int | None = None
-    ) -> KvTransport:
+    ) -> TransportEnd:
         """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`) and, with
         `num_cached_tokens`, which of them: those that it does not hold. `offered`: those that work for this one, best first; `wires`: forms
         that it takes besides raw. Raises Unavailable, Incompatible and InvalidRequest, and then nothing is chosen."""
@@ -192,27 +203,30 @@ class HandOvers:
             raise Unavailable(f"the lease is published as {hand_over.wire}, this reader takes {', '.join((RAW, *wires))}; prefill again")
         return hand_over.transport
 
-    def _sizes_of(self, transport: KvTransport) -> ChunkSizes:
+    def _sizes_of(self, transport: TransportEnd) -> ChunkSizes:
         if self._parts.config.chunk_bytes:
             return ChunkSizes.of(self._parts.config.chunk_bytes)
         return COPIED_OUT if transport.copies_out else IN_PLACE
 
     def _plan(self, first_block: int, num_blocks: int, sizes: ChunkSizes) -> ChunkPlan:
         """Cuts them by groups of layers where the steps say how far they are."""
-        runner = self._engine.runner
+        facts = self._engine.facts
         return ChunkPlan(
             first_block=first_block,
             num_blocks=num_blocks,
             block_bytes=self._block_bytes,
-            num_layers=runner.kv_shape.num_layers if runner.marks_layers else 1,
-            step_blocks=max(1, self._engine.max_num_batched_tokens // runner.kv_shape.block_size),
+            num_layers=facts.shape.num_layers if facts.marks_layers else 1,
+            step_blocks=max(1, self._engine.max_num_batched_tokens // facts.shape.block_size),
             sizes=sizes,
         )
 
-    def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
+    async def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort) -> Acknowledged:
         """Applies what the decode worker says. Raises what Ticket.verify raises but for expiry, and InvalidRequest (a commit before all
         was published)."""
         self._verify(ticket, expired_too=True)
+        if isinstance(event, Commit) and (blocks := self._table.blocks_to_compare(ticket)):
+            # Its last read is over: what is true of the pool now was true then.
+            event = replace(event, now_in_pool=tuple(await self._engine.generations(blocks)))
         answer = self._table.acknowledge(ticket, event, now=time.monotonic())
         hand_over = self._live.get(attempt_id(ticket.request_id, ticket.attempt))
         if hand_over is not None and answer.transition is not None:
@@ -307,8 +321,7 @@ class HandOvers:
             match action:
                 case Action.RELEASE_BLOCKS:
                     # Held after the first token; before it, still queued or running.
-                    if not self._engine.release(hand_over.seq_id):
-                        self._engine.cancel(hand_over.seq_id)
+                    self._engine.cancel(hand_over.seq_id)
                 case Action.CANCEL_PUBLISHER:
                     self._spawn(self._stop_publisher(hand_over), hand_over)
                 case Action.DROP_OBJECTS:
@@ -387,7 +400,7 @@ class HandOvers:
             tenant=tenant,
         ).signed(self._parts.secret)
 
-    def probed(self, request: ProbePass) -> Sequence[KvTransport]:
+    def probed(self, request: ProbePass) -> Sequence[TransportEnd]:
         """The transports that a reader may try now. Raises what ProbePass.verify raises."""
         request.verify(self._parts.secret, worker_id=self._parts.worker_id, epoch=self._parts.epoch)
         return self._transports.ready

@@ -12,18 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kv_transfer.chunking import ChunkPlan, ChunkRange
 from kv_transfer.lease import Lease
+from kv_transfer.pool_side import PoolSide
 from kv_transfer.telemetry import CopyClock, Direction, TransferRecord, TransferTelemetry, reason_of
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import ChunkInfo, KvTransport
-from kv_transfer.transports import Transports
+from kv_transfer.transport import ChunkInfo, TransportEnd
+from kv_transfer.transports import TransportTable
 from kv_transfer.waiting import FifoGate
 from kv_transfer.wire_encoding import RAW
-from prefill_worker.encoder import WireEncoder
-from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, PromptScores, TokenOutput
 from twostep.errors import Incompatible, InternalError, InvalidRequest, NotFound, TwostepError, Unavailable
 
@@ -61,7 +60,7 @@ class HandOver:
     scores: deque[PromptScores] = field(default_factory=deque)
     publisher: asyncio.Task[None] | None = None
     # Chosen by the first Watch, with how its blocks travel; nothing is published before. The plan before is for what it will likely choose.
-    transport: KvTransport | None = None
+    transport: TransportEnd | None = None
     plan: ChunkPlan
     wire: str = RAW
     # Set aside in the transport's budget for all that is to be published.
@@ -171,19 +170,22 @@ class Publisher:
 
     def __init__(
         self,
-        engine: Engine,
-        transports: Transports,
-        encoder: WireEncoder,
+        pool: PoolSide,
+        transports: TransportTable[TransportEnd],
         on_chunk: Callable[[HandOver, ChunkInfo], None],
         telemetry: TransferTelemetry,
         *,
+        block_bytes: int,
+        wire: str,
         lease_ttl_s: float,
     ) -> None:
-        """`on_chunk` is called with each chunk that is published, in the order in which they become so."""
-        self._engine = engine
+        """`on_chunk` is called with each chunk that is published, in the order in which they become so. `wire`: the form in which blocks
+        travel to readers that take it, where they are copied out."""
+        self._pool = pool
         self._transports = transports
         self._budgets: dict[str, _Budget] = {}
-        self._encoder = encoder
+        self._block_bytes = block_bytes
+        self._wire = wire
         self._on_chunk = on_chunk
         self._telemetry = telemetry
         self._lease_ttl_s = lease_ttl_s
@@ -205,7 +207,7 @@ class Publisher:
                 "or raise --kv-budget-bytes (and the object store)"
             )
 
-    def choose(self, offered: Sequence[str], wires: Sequence[str], num_bytes: int) -> tuple[KvTransport, str]:
+    def choose(self, offered: Sequence[str], wires: Sequence[str], num_bytes: int) -> tuple[TransportEnd, str]:
         """The reader's first transport that can be used here, and the form in which blocks travel by it to a reader that takes `wires`
         besides raw. `offered` empty: any that copies out, which asks nothing of the reader but to fetch. Raises Incompatible (nothing in
         common, ever) and Unavailable."""
@@ -213,7 +215,7 @@ class Publisher:
         known = [transport for name in names if (transport := self._transports.get(name)) is not None]
         for transport in known:
             if transport.ready and _fits(transport, num_bytes):
-                return transport, self._encoder.choose(transport, wires)
+                return transport, self._wire if self._wire in wires and transport.copies_out else RAW
         if not known:
             raise Incompatible(
                 f"the decode worker fetches by {', '.join(names) or 'nothing'}, this worker publishes by "
@@ -227,7 +229,7 @@ class Publisher:
     async def _reserve(self, hand_over: HandOver) -> None:
         """Takes the whole hand-over's part of the transport's budget. Raises ResourceExhausted at its deadline."""
         transport = hand_over.transport
-        num_bytes = hand_over.wanted_blocks * self._engine.runner.kv_shape.block_bytes
+        num_bytes = hand_over.wanted_blocks * self._block_bytes
         assert transport is not None
         if not num_bytes:
             # The decode worker holds all of it.
@@ -262,17 +264,10 @@ class Publisher:
             at_once = asyncio.Semaphore(_MAX_PUBLISHING)
             async with asyncio.TaskGroup() as chunks:
                 while True:
-                    # Asked for again each time: the engine may exchange a block until it is final.
-                    try:
-                        blocks = self._engine.block_ids(hand_over.seq_id)
-                    except NotFound:
-                        # It failed, and the engine is about to say why: that ends the lease, and cancels this.
-                        await hand_over.wait_change()
-                        continue
                     for chunk in hand_over.plan.take(
                         hand_over.final_blocks, step_blocks=hand_over.step_blocks, step_layers=hand_over.step_layers
                     ):
-                        chunks.create_task(self._publish(hand_over, chunk, blocks, at_once))
+                        chunks.create_task(self._publish(hand_over, chunk, at_once))
                     if hand_over.plan.done and hand_over.first_token is not None:
                         break
                     await hand_over.wait_change()
@@ -290,24 +285,27 @@ class Publisher:
     def _deadline(self, hand_over: HandOver) -> float:
         return min(hand_over.lease.hard_deadline, time.monotonic() + self._lease_ttl_s)
 
-    async def _publish(self, hand_over: HandOver, chunk: ChunkRange, blocks: Sequence[int], at_once: asyncio.Semaphore) -> None:
+    async def _publish(self, hand_over: HandOver, chunk: ChunkRange, at_once: asyncio.Semaphore) -> None:
         transport = hand_over.transport
         assert transport is not None
-        block_ids = blocks[chunk.first_block : chunk.stop_block]
         # The lease decides; the transport's own time only catches what a lost lease would leave.
         ttl_s = 2 * self._lease_ttl_s
         async with at_once:
-            deadline = self._deadline(hand_over)
-            with hand_over.copying.running():
-                if hand_over.wire != RAW:
-                    info = await self._encoder.publish(transport, hand_over.lease_id, chunk, block_ids, ttl_s=ttl_s, deadline=deadline)
-                else:
-                    info = await transport.publish(
-                        hand_over.lease_id, chunk.index, chunk.first_block, block_ids, layers=chunk.layers, ttl_s=ttl_s, deadline=deadline
+            try:
+                with hand_over.copying.running():
+                    info = await self._pool.publish(
+                        transport.name,
+                        hand_over.lease_id,
+                        hand_over.seq_id,
+                        chunk,
+                        wire=hand_over.wire,
+                        ttl_s=ttl_s,
+                        deadline=self._deadline(hand_over),
                     )
-        if not transport.copies_out:
-            # What the reader will say that it read. The lease's sequence owns the blocks: they cannot change now.
-            info = replace(info, source_blocks=tuple(block_ids), generations=tuple(self._engine.generations(block_ids)))
+            except NotFound:
+                # It failed, and the engine is about to say why: that ends the lease, and cancels this.
+                await asyncio.Event().wait()
+                raise
         self._on_chunk(hand_over, info)
 
     def _report(self, hand_over: HandOver, failure: str = "") -> None:
@@ -330,6 +328,6 @@ class Publisher:
         )
 
 
-def _fits(transport: KvTransport, num_bytes: int) -> bool:
+def _fits(transport: TransportEnd, num_bytes: int) -> bool:
     """Returns whether so much could ever be published under one lease."""
     return not transport.max_lease_bytes or num_bytes <= transport.max_lease_bytes

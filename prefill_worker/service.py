@@ -59,7 +59,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if self.refusal is not None:
             raise Unavailable(self.refusal)
         life_s = context.time_remaining()
-        hand_over = self._hand_overs.open(
+        hand_over = await self._hand_overs.open(
             engine_request,
             num_decode_cached_tokens=request.num_decode_cached_tokens,
             life_s=MAX_LIFE_S if life_s is None else max(0.0, life_s),
@@ -170,7 +170,7 @@ class KvService(kv_pb2_grpc.KvServicer):
                 event = Abort(request.reason[:200] or "aborted by the decode worker")
             case other:
                 raise InvalidRequest(f"outcome is {other}; give PROGRESS, COMMITTED or ABORTED")
-        answer = self._hand_overs.acknowledge(Ticket.from_proto(request.ticket), event)
+        answer = await self._hand_overs.acknowledge(Ticket.from_proto(request.ticket), event)
         return kv_pb2.AcknowledgeResponse(state=kv_pb2.LeaseState.ValueType(answer.state), refusal=answer.refusal)
 
 

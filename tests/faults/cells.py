@@ -67,6 +67,8 @@ TARGETS = (
     Target(name="router", pids=_component("router-0"), cut=("router-0", _BOTH)),
     Target(name="prefill worker", pids=_component("prefill-0"), cut=("prefill", _BOTH), cut_name="prefill worker's host"),
     Target(name="decode worker", pids=_component("decode-0"), cut=("decode", _BOTH), cut_name="decode worker's host"),
+    Target(name="prefill's engine process", pids=lambda s: s.engine("prefill-0")),
+    Target(name="decode's engine process", pids=lambda s: s.engine("decode-0")),
     Target(name="prefill's KV agent, helper", pids=lambda s: s.agent_helper("prefill-0")),
     Target(name="prefill's KV agent, actor", pids=lambda s: s.agent_actor("prefill-0")),
     Target(name="decode's KV agent, helper", pids=lambda s: s.agent_helper("decode-0")),

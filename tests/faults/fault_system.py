@@ -281,6 +281,10 @@ class FaultSystem:
         """Processes on `host` that are what is looked for."""
         return [process.pid for process, words in self._processes(host) if is_it(process, words)]
 
+    def engine(self, worker_id: str) -> list[int]:
+        """Returns the engine's process of a worker that is alone on its host."""
+        return self.pids(self.hosts[self.workers[worker_id]], lambda _, words: "gated_engine" in words)
+
     def agent_helper(self, worker_id: str) -> list[int]:
         """Returns the helper processes of a worker that is alone on its host."""
         return self.pids(self.hosts[self.workers[worker_id]], self._is_helper)
@@ -335,6 +339,7 @@ class FaultSystem:
         flags = ["--runner", "fake", "--fake-step-ms", f"{self._step_ms:g}", "--num-blocks", "2048", "--block-size", str(BLOCK_SIZE)]
         flags += ["--host", host.address(Plane.SERVICE), "--port", port, "--worker-id", worker_id, "--ray-address", self.ray.address]
         flags += ["--run-dir", str(self.directory / worker_id), "--kv-transfer", "ray", "--lease-ttl", "8"]
+        flags += ["--engine-process", "on", "--fixed-roles"]
         if role == "prefill":
             flags += ["--chunk-bytes", str(128 << 10), "--kv-budget-bytes", str(_STORE_BYTES // 3)]
         else:

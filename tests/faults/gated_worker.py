@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -25,6 +26,7 @@ import twostep.worker.model
 from kv_transfer.ray.transport import RayTransport
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
+from twostep.worker.remote_engine import RemoteEngine
 
 RESERVED_TOKEN = 3
 # 1 KiB a token: blocks of 16 KiB.
@@ -63,12 +65,20 @@ def _gated(method: Callable[..., Any], gate: Gate, starts: dict[str, int]) -> Ca
     return held
 
 
-def main(role: str, directory: str, flags: list[str]) -> int:
-    gate = Gate(Path(directory), flags[flags.index("--worker-id") + 1])
+def install(directory: str, worker_id: str) -> None:
+    """Puts gates into the process that has the engine."""
+    gate = Gate(Path(directory), worker_id)
     GatedRunner.gate = gate
     twostep.worker.model.FakeRunner = functools.partial(GatedRunner, **_FAKE_SHAPE)  # type: ignore[misc, assignment]
     RayTransport.publish = _gated(RayTransport.publish, gate, {"publishing": _THIRD})  # type: ignore[method-assign]
     RayTransport.fetch = _gated(RayTransport.fetch, gate, {"ready": 0, "fetching": _THIRD})  # type: ignore[method-assign]
+
+
+def main(role: str, directory: str, flags: list[str]) -> int:
+    os.environ["GATES"], os.environ["GATED"] = directory, flags[flags.index("--worker-id") + 1]
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    launch = RemoteEngine.launch
+    RemoteEngine.launch = lambda config, _, progress: launch(config, "gated_engine", progress)  # type: ignore[method-assign, assignment]
     code: int = import_module(f"{role}_worker.__main__").main(flags)
     return code
 

@@ -116,7 +116,7 @@ class World:
     def _start_life(self) -> None:
         self.pool = BlockPool(SOURCE_BLOCKS, block_size=1, hash_unit=1)
         # So few are remembered that ids come again.
-        self.table = LeaseTable(self.generations, max_leases=3, max_remembered=1)
+        self.table = LeaseTable(max_leases=3, max_remembered=1)
         self.jobs: dict[str, Job] = {}
         self.objects: dict[tuple[str, int], tuple[Tag, ...]] = {}
 
@@ -271,7 +271,10 @@ class World:
         refusal, kind = "", "asked and accepted"
         try:
             ticket.verify(SECRET, worker_id="p", epoch=self.epoch, layout="", now_unix_ms=0)
-            answer = self.table.acknowledge(ticket, message.event, now=self.now)
+            event = message.event
+            if isinstance(event, Commit):
+                event = replace(event, now_in_pool=tuple(self.generations(self.table.blocks_to_compare(ticket))))
+            answer = self.table.acknowledge(ticket, event, now=self.now)
         except TwostepError as error:
             refusal, kind = error.message, f"refused: {type(error).__name__}"
         else:

@@ -11,6 +11,7 @@ import pytest
 
 from kv_transfer.lease import (
     Abort,
+    Acknowledged,
     Action,
     ChunkPublished,
     Commit,
@@ -47,7 +48,14 @@ class Table(LeaseTable):
     def __init__(self, **limits: int) -> None:
         self.reuse: defaultdict[int, int] = defaultdict(int)
         now = dict(zip(BLOCKS, GENERATIONS, strict=True))
-        super().__init__(lambda blocks: [now[block] + self.reuse[block] for block in blocks], **limits)
+        super().__init__(**limits)
+        self._in_pool = now
+
+    def acknowledge(self, ticket: Ticket, event: FetchProgress | Commit | Abort, *, now: float) -> Acknowledged:
+        if isinstance(event, Commit):
+            blocks = self.blocks_to_compare(ticket)
+            event = replace(event, now_in_pool=tuple(self._in_pool[block] + self.reuse[block] for block in blocks))
+        return super().acknowledge(ticket, event, now=now)
 
     def opened(self, name: str = "a", **options: Any) -> None:
         self.open(ticket(name), now=0, ttl_s=TTL_S, **options)

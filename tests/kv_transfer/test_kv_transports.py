@@ -8,29 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sided import ArrayStore
 
+from kv_transfer.pool_side import PoolSide
 from kv_transfer.telemetry import TransferTelemetry
-from kv_transfer.transports import TRANSPORT_KINDS, TransportKind, Transports, make_transports
-from prefill_worker.encoder import WireEncoder
+from kv_transfer.transports import TRANSPORT_KINDS, TransportKind, TransportParts, Transports, make_transports
 from prefill_worker.publisher import Publisher
-from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InvalidRequest, SetupError, Unavailable
 from twostep.settings.readers import kv_transports
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import EdgeParts
-from twostep.worker.model import layout_of
 
 
-def parts_of(run_dir: Path = Path("/nowhere"), **options: Any) -> EdgeParts:
+def parts_of(run_dir: Path = Path("/nowhere"), **options: Any) -> TransportParts:
     runner = FakeRunner(num_blocks=8, block_size=4, vocab_size=10, max_model_len=32)
     config = WorkerConfig(role="prefill", run_dir=run_dir, **({"runner": "fake"} | options))
-    return cast(EdgeParts, SimpleNamespace(config=config, worker_id="w", epoch=1, carried=None, model=SimpleNamespace(runner=runner)))
+    return TransportParts(config=config, worker_id="w", epoch=1, runner=runner)
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("ray", "ray"), ("nixl, ray", "nixl,ray"), ("ray,cuda_ipc", "ray,cuda_ipc")])
@@ -64,7 +59,7 @@ def test_what_was_asked_for_by_name_must_be(tmp_path: Path, options: dict[str, A
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(parts: EdgeParts) -> Any:
+    def missing(parts: TransportParts) -> Any:
         raise ImportError("No module named 'nixl'")
 
     monkeypatch.setitem(TRANSPORT_KINDS, "nixl", TransportKind(make=missing))
@@ -80,8 +75,8 @@ def sized(name: str, *, ready: bool, most: int, copies_out: bool) -> Any:
 
 def publisher_by(*transports: Any) -> Publisher:
     """One that only chooses: it has no engine."""
-    encoder = WireEncoder(ArrayStore(np.zeros((1, 1), np.uint8)), layout_of(parts_of().model.runner.kv_shape, "m"), "raw")
-    return Publisher(cast(Engine, None), Transports(transports), encoder, lambda *_: None, TransferTelemetry(), lease_ttl_s=1.0)
+    telemetry = TransferTelemetry()
+    return Publisher(cast(PoolSide, None), Transports(transports), lambda *_: None, telemetry, block_bytes=1, wire="raw", lease_ttl_s=1.0)
 
 
 names = st.sampled_from(["a", "b", "c", "d"])

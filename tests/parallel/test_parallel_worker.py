@@ -35,9 +35,14 @@ from twostep.sampling_params import SamplingParams
 _WORKER = """
 import sys
 from kv_transfer.local.transport import LocalHub
-from worker_harness import edges_of_both_roles
+from kv_transfer.remote import transports_of
+from worker_harness import edges_of_both_roles, EDGES
+from twostep.worker.edge import edge_maker
 from twostep.worker.process import run_worker
-sys.exit(run_worker("decode", sys.argv[1:], edges_of_both_roles(LocalHub())))
+local = edges_of_both_roles(LocalHub())
+remote = edge_maker(EDGES, transports_of)
+make_edge = remote if "--engine-process=on" in sys.argv else local
+sys.exit(run_worker("decode", sys.argv[1:], make_edge, "engine_with_local_kv"))
 """
 START_S = 120.0
 WAIT_S = 60.0
@@ -109,8 +114,16 @@ async def switch(channel: grpc.aio.Channel, role: str) -> None:
     assert change.role == role
 
 
+@pytest.fixture(params=["off", "on"])
+def form(request: pytest.FixtureRequest) -> str:
+    """Whether the engine has a process of its own."""
+    return str(request.param)
+
+
 @contextmanager
-def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process, str, Path]]:
+def worker(
+    model_dir: Path, redis: RedisServer, directory: Path, form: str
+) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process, str, Path]]:
     """A ready decode worker over two ranks, the rank that is not the worker itself, its address and its log."""
     (directory / "secret").write_bytes(SECRET)
     log, port = directory / "log", free_ports(1)[0]
@@ -120,6 +133,7 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
                 *(sys.executable, "-P", "-c", _WORKER, "--model", str(model_dir), "--device", "cpu", "-tp", "2", "--dtype", "float32"),
                 *("--port", str(port), "--health-port", str(free_ports(1)[0]), "--redis-url", redis.url),
                 *("--secret-file", str(directory / "secret"), "--num-blocks", "64", "--cpu-threads", "1"),
+                f"--engine-process={form}",
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
@@ -132,7 +146,11 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < give_up, log.read_text()
             time.sleep(0.05)
-        (rank,) = (child for child in psutil.Process(process.pid).children() if "twostep.model.runner.parallel_rank" in child.cmdline())
+        (rank,) = (
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "twostep.model.runner.parallel_rank" in child.cmdline()
+        )
         yield process, rank, f"127.0.0.1:{port}", log
     finally:
         process.kill()
@@ -140,8 +158,8 @@ def worker(model_dir: Path, redis: RedisServer, directory: Path) -> Iterator[tup
 
 
 @pytest.mark.system
-async def test_ranks_outlive_a_switch_and_end_with_the_drain(model_dir: Path, redis: RedisServer, tmp_path: Path) -> None:
-    with worker(model_dir, redis, tmp_path) as (process, rank, address, log):
+async def test_ranks_outlive_a_switch_and_end_with_the_drain(model_dir: Path, redis: RedisServer, tmp_path: Path, form: str) -> None:
+    with worker(model_dir, redis, tmp_path, form) as (process, rank, address, log):
         alone = Engine(ModelRunner(model_dir, dtype="float32", num_blocks=64, block_size=16, num_threads=1), EngineConfig())
         vocab_size = alone.runner.vocab_size
         for turn in range(2):
@@ -166,8 +184,8 @@ async def test_ranks_outlive_a_switch_and_end_with_the_drain(model_dir: Path, re
 
 
 @pytest.mark.system
-def test_it_ends_when_a_rank_dies(model_dir: Path, redis: RedisServer, tmp_path: Path) -> None:
-    with worker(model_dir, redis, tmp_path) as (process, rank, _, log):
+def test_it_ends_when_a_rank_dies(model_dir: Path, redis: RedisServer, tmp_path: Path, form: str) -> None:
+    with worker(model_dir, redis, tmp_path, form) as (process, rank, _, log):
         rank.kill()
         assert process.wait(WAIT_S) == 1, log.read_text()
         assert "rank 1 was ended by SIGKILL" in log.read_text(), "what an operator looks for"

@@ -32,6 +32,7 @@ from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
+from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
@@ -57,7 +58,8 @@ async def start_worker(
     card, layout = ModelCard.load(model_dir), layout_of(runner.kv_shape, model_fingerprint(model_dir))
     model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
     config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
-    worker = Worker(settle(config), model, SECRET, make_edge, await first_epoch(redis_url))
+    settled = settle(config)
+    worker = Worker(settled, LocalEngine(settled, model), SECRET, make_edge, await first_epoch(redis_url))
     await worker.start()
     return worker
 
@@ -185,7 +187,8 @@ async def _drain(routers: Sequence[Router]) -> None:
 
 def _edges(hub: LocalHub, limits: SequencesConfig) -> Callable[[EdgeParts], Edge]:
     def make(parts: EdgeParts) -> Edge:
-        runner = parts.model.runner
+        assert isinstance(parts.engine, LocalEngine)
+        runner = parts.engine.runner
         life: dict[str, Any] = {"worker_id": parts.worker_id, "epoch": parts.epoch, "budget_bytes": 64 << 20}
         transports = Transports([LocalTransport(runner, runner.kv_shape.block_bytes, hub, **life)])
         if parts.config.role == "prefill":

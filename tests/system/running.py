@@ -64,6 +64,12 @@ class Worker:
             raise refused.value
         return CallSigner(load_secret(self.secret_file), "test").sign(*life)
 
+    def kill_engine(self) -> None:
+        """Kills the engine's process, if it has one."""
+        for child in psutil.Process(self.pid).children():
+            if "kv_transfer.engine_process" in child.cmdline():
+                child.kill()
+
     def stats(self, *, check_integrity: bool = False) -> worker_pb2.WorkerStats:
         with grpc.insecure_channel(self.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)

@@ -13,15 +13,16 @@ import redis.asyncio
 from bare_deployment import RedisServer
 from worker_harness import (
     PROMPT,
-    SECRET,
     WAIT_S,
     Answer,
     Held,
     edges_of_both_roles,
+    engine_of,
     health,
     held_pair,
     make_model,
     make_runner,
+    make_worker,
     prompt_of,
     read_to_end,
     refused,
@@ -87,7 +88,7 @@ async def test_what_does_not_finish_in_time_is_failed_retryably(redis_url: str, 
         assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
         h.let_go()
         await asyncio.wait_for(stopping, WAIT_S)
-        engine = h.pair.decode_worker.engine
+        engine = engine_of(h.pair.decode_worker)
         engine.check_integrity()
         assert engine.stats().num_running == 0
 
@@ -125,7 +126,7 @@ async def test_a_prefill_worker_that_stops_ends_run_with_unavailable(redis_url: 
         await refused(call.read(), Code.UNAVAILABLE)
         h.let_go()
         await asyncio.wait_for(stopping, WAIT_S)
-        h.pair.prefill_worker.engine.check_integrity()
+        engine_of(h.pair.prefill_worker).check_integrity()
 
 
 async def test_an_engine_that_keeps_failing_is_not_alive_and_every_caller_hears_it(redis_url: str) -> None:
@@ -190,14 +191,14 @@ async def test_no_room_is_resource_exhausted_and_too_much_is_invalid(redis_url: 
 async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, own_redis: RedisServer) -> None:
     before = _threads_of(["engine", "kv-local"])
     hub = LocalHub()
-    taken = Worker(worker_config("prefill", redis_url), make_model(make_runner()), SECRET, edges_of_both_roles(hub), 1)
+    taken = make_worker(worker_config("prefill", redis_url), make_model(make_runner()), edges_of_both_roles(hub), 1)
     await taken.start()
     port = taken.server.port
-    again = Worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), SECRET, edges_of_both_roles(LocalHub()), 2)
+    again = make_worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), edges_of_both_roles(LocalHub()), 2)
     with pytest.raises(SetupError, match="--port"):
         await again.start()
     own_redis.kill()
-    lost = Worker(worker_config("decode", own_redis.url), make_model(make_runner()), SECRET, edges_of_both_roles(hub), 3)
+    lost = make_worker(worker_config("decode", own_redis.url), make_model(make_runner()), edges_of_both_roles(hub), 3)
     lost._registration._connect_timeout_s = 0.2  # or it would wait for as long as a Redis may take to come up
     with pytest.raises(SetupError, match="--redis-url"):
         await lost.start()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from worker_harness import (
     started,
 )
 
-from decode_worker.conversion import BlockTarget, Conversion
 from kv_transfer import wire_encoding
 from kv_transfer.checksums import checksum
+from kv_transfer.conversion import BlockTarget, Conversion, ConversionPlan
 from kv_transfer.convert import Assembler, block_bytes
+from kv_transfer.encoder import WireEncoder
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports
-from prefill_worker.encoder import WireEncoder
+from prefill_worker.publisher import Publisher
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, InvalidRequest, SetupError
 from twostep.model.runner.model_runner import ModelRunner
@@ -183,7 +185,8 @@ async def test_what_is_exact_here_is_kept_beside_what_is_not(redis_url: str, tin
     runners: Any = {"prefill_runner": runner_of(tiny_llama_dir, {}), "decode_runner": runner_of(tiny_llama_dir, {})}
     async with started(redis_url, **wires("int8", "int8"), **runners) as pair, routed(pair) as router:
         with monkeypatch.context() as patched:
-            patched.setattr(WireEncoder, "choose", lambda *_: "raw")
+            choose = Publisher.choose
+            patched.setattr(Publisher, "choose", lambda *asked: (choose(*asked)[0], "raw"))
             await router.generate("exact", prompt, 2)
         for name in ("r", "s"):
             assert (await router.generate(name, longer, 4)).num_decode_cached == LENGTH // BLOCK * BLOCK
@@ -201,14 +204,18 @@ class _OneChunk(LocalTransport):
         return self.data
 
 
-def conversion(target: LayoutRecord, data: Blocks, *, wire: str = "raw", num_tokens: int = 8) -> tuple[Conversion, ChunkInfo, ArrayStore]:
+def conversion(
+    target: LayoutRecord, data: Blocks, *, wire: str = "raw", num_tokens: int = 8
+) -> tuple[Callable[..., Awaitable[float]], ChunkInfo, ArrayStore]:
     store = ArrayStore(np.full((4, block_bytes(target)), 7, np.uint8), target.num_layers)
     transport = _OneChunk(store, block_bytes(target), LocalHub(), worker_id="w")
     transport.data = data
     num_blocks = -(-num_tokens // target.block_size)
     where = BlockTarget(block_ids=[2, 1][:num_blocks], num_cached_blocks=0, num_blocks=num_blocks, num_tokens=num_tokens)
     chunk = ChunkInfo(index=0, first_block=0, num_blocks=-(-num_tokens // LAYOUT.block_size), num_bytes=data.size, checksum=checksum(data))
-    return Conversion(LAYOUT, target, store, transport, where, wire=wire), chunk, store
+    plan = ConversionPlan(number=1, source=LAYOUT, ours=target, target=where, wire=wire)
+    plan.check(transport)
+    return partial(Conversion(plan, store).fetch, transport, "", ""), chunk, store
 
 
 def other(**fields: Any) -> LayoutRecord:
@@ -221,11 +228,11 @@ async def test_numbers_that_float16_has_not_are_refused() -> None:
         numbers[5] = value
         converting, chunk, store = conversion(other(dtype="float16"), numbers.view(np.uint8))
         if fits:
-            await converting.fetch("", "", chunk, deadline=0.0)
+            await converting(chunk, deadline=0.0)
             assert store.blocks[2].view(np.float16)[5] == value
         else:
             with pytest.raises(Incompatible, match="another --dtype"):
-                await converting.fetch("", "", chunk, deadline=0.0)
+                await converting(chunk, deadline=0.0)
             assert (store.blocks == 7).all()
 
 
@@ -234,7 +241,7 @@ async def test_chunks_of_another_size_are_refused() -> None:
     for wire, num_bytes in (("raw", size - 1), ("raw", size + 1), ("zstd", size + 1), ("int8", size + 1)):
         converting, chunk, store = conversion(LAYOUT, np.zeros(num_bytes, np.uint8), wire=wire)
         with pytest.raises(InvalidRequest):
-            await converting.fetch("", "", chunk, deadline=0.0)
+            await converting(chunk, deadline=0.0)
         assert (store.blocks == 7).all()
 
 

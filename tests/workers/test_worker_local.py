@@ -14,6 +14,7 @@ from worker_harness import (
     Answer,
     HeldRunner,
     RouterDouble,
+    engine_of,
     held_pair,
     local_transports,
     prompt_of,
@@ -146,9 +147,9 @@ def reserving(router: RouterDouble, name: str, prompt: list[int], max_tokens: in
 async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried, take = asyncio.Event(), Sequences.reserve
 
-    def reserved(self: Sequences, *args: Any, **options: Any) -> Any:
+    async def reserved(self: Sequences, *args: Any, **options: Any) -> Any:
         try:
-            return take(self, *args, **options)
+            return await take(self, *args, **options)
         except ResourceExhausted:
             tried.set()
             raise
@@ -202,7 +203,7 @@ async def test_a_promised_tpot_reaches_the_engine_and_must_be_one(redis_url: str
     async with started(redis_url) as pair, routed(pair) as router:
         await refused(reserving(router, "r", prompt_of(20), 4, tpot_ms=0.0), Code.INVALID_ARGUMENT)
         await reserving(router, "r", prompt_of(20), 4, tpot_ms=12.5)
-        sequence = pair.decode_worker.engine._scheduler.live("r/1")
+        sequence = engine_of(pair.decode_worker)._scheduler.live("r/1")
         assert sequence is not None
         assert sequence.request.tpot_s == 0.0125
         assert await router.cancel("r")

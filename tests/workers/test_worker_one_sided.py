@@ -150,9 +150,9 @@ async def test_a_lost_answer_is_asked_for_again(redis_url: str, monkeypatch: pyt
         lost = 0
         real = HandOvers.acknowledge
 
-        def lose(self: HandOvers, ticket: Any, event: Any) -> Any:
+        async def lose(self: HandOvers, ticket: Any, event: Any) -> Any:
             nonlocal lost
-            answer = real(self, ticket, event)
+            answer = await real(self, ticket, event)
             if type(event).__name__ == "Commit" and lost < num_lost:
                 lost += 1
                 raise Unavailable("the answer was lost")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import psutil
 import pytest
 import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -169,9 +170,10 @@ def start(ray: LocalRay, redis_url: str, tmp_path: Path) -> Iterator[Callable[..
         process.kill()
 
 
-@pytest.mark.smoke
-async def test_kv_goes_through_ray_and_a_killed_worker_leaves_nothing(ray: LocalRay, start: Callable[..., Process]) -> None:
-    prefill, decode = start("prefill", "smoke-prefill"), start("decode", "smoke-decode")
+@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.smoke)])
+async def test_kv_goes_through_ray_and_a_killed_worker_leaves_nothing(ray: LocalRay, start: Callable[..., Process], form: str) -> None:
+    """`form`: whether engines have processes of their own."""
+    prefill, decode = (start(role, f"smoke-{role}", "--engine-process", form) for role in ("prefill", "decode"))
     await asyncio.to_thread(ray.start)
     async with stubs_of(prefill, decode) as stubs:
         await until_joined(prefill, decode, stubs)
@@ -183,10 +185,14 @@ async def test_kv_goes_through_ray_and_a_killed_worker_leaves_nothing(ray: Local
             # Prefill dies while decode watches: a retryable failure within seconds, nothing left.
             await router.reserve("b", prompt_of(400), 20)
             ticket = (await router.run("b", prompt_of(400), 20).read()).accepted.ticket
+            others = psutil.Process(prefill.process.pid).children(recursive=True)
+            assert any("kv_transfer.engine_process" in other.cmdline() for other in others) == (form == "on")
             prefill.kill()
             await router.attach("b", ticket)
             assert await router.failure("b") == ("UNAVAILABLE", True)
         await until_free(stubs, 1)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, others, WAIT_S)
+        assert not alive, "they outlive the worker that they belong to"
 
 
 async def test_two_workers_from_a_start_without_ray_to_their_drain(ray: LocalRay, start: Callable[..., Process], redis_url: str) -> None:
@@ -195,7 +201,9 @@ async def test_two_workers_from_a_start_without_ray_to_their_drain(ray: LocalRay
     with socket.socket() as port_of_ray:
         # Bound, and nobody listens.
         port_of_ray.bind((ray.head.node_ip, ray.head.port))
-        pair = start("prefill", "prefill", *slow, "2", "--lease-ttl", str(SHORT_LEASE_S)), start("decode", "decode", *slow, "5")
+        # Without decoding what it has computed, it is of no use alone.
+        alone = "2", "--lease-ttl", str(SHORT_LEASE_S), "--fixed-roles"
+        pair = start("prefill", "prefill", *slow, *alone), start("decode", "decode", *slow, "5")
         dying = start("decode", "dying", *slow, "5")
         async with stubs_of(*pair) as stubs:
             # It registers as soon as it answers calls.

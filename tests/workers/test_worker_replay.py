@@ -14,11 +14,11 @@ from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
 from twostep.engine.batch import TopToken
-from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, StepTokens, TokenOutput
 from twostep.errors import ResourceExhausted
 from twostep.rpc.v1 import decode_pb2
 from twostep.sampling_params import SamplingParams
+from twostep.worker.engine_port import EnginePort
 
 ROUTER = "r"
 NUM_SEQUENCES = 3
@@ -156,10 +156,10 @@ class FreeEngine:
     def __init__(self) -> None:
         self.cancelled: list[str] = []
 
-    def reserve(self, request: EngineRequest) -> Reservation:
+    async def reserve(self, request: EngineRequest) -> Reservation:
         return Reservation(seq_id=request.seq_id, block_ids=[0], num_cached_tokens=0)
 
-    def submit(self, request: EngineRequest) -> None:
+    async def submit(self, request: EngineRequest) -> None:
         """Its tokens come when the test says so."""
 
     def cancel(self, seq_id: str) -> None:
@@ -217,10 +217,10 @@ class Wire:
 async def make(**limits: Any) -> tuple[Sequences, FreeEngine]:
     engine = FreeEngine()
     config = SequencesConfig(router_lease_s=60, **limits)
-    sequences = Sequences(cast(Engine, engine), cast(Puller, None), config, secret=b"", block_size=4)
+    sequences = Sequences(cast(EnginePort, engine), cast(Puller, None), config, secret=b"", block_size=4)
     for i in range(NUM_SEQUENCES):
         request = EngineRequest(seq_id=f"s{i}/1", token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=100))
-        sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER, prefill_here=i == LOCAL)
+        await sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER, prefill_here=i == LOCAL)
     return sequences, engine
 
 

@@ -17,7 +17,7 @@ import pytest
 from bare_deployment import SECRET, RedisServer
 from one_sided import OneSidedHub
 from redis.asyncio import Redis
-from worker_harness import WAIT_S, edges_of_both_roles, health, held_by, refused, until
+from worker_harness import WAIT_S, edges_of_both_roles, engine_of, health, held_by, refused, until
 
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
@@ -198,7 +198,7 @@ async def test_the_same_worker_under_a_new_epoch_with_all_its_prefixes(make: Mak
         assert after.epoch == change.epoch == worker.epoch > before.epoch
         assert not await redis.exists(prefix_key("w0", before.epoch)), "a life that is over announces nothing"
         announced = await redis.smembers(prefix_key("w0", after.epoch))
-        assert announced == set(worker.engine.cached_prefixes())
+        assert announced == set(engine_of(worker).cached_prefixes())
         assert len(announced) == 200 // 64
         # To the role it has, nothing happens.
         again = await system.switch("w0", "decode")

@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from worker_harness import SECRET, make_runner, prompt_of
 
-from kv_transfer.transports import TRANSPORT_KINDS, Transports, make_transports
+from kv_transfer.transports import TRANSPORT_KINDS, TransportParts, Transports, make_transports
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, EngineStats, StepOutput
 from twostep.errors import SetupError, Unauthenticated, Unavailable
@@ -30,7 +30,7 @@ from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepWorkload
 from twostep.worker import model as worker_model
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role
-from twostep.worker.edge import EdgeParts, Switchboard
+from twostep.worker.edge import Switchboard
 from twostep.worker.model import settle
 
 # ---- passes ----------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ async def test_transports_go_on_in_the_other_role_but_for_those_of_one_role(monk
     transports = Transports([ipc, ray])
     await transports.start()
     config = WorkerConfig(role="decode", runner="fake", fixed_roles=True)
-    parts = cast(EdgeParts, SimpleNamespace(config=config, carried=transports))
+    parts = TransportParts(config=config, worker_id="w", epoch=1, runner=make_runner(), carried=transports)
     with pytest.raises(SetupError, match="this worker has none"):
         make_transports(parts)
     await transports.start()

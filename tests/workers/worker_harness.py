@@ -29,6 +29,7 @@ from prefill_worker.edge import PrefillEdge
 from prefill_worker.hand_over import HandOvers
 from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
+from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.channel import open_channel
@@ -37,6 +38,7 @@ from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, pre
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts, edge_maker
+from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
@@ -141,7 +143,17 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
     return settle(WorkerConfig(role=role, **(defaults | options)))
 
 
+def make_worker(config: WorkerConfig, model: ServedModel, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> Worker:
+    return Worker(config, LocalEngine(config, model), SECRET, make_edge, epoch)
+
+
+def engine_of(worker: Worker) -> Engine:
+    assert isinstance(worker.engine, LocalEngine)
+    return worker.engine.engine
+
+
 MakeTransports = Callable[[EdgeParts], Transports]
+EDGES: dict[str, type[PrefillEdge | DecodeEdge]] = {"prefill": PrefillEdge, "decode": DecodeEdge}
 
 
 def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Edge]:
@@ -153,7 +165,7 @@ def edges_of_both_roles(hub: LocalHub | OneSidedHub) -> Callable[[EdgeParts], Ed
         one = one_sided_transport(parts, hub) if isinstance(hub, OneSidedHub) else local_transport(parts, hub, 64 << 20)
         return Transports([one])
 
-    return edge_maker({"prefill": PrefillEdge, "decode": DecodeEdge}, transports)
+    return edge_maker(EDGES, transports)
 
 
 def local_transports(hub: LocalHub, *, budget_bytes: int = 1 << 20) -> MakeTransports:
@@ -173,8 +185,9 @@ def one_sided_transports(hub: OneSidedHub, made: dict[str, OneSidedTransport] | 
 
 
 def life_of(parts: EdgeParts) -> dict[str, Any]:
-    shape = parts.model.runner.kv_shape
-    return {"store": parts.model.runner, "block_bytes": shape.block_bytes, "num_layers": shape.num_layers} | {
+    assert isinstance(parts.engine, LocalEngine)
+    shape = parts.engine.facts.shape
+    return {"store": parts.engine.runner, "block_bytes": shape.block_bytes, "num_layers": shape.num_layers} | {
         "worker_id": parts.worker_id,
         "epoch": parts.epoch,
     }
@@ -472,10 +485,9 @@ async def started(
     runners = prefill_runner or make_runner(), decode_runner or make_runner()
 
     prefill, decode = [
-        Worker(
+        make_worker(
             worker_config(role, redis_url, **(options or {})),
             make_model(runner, eos=eos, tokenizer_dir=tokenizer_dir),
-            SECRET,
             edge_maker({"prefill": PrefillEdge, "decode": partial(DecodeEdge, limits=limits)}, transports),
             await first_epoch(redis_url),
         )

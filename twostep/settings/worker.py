@@ -102,6 +102,12 @@ class WorkerSettings(TracedServiceSettings):
     calibrate: bool = setting(
         True, "measure at the start, for a second or two, how long steps take; without it routers reckon with guesses"
     )
+    engine_process: str = setting(
+        "auto",
+        "on: the engine in a process of its own, so that steps and streams do not hold up each other; off: on a thread of the worker's; "
+        "auto: on where the model runs on a GPU",
+        choices=("auto", "on", "off"),
+    )
     cpu_threads: int = setting(0, "threads of the CPU engine; 0: torch decides", Whole(0, 1024))
     fake_step_ms: float = setting(0.0, "least duration of a step of --runner fake", Number(0, 3_600_000, unit="milliseconds"))
 

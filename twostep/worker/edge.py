@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from twostep.cluster.records import MeasuredHandOver
-from twostep.engine.engine import Engine
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError, Unavailable
 from twostep.metrics.registry import MetricsRegistry
@@ -23,7 +22,7 @@ from twostep.process.tracing import Tracer
 from twostep.rpc.server import GrpcServer
 from twostep.rpc.v1 import decode_pb2_grpc, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2
 from twostep.worker.config import WorkerConfig
-from twostep.worker.model import ServedModel
+from twostep.worker.engine_port import EnginePort
 from twostep.worker.requests import RequestReader
 
 # Full name of a service, and what adds it to a server.
@@ -66,8 +65,7 @@ class EdgeParts:
     worker_id: str
     epoch: int
     secret: bytes = field(repr=False)
-    model: ServedModel
-    engine: Engine
+    engine: EnginePort
     reader: RequestReader
     address: Callable[[], str]
     metrics: MetricsRegistry

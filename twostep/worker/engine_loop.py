@@ -1,4 +1,4 @@
-"""The thread that steps the engine, and the one wake-up of the event loop for each step."""
+"""The thread that steps the engine, and where it puts what comes of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from twostep.engine.engine import Engine
 from twostep.engine.step_launcher import MarkedStep
 from twostep.engine.types import FailureKind, LayerProgress, StepOutput
 from twostep.errors import InternalError
+from twostep.worker.engine_port import EngineEvents
 
 log = logging.getLogger(__name__)
 
@@ -28,35 +29,70 @@ _MAX_FAILED_STEPS = 3
 _SWITCH_S = 0.0005
 
 
-class EngineLoop:
-    """Steps `engine` while there is work and calls `on_step` on the event loop, once a step, in order.
+class StepSink(Protocol):
+    """Takes what the engine's threads have, in order."""
 
-    A step that fails ends its sequences and the engine goes on; after several in a row, or if the engine itself raises, the thread ends:
-    nothing it holds can be trusted any more. `failure` is then set and `on_failure` called on the event loop; whoever owns the process
-    tells the callers and exits.
-    """
+    def step(self, output: StepOutput, stopped: Callable[[], bool]) -> None:
+        """Waits while the reader lags too far behind, until `stopped`."""
+        ...
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_step: Callable[[StepOutput], None],
-        on_failure: Callable[[Exception], None],
-        on_layers: Callable[[Sequence[LayerProgress]], None] | None = None,
-    ) -> None:
-        """Needs a running event loop. `on_layers` is called on it while a step runs, where the runner tells how far that is."""
-        self._engine = engine
-        self._on_step = on_step
-        self._on_failure = on_failure
+    def layers(self, progress: Sequence[LayerProgress]) -> None:
+        """While a step runs, where the runner tells how far that is."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """The engine can go on no more."""
+        ...
+
+
+class LoopSink:
+    """Calls events on the event loop on which it was made: one wake-up for each step."""
+
+    def __init__(self, events: EngineEvents) -> None:
+        self._events = events
         self._loop = asyncio.get_running_loop()
         self._room = threading.Semaphore(_MAX_UNDELIVERED)
+
+    def step(self, output: StepOutput, stopped: Callable[[], bool]) -> None:
+        while not self._room.acquire(timeout=_POLL_S):
+            if stopped():
+                return
+        self._call(self._deliver, output)
+
+    def layers(self, progress: Sequence[LayerProgress]) -> None:
+        self._call(self._events.on_layers, progress)
+
+    def failed(self, error: Exception) -> None:
+        self._call(self._events.on_failure, error)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._room.release()
+        self._events.on_step(output)
+
+    def _call(self, function: Callable[[_T], None], argument: _T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:
+            log.debug("the event loop is closed: the process is on its way out")
+
+
+class EngineLoop:
+    """Steps `engine` while there is work and gives what comes of it to `sink`.
+
+    A step that fails ends its sequences and the engine goes on; after several in a row, or if the engine itself raises, the thread ends:
+    nothing it holds can be trusted any more. `failure` is then set and the sink told; whoever owns the process tells the callers and exits.
+    """
+
+    def __init__(self, engine: Engine, sink: StepSink) -> None:
+        self._engine = engine
+        self._sink = sink
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
-        self._on_layers = on_layers
         # Of launched steps, two at most, and those just settled.
         self._marked: queue.SimpleQueue[MarkedStep | None] = queue.SimpleQueue()
         self._follower: threading.Thread | None = None
-        if on_layers is not None and engine.runner.marks_layers:
+        if engine.runner.marks_layers:
             self._follower = threading.Thread(target=self._follow_layers, name="engine-layers", daemon=True)
             engine.follow_layers(self._marked.put)
 
@@ -90,7 +126,7 @@ class EngineLoop:
         """From any thread: the engine can go on no more, whatever its thread waits for."""
         self._stop.set()
         self.failure = error
-        self._call(self._on_failure, error)
+        self._sink.failed(error)
 
     def _run(self) -> None:
         num_failed = 0
@@ -117,27 +153,8 @@ class EngineLoop:
                 except Exception as error:  # noqa: BLE001 - the step's own result says so too, and ends its sequences
                     log.debug("a step failed before its layer %d: %s", mark.num_layers, error)
                     break
-                self._call(self._deliver_layers, step.at(mark))
-
-    def _deliver_layers(self, progress: Sequence[LayerProgress]) -> None:
-        assert self._on_layers is not None
-        self._on_layers(progress)
+                self._sink.layers(step.at(mark))
 
     def _hand_over(self, output: StepOutput) -> None:
-        if not (output.tokens or output.progress or output.failures):
-            return
-        while not self._room.acquire(timeout=_POLL_S):
-            if self._stop.is_set():
-                return
-        self._call(self._deliver, output)
-
-    def _deliver(self, output: StepOutput) -> None:
-        self._room.release()
-        self._on_step(output)
-
-    def _call(self, function: Callable[[_T], None], argument: _T) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, argument)
-        except RuntimeError:
-            # The event loop is closed: the process is on its way out.
-            self._stop.set()
+        if output.tokens or output.progress or output.failures:
+            self._sink.step(output, self._stop.is_set)

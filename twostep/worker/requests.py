@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from twostep.cluster.records import LayoutRecord
-from twostep.engine.grammar import GrammarCompiler, GrammarState
 from twostep.engine.types import EngineRequest, FinishReason, PromptScores, TokenOutput
-from twostep.errors import InvalidRequest, ResourceExhausted
-from twostep.prefix import PrefixHasher, derive_key
+from twostep.errors import InvalidRequest
+from twostep.prefix import derive_key
 from twostep.rpc.convert import class_from_proto, sampling_from_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
-from twostep.sampling_params import Grammar
 
 # Log probabilities of one message: 8 KiB.
 _MAX_SCORES = 1024
 # A client's 128, and what a router adds to make the name unique.
 MAX_ID_CHARS = 160
-# Longer prompts are taken in and hashed in a thread, so many tokens at a time: these take a quarter of a millisecond, 128 Ki of them some,
-# for which nobody's stream is to wait.
-_MAX_INLINE_TOKENS = 4096
-
-_GRAMMAR_THREADS = 2
-_MAX_PENDING_GRAMMARS = 256
-# The first one loads the tokenizer.
-_GRAMMAR_TIMEOUT_S = 60.0
+# Longer prompts are taken in a thread, so many tokens at a time: these take a fraction of a millisecond, 128 Ki of them some, for which
+# nobody's stream is to wait.
+_MAX_INLINE_TOKENS = 8192
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -47,60 +39,16 @@ def attempt_id(request_id: str, attempt: int) -> str:
     return f"{request_id}/{attempt}"
 
 
-class Grammars:
-    """Compiles the grammars of one worker's requests, beside its event loop: what a request waits for before it is queued.
-
-    A compiled grammar is there at once; another one takes a thread, of which there are few, for a millisecond to some tenths of a second.
-    What llguidance spends is bounded by its own limits (twostep/text/grammar.py); whoever waits longer than it should take is refused."""
-
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._threads = ThreadPoolExecutor(max_workers=_GRAMMAR_THREADS, thread_name_prefix="compile")
-        self._num_pending = 0
-
-    async def state(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
-        """The grammar after the tokens generated before. Raises InvalidRequest, SetupError, and ResourceExhausted where others' grammars
-        keep the threads busy."""
-        state = self._compiler.cached(grammar)
-        if state is not None and not tokens:
-            return state
-        if self._num_pending >= _MAX_PENDING_GRAMMARS:
-            raise ResourceExhausted(f"{self._num_pending} grammars are being compiled here; try another worker, or later")
-        self._num_pending += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, grammar, tokens)
-        work.add_done_callback(self._done)
-        try:
-            async with asyncio.timeout(_GRAMMAR_TIMEOUT_S):
-                return await asyncio.shield(work)
-        except TimeoutError as error:
-            raise ResourceExhausted(
-                f"the grammar was not compiled within {_GRAMMAR_TIMEOUT_S:g} s; try another worker, or later"
-            ) from error
-
-    def _work(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
-        return self._compiler.compile(grammar).after(tokens)
-
-    def _done(self, work: asyncio.Future[GrammarState]) -> None:
-        self._num_pending -= 1
-        if not work.cancelled():
-            work.exception()  # perhaps nobody waits for it any more
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
-    """Makes engine requests; what only the engine can judge (vocabulary, context, pool) is left to it."""
+    """Makes engine requests; what only the engine can judge (vocabulary, context, pool, grammars) is left to it."""
 
     secret: bytes = field(repr=False)
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
-    grammars: Grammars
 
     async def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest) -> EngineRequest:
-        """At once, but for a long prompt and a request with a grammar. Raises InvalidRequest naming the field, ResourceExhausted and
-        SetupError (of grammars)."""
+        """At once, but for a long prompt. Raises InvalidRequest naming the field."""
         if not proto.token_ids:
             raise InvalidRequest("token_ids is empty; give the prompt's tokens")
         tpot_ms = proto.tpot_ms if isinstance(proto, decode_pb2.ReserveRequest) and proto.HasField("tpot_ms") else None
@@ -115,39 +63,26 @@ class RequestReader:
             dtype=self.layout.dtype,
             quantization=self.layout.quantization,
         )
-        hasher = None
-        if len(proto.token_ids) <= _MAX_INLINE_TOKENS:
-            # A slice is a list, made in half the time that going through the field takes.
-            token_ids = tuple(proto.token_ids[:])
-        else:
-            hasher = PrefixHasher(prefix_key, self.layout.block_size)
-            token_ids = await asyncio.to_thread(_hashed, proto.token_ids, hasher)
-        grammar = None
-        if sampling.grammar is not None:
-            if not 1 <= proto.num_prompt_tokens <= len(token_ids):
-                raise InvalidRequest(f"num_prompt_tokens is {proto.num_prompt_tokens}; give 1 to {len(token_ids)}")
-            grammar = await self.grammars.state(sampling.grammar, token_ids[proto.num_prompt_tokens :])
+        # A slice is a list, made in half the time that going through the field takes.
+        long = len(proto.token_ids) > _MAX_INLINE_TOKENS
+        token_ids = await asyncio.to_thread(_taken, proto.token_ids) if long else tuple(proto.token_ids[:])
         return EngineRequest(
             seq_id=seq_id,
             token_ids=token_ids,
             num_prompt_tokens=proto.num_prompt_tokens,
             sampling=sampling,
-            grammar=grammar,
             eos_token_ids=self.eos_token_ids,
             request_class=class_from_proto(proto.request_class),
             tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
             prefix_key=prefix_key,
-            hasher=hasher,
         )
 
 
-def _hashed(token_ids: Sequence[int], hasher: PrefixHasher) -> tuple[int, ...]:
+def _taken(token_ids: Sequence[int]) -> tuple[int, ...]:
     """Runs in a thread. Piece by piece, because the interpreter changes threads between calls, not within one."""
     taken: list[int] = []
     for start in range(0, len(token_ids), _MAX_INLINE_TOKENS):
-        piece = token_ids[start : start + _MAX_INLINE_TOKENS]
-        hasher.extend(piece)
-        taken += piece
+        taken += token_ids[start : start + _MAX_INLINE_TOKENS]
     return tuple(taken)
 
 

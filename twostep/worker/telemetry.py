@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from twostep.cluster.records import WorkerLoad
-from twostep.engine.engine import Engine
 from twostep.engine.types import EngineStats, StepOutput
 from twostep.metrics.engine import EngineMetrics
 from twostep.metrics.process import package_version, register_process
@@ -21,6 +20,7 @@ from twostep.process.start_tracing import start_tracer
 from twostep.process.tracing import TRACES_FLUSH_S
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
+from twostep.worker.engine_port import EnginePort
 from twostep.worker.gpu_meter import GpuMeter
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class RateMeter:
 class Telemetry:
     """start(), on_step() after every step, close()."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, worker_id: str, gpu_ids: Sequence[str] = ()) -> None:
+    def __init__(self, config: WorkerConfig, engine: EnginePort, worker_id: str, gpu_ids: Sequence[str] = ()) -> None:
         """`gpu_ids`: UUIDs of the GPUs that it computes on. Raises SetupError for an --otlp-endpoint that is none."""
         self.registry = MetricsRegistry()
         # None: nothing is traced.

@@ -25,7 +25,6 @@ import grpc.aio
 from twostep import __version__
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
-from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.keys.secret import vouch
@@ -40,9 +39,8 @@ from twostep.sampling_params import NEWER_PARAMETERS
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role, reachable_address
 from twostep.worker.curve_tracker import CurveTracker
 from twostep.worker.edge import SERVICE_NAMES, Edge, EdgeParts, KvTransports, Switchboard, until
-from twostep.worker.engine_loop import EngineLoop
-from twostep.worker.model import ServedModel
-from twostep.worker.requests import Grammars, RequestReader
+from twostep.worker.engine_port import EngineEvents, EnginePort
+from twostep.worker.requests import RequestReader
 from twostep.worker.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -63,32 +61,18 @@ class RoleConflict(Exception):
 class Worker:
     """`config`, `epoch` and `edge` are those of its life in the role that it has now."""
 
-    def __init__(self, config: WorkerConfig, model: ServedModel, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
+    def __init__(self, config: WorkerConfig, engine: EnginePort, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
         """`make_edge` makes that of `parts.config.role`, which may change. `epoch` of its first life (twostep/cluster/epochs.py). Needs a
         running event loop. Raises SetupError."""
         self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.port or os.getpid()}"
         self.address = ""
-        self._model = model
         self._secret = secret
         self._secret_check = secret_check(secret)
         self._make_edge = make_edge
-        self.engine = Engine(
-            model.runner,
-            EngineConfig(
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_waiting=config.max_waiting,
-                hash_unit=config.hash_unit,
-                host_cache_bytes=int(config.prefix_cache_space * 2**30),
-                max_step_s=(config.max_step_ms or 0.0) / 1e3,
-                ageing_s=config.ageing,
-            ),
-        )
-        self._curve = CurveTracker(model.curve)
-        self.engine.set_curve(model.curve)
-        self.telemetry = Telemetry(config, self.engine, self.worker_id, model.gpu_ids)
-        self._grammars = Grammars(model.grammar_compiler())
-        self._reader = RequestReader(secret=secret, layout=model.layout, eos_token_ids=model.eos_token_ids, grammars=self._grammars)
+        self.engine, facts = engine, engine.facts
+        self._curve = CurveTracker(facts.curve)
+        self.telemetry = Telemetry(config, engine, self.worker_id, facts.gpu_ids)
+        self._reader = RequestReader(secret=secret, layout=facts.layout, eos_token_ids=facts.eos_token_ids)
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
         self._draining = False
@@ -100,7 +84,6 @@ class Worker:
         self._switching: asyncio.Task[worker_pb2.SwitchRoleResponse] | None = None
         self.config, self.epoch = config, epoch
         self.edge = self._new_edge(config, epoch)
-        self._loop = EngineLoop(self.engine, self._on_step, self._on_engine_failure, lambda progress: self.edge.on_layers(progress))
         self.server = GrpcServer(
             ServerConfig(
                 host=config.host,
@@ -109,7 +92,7 @@ class Worker:
                 tls=config.tls,
                 max_concurrent_rpcs=config.max_concurrent_rpcs,
             ),
-            alive=lambda: self._loop.alive(config.stall_timeout),
+            alive=lambda: self.engine.alive(config.stall_timeout),
             admit=[
                 VersionGate(__version__, SERVICE_NAMES, us=self.worker_id).admit,
                 CallGate(secret, lambda: (self.worker_id, self.epoch)).admit,
@@ -124,7 +107,7 @@ class Worker:
     def record(self) -> WorkerRecord:
         """Returns the record that the worker writes in Redis now."""
         self._tell_readiness()
-        stats, shape, config = self.engine.stats(), self._model.runner.kv_shape, self.config
+        stats, facts, config = self.engine.stats(), self.engine.facts, self.config
         curve = self._curve.curve
         self.engine.set_curve(curve)
         return WorkerRecord(
@@ -133,14 +116,14 @@ class Worker:
             address=self.address,
             epoch=self.epoch,
             version=__version__,
-            model=self._model.name,
-            layout=self._model.layout,
+            model=facts.name,
+            layout=facts.layout,
             hash_unit=config.hash_unit,
             secret_check=self._secret_check,
-            num_blocks=shape.num_blocks,
+            num_blocks=facts.shape.num_blocks,
             max_num_seqs=config.max_num_seqs,
-            max_model_len=self._model.runner.max_model_len,
-            num_host_blocks=self.engine.num_host_blocks,
+            max_model_len=facts.max_model_len,
+            num_host_blocks=facts.num_host_blocks,
             ready=self._ready,
             draining=self._draining,
             not_ready_reason=self._why_of_no_use,
@@ -162,9 +145,13 @@ class Worker:
         """Returns when the worker is ready and registered. Raises SetupError with what to change; everything is stopped then."""
         try:
             self.telemetry.start(self.describe, lambda stats: self.edge.fill_stats(stats))
-            self._loop.start()
-            if self._model.ranks is not None:
-                self._model.ranks.watch(self._loop.fail)
+            self.engine.start(
+                EngineEvents(
+                    on_step=self._on_step,
+                    on_layers=lambda progress: self.edge.on_layers(progress),
+                    on_failure=self._on_engine_failure,
+                )
+            )
             await self.edge.start()
             port = await self.server.start()
             self.address = reachable_address(self.config, port)
@@ -210,9 +197,8 @@ class Worker:
         await self.edge.close()
         await self.edge.transports.close()
         await self.server.drain(_GOODBYE_S)
-        await self._loop.stop()
+        await self.engine.stop()
         await self.telemetry.close()
-        self._grammars.close()
 
     # ---- the other role ---------------------------------------------------------------------------------------------------
 
@@ -276,8 +262,7 @@ class Worker:
         """A new life in the role of `config`, that nobody is told of yet; `back` in the one it had, whether or not KV has a way. Raises
         SetupError, and then the life before is the present one."""
         give_up = time.monotonic() + _ENGINE_IDLE_S
-        while not await asyncio.to_thread(
-            self.engine.reconfigure,
+        while not await self.engine.reconfigure(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
         ):
@@ -340,7 +325,6 @@ class Worker:
             worker_id=self.worker_id,
             epoch=epoch,
             secret=self._secret,
-            model=self._model,
             engine=self.engine,
             reader=self._reader,
             address=lambda: self.address,
@@ -412,13 +396,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         stats = worker.describe()
         if request.challenge:
             stats.vouched = vouch(self._secret, request.challenge, worker_id=worker.worker_id, address=worker.address, epoch=worker.epoch)
-        if request.check_integrity:
-            try:
-                # In a thread: walking a large pool takes milliseconds that the event loop does not have.
-                await asyncio.to_thread(worker.engine.check_integrity)
-            except InternalError as error:
-                stats.integrity_error = error.message
-        engine = worker.engine.stats()
+        look = await worker.engine.look(check_integrity=request.check_integrity)
+        engine, stats.integrity_error = look.stats, look.integrity_error
         stats.num_running = engine.num_running
         stats.num_waiting = engine.num_waiting
         stats.num_reserved = engine.num_reserved

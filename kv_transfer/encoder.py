@@ -12,7 +12,7 @@ from kv_transfer.convert import block_bytes
 from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport
 from kv_transfer.waiting import FifoGate, finish
-from kv_transfer.wire_encoding import RAW, check_encoding, encode
+from kv_transfer.wire_encoding import check_encoding, encode
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import InvalidRequest, SetupError
 
@@ -20,30 +20,31 @@ from twostep.errors import InvalidRequest, SetupError
 _MAX_CHUNKS = 4
 
 
+def check_wire(encoding: str, layout: LayoutRecord) -> None:
+    """Raises SetupError where blocks of this layout cannot travel so."""
+    try:
+        check_encoding(encoding, layout)
+    except InvalidRequest as error:
+        raise SetupError(f"--kv-wire {encoding}: {error.message}") from error
+
+
 class WireEncoder:
     """Encodes one worker's chunks. Belongs to one event loop."""
 
     def __init__(self, store: BlockStore, layout: LayoutRecord, encoding: str) -> None:
         """Raises SetupError where blocks of this layout cannot travel so."""
-        try:
-            check_encoding(encoding, layout)
-        except InvalidRequest as error:
-            raise SetupError(f"--kv-wire {encoding}: {error.message}") from error
+        check_wire(encoding, layout)
         self._store = store
         self._layout = layout
         self._encoding = encoding
         self._num_running = 0
         self._turns = FifoGate("chunks that are encoded")
 
-    def choose(self, transport: KvTransport, accepted: Sequence[str]) -> str:
-        """The form of a lease that goes by this transport to a reader that takes `accepted` besides raw."""
-        return self._encoding if self._encoding in accepted and isinstance(transport, CopyingTransport) else RAW
-
     async def publish(
         self, transport: KvTransport, lease_id: str, chunk: ChunkRange, block_ids: Sequence[int], *, ttl_s: float, deadline: float
     ) -> ChunkInfo:
         """As KvTransport.publish; nothing reads the blocks any more when it ends."""
-        assert isinstance(transport, CopyingTransport), "chosen by `choose`"
+        assert isinstance(transport, CopyingTransport), "chosen by the publisher"
         await self._turns.take(self._take, deadline=deadline)
         try:
             data = await finish(asyncio.to_thread(self._encoded, chunk, tuple(block_ids)))

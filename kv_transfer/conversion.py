@@ -16,7 +16,7 @@ import numpy as np
 
 from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.pool_transport import CopyingTransport
-from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport
+from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport, TransportEnd
 from kv_transfer.waiting import finish
 from kv_transfer.wire_encoding import LOSSY, RAW, check_encoding, decode, wire_layout
 from twostep.cluster.convertible import check_joinable, keeps_keys
@@ -39,53 +39,71 @@ class BlockTarget:
         return self.num_blocks - self.num_cached_blocks
 
 
-class Conversion:
-    """Converts one hand-over's KV. Chunks may come in any order, and twice; a target block is written once it is whole."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionPlan:
+    """How one hand-over's KV becomes ours: plain data, for either process. `number`: that of the pull among this worker's."""
 
-    def __init__(
-        self, source: LayoutRecord, ours: LayoutRecord, store: BlockStore, transport: KvTransport, target: BlockTarget, *, wire: str = RAW
-    ) -> None:
+    number: int
+    source: LayoutRecord
+    ours: LayoutRecord
+    target: BlockTarget
+    wire: str = RAW
+
+    def check(self, transport: TransportEnd) -> None:
         """Raises Incompatible."""
-        check_joinable(source, ours)
-        if not isinstance(transport, CopyingTransport):
+        check_joinable(self.source, self.ours)
+        if not transport.copies_out:
             raise Incompatible(
                 f"{transport.name} moves blocks as they are, and these must be converted on the way; allow ray on both workers, or start "
                 "them with the same --block-size, --dtype and --kv-cache-dtype"
             )
         try:
-            check_encoding(wire, source)
+            check_encoding(self.wire, self.source)
         except InvalidRequest as error:
             raise Incompatible(f"the prefill worker's blocks cannot have been encoded so: {error.message}; run one version") from error
-        self.exact = keeps_keys(source, ours) and wire not in LOSSY
-        self._store = store
-        self._transport = transport
-        self._target = target
-        self._ours = ours
-        # Lossy forms are blocks of a layout: where blocks are dealt out anyway, each number is rounded once.
-        self._source, self._wire = (wire_layout(wire, source), RAW) if wire in LOSSY and source != ours else (source, wire)
-        # None: whole blocks of ours come.
-        self._assembler = None
-        if source != ours:
-            self._assembler = Assembler(ours, first_block=target.num_cached_blocks, num_tokens=target.num_tokens)
-        self._cached_tokens = target.num_cached_blocks * ours.block_size
-        # The assembler is of one thread at a time.
-        self._turn = asyncio.Lock()
+
+    @property
+    def exact(self) -> bool:
+        return keeps_keys(self.source, self.ours) and self.wire not in LOSSY
+
+    @property
+    def encoded(self) -> tuple[LayoutRecord, str]:
+        """The layout of the blocks that come, and their form. Lossy forms are blocks of a layout: where blocks are dealt out anyway, each
+        number is rounded once."""
+        again = self.wire in LOSSY and self.source != self.ours
+        return (wire_layout(self.wire, self.source), RAW) if again else (self.source, self.wire)
 
     @property
     def source_span(self) -> tuple[int, int]:
         """Blocks of the source that hold what is missing, as (first, stop)."""
-        size = self._source.block_size
-        return self._cached_tokens // size, -(-self._target.num_tokens // size)
+        size = self.encoded[0].block_size
+        return self.target.num_cached_blocks * self.ours.block_size // size, -(-self.target.num_tokens // size)
 
-    async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> float:
+
+class Conversion:
+    """Converts one hand-over's KV. Chunks may come in any order, and twice; a target block is written once it is whole."""
+
+    def __init__(self, plan: ConversionPlan, store: BlockStore) -> None:
+        self._store = store
+        self._target, self._ours, self._exact = plan.target, plan.ours, plan.exact
+        self._source, self._wire = plan.encoded
+        # None: whole blocks of ours come.
+        self._assembler = None
+        if plan.source != plan.ours:
+            self._assembler = Assembler(plan.ours, first_block=plan.target.num_cached_blocks, num_tokens=plan.target.num_tokens)
+        # The assembler is of one thread at a time.
+        self._turn = asyncio.Lock()
+
+    async def fetch(self, transport: KvTransport, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> float:
         """As KvTransport.fetch: nothing is written any more when it ends. Raises InvalidRequest for a chunk of another size besides, and
         Incompatible where a number has no place in the pool's format."""
+        assert isinstance(transport, CopyingTransport), "the plan was checked"
         num_layers = chunk.num_layers or self._source.num_layers
         most = chunk.num_blocks * block_bytes(self._source, num_layers)
         # What is encoded is never larger, and its size is checked once it is decoded.
         if chunk.num_bytes > most or (self._wire == RAW and chunk.num_bytes != most):
             raise InvalidRequest(f"chunk {chunk.index} has {chunk.num_bytes} bytes, {chunk.num_blocks} blocks have {most}; run one version")
-        data = await self._transport.fetch_bytes(endpoint, lease_id, chunk, deadline=deadline)
+        data = await transport.fetch_bytes(endpoint, lease_id, chunk, deadline=deadline)
         async with self._turn:
             start = time.monotonic()
             await finish(asyncio.to_thread(self._write, chunk, data, num_layers))
@@ -106,7 +124,7 @@ class Conversion:
 
     def _check_range(self, blocks: Bytes) -> None:
         """float16 ends at 65504, other formats do not: what is beyond has become infinite. Raises Incompatible."""
-        if (self._ours.dtype, self._ours.quantization) != ("float16", "none") or self.exact:
+        if (self._ours.dtype, self._ours.quantization) != ("float16", "none") or self._exact:
             return
         if not np.isfinite(blocks.view(np.float16)).all():
             raise Incompatible(
