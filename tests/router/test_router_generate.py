@@ -38,7 +38,8 @@ async def test_an_answer_arrives_whole_and_in_order(cluster: Cluster) -> None:
     )
     phases = end.phases
     assert (phases.queue_s, phases.prefill_s, phases.publish_s, phases.fetch_s) == (0.001, 0.002, 0.003, 0.004)
-    assert 0 < phases.route_s < phases.ttft_s < phases.total_s
+    # The fake worker makes its phases up: they may be longer than it took.
+    assert 0 <= phases.route_s < phases.ttft_s < phases.total_s
     assert 0 <= phases.first_decode_s <= phases.total_s
     assert 0 < phases.decode_s < phases.total_s
 
