@@ -2,10 +2,14 @@
 
 A full collection looks at everything that lives: a tenth of a second in a process with some thousand requests behind it, every ten to
 fifteen seconds under load, and every stream stands still meanwhile. What it finds is little, since nearly everything here is freed by
-counting references. So the young generations are collected as always, and all of it while nothing goes on, or at long last.
+counting references. So the young generations are collected as always, and everything while nothing goes on.
 
-Not quite everything: a call that ends in an error keeps itself, and all that its frames hold, alive by its traceback. Where such calls are
-many and large, memory tells: once the process has grown by so much, a collection is worth its pause.
+    quiet       what is new every ten seconds; everything each hour, or once the process has grown
+    under load  what is new every half minute, or sooner where the process grows: milliseconds, since what lived before is left out
+
+What is left under load are cycles among what a collection has found alive: some fifty small objects of each of gRPC's calls; and calls that
+end in an error keep what their frames hold, by their traceback. They wait for a quiet second. Only a process that never has one, and has
+grown by a GiB, collects everything under load.
 """
 
 from __future__ import annotations
@@ -21,13 +25,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-# While idle; and under load.
+# While idle, or growing; and under load.
 _IDLE_EVERY_S = 10.0
-_BUSY_EVERY_S = 600.0
+_BUSY_EVERY_S = 30.0
 # And of what was found alive before, which a collection leaves out otherwise.
 _ALL_EVERY_S = 3600.0
-# Growth of the process since the last collection of all, after which it collects all under load too; but not more often than while idle.
+# Growth of the process since everything was collected, after which a quiet second is used for that; and after which none is waited for.
 _GROWTH_BYTES = 256 << 20
+_LAST_RESORT_BYTES = 1 << 30
+# What a collection has found alive is left out of the next ones once looking at it takes so long.
+_LONG_S = 0.002
 # Collections of the middle generation before one of all: never by itself.
 _NEVER = 1 << 30
 
@@ -43,11 +50,7 @@ def resident_bytes() -> int:
 async def collect_in_quiet_moments(
     activity: Callable[[], int], *, clock: Callable[[], float] = time.monotonic, resident: Callable[[], int] = resident_bytes
 ) -> None:
-    """Never returns; cancelling it restores Python's own rule. `activity` is a number that changes while something goes on.
-
-    What a collection has found alive is left out of the next ones, which look at what is new only: whoever comes in the middle of one
-    waits for milliseconds. Cycles that have died among the others stay for an hour, or until the process has grown by a quarter of a
-    GiB."""
+    """Never returns; cancelling it restores Python's own rule. `activity` is a number that changes while something goes on."""
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], _NEVER)
     _collect(clock, everything=True)
@@ -56,16 +59,15 @@ async def collect_in_quiet_moments(
     try:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            now, seen = clock(), activity()
-            grown = resident() - size >= _GROWTH_BYTES
-            every = _IDLE_EVERY_S if seen == last or grown else _BUSY_EVERY_S
-            last = seen
-            if now - collected_at >= every:
-                # What has grown may be cycles among those that were found alive.
-                collected_at, everything = now, grown or now - all_at >= _ALL_EVERY_S
-                all_at = now if everything else all_at
+            now, seen, growth = clock(), activity(), resident() - size
+            quiet, last = seen == last, seen
+            grown = growth >= _GROWTH_BYTES
+            if now - collected_at >= (_IDLE_EVERY_S if quiet or grown else _BUSY_EVERY_S):
+                everything = (quiet and (grown or now - all_at >= _ALL_EVERY_S)) or growth >= _LAST_RESORT_BYTES
                 _collect(clock, everything=everything)
-                size = resident() if everything else size
+                collected_at = now
+                if everything:
+                    all_at, size = now, resident()
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
@@ -76,10 +78,7 @@ def _collect(clock: Callable[[], float], *, everything: bool) -> None:
     if everything:
         gc.unfreeze()
     found = gc.collect()
-    gc.freeze()
-    log.debug(
-        "a garbage collection of %s took %.0f ms and found %d objects",
-        "all" if everything else "what is new",
-        (clock() - since) * 1e3,
-        found,
-    )
+    took_s = clock() - since
+    if everything or took_s >= _LONG_S:
+        gc.freeze()
+    log.debug("a garbage collection of %s took %.0f ms and found %d objects", "all" if everything else "what is new", took_s * 1e3, found)
