@@ -40,7 +40,7 @@ _VOCAB = 1000
 _WORKER = "--worker"
 
 
-class Player:
+class StreamReader:
     """One router's stream, `streams` requests at once."""
 
     def __init__(self, decode: Any, load: ServedStepLoad) -> None:
@@ -109,7 +109,7 @@ async def measure(form: str, load: ServedStepLoad, step_ms: float, directory: Pa
         while True:
             try:
                 async with channel_to_worker(f"127.0.0.1:{port}", SECRET, caller="player") as channel:
-                    report = await Player(decode_pb2_grpc.DecodeStub(channel), load).play()
+                    report = await StreamReader(decode_pb2_grpc.DecodeStub(channel), load).play()
                     break
             except TwostepError:
                 if time.monotonic() > give_up:

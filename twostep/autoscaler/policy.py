@@ -28,7 +28,7 @@ from twostep.autoscaler.forecast import DecodeLoad, Forecast, observe
 from twostep.autoscaler.limits import Goal, fit
 from twostep.autoscaler.memory import Correction, Course, Memory, Need
 from twostep.autoscaler.model import ROLES, Decision, Observation, PolicyConfig, Role, WorkerView, longest_start_s
-from twostep.autoscaler.sizing import OfferedLoad, Workers, WorkerSpec, can_help, needed
+from twostep.autoscaler.sizing import NeededWorkers, OfferedLoad, WorkerSpec, can_help, needed
 
 # Of a prefill worker, while a lost one is missed: it is for a cold start at most.
 _SURVIVAL_UTILIZATION = 0.95
@@ -240,7 +240,7 @@ def _aim(
     horizons_s = {role: config.pool(role).cold_start_s + config.interval_s for role in ROLES}
     late = {role: _backlog_per_s(config, observation, horizons_s[role]) for role in ROLES}
 
-    def workers(policy: PolicyConfig, ahead_s: Mapping[Role, float], times: float = 1.0) -> Workers:
+    def workers(policy: PolicyConfig, ahead_s: Mapping[Role, float], times: float = 1.0) -> NeededWorkers:
         """For the most load from now until then; without what workers do that no Deployment scales."""
         demands = {
             role: _demand(forecast, lag_s + ahead_s[role], decoding.num_seqs)

@@ -245,7 +245,7 @@ def can_help(config: PolicyConfig, role: Role, spec: WorkerSpec, demand: Offered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
+class NeededWorkers:
     """So many of each role, and in sum: more than the two where some are for either."""
 
     prefill: int
@@ -255,25 +255,27 @@ class Workers:
     def of(self, role: Role) -> int:
         return self.prefill if role == "prefill" else self.decode
 
-    def less(self, others: Mapping[Role, int]) -> Workers:
+    def less(self, others: Mapping[Role, int]) -> NeededWorkers:
         """Without what so many others do."""
         prefill, decode = (max(0, self.of(role) - others[role]) for role in others)
-        return Workers(prefill=prefill, decode=decode, total=max(0, self.total - sum(others.values())))
+        return NeededWorkers(prefill=prefill, decode=decode, total=max(0, self.total - sum(others.values())))
 
 
-def needed(config: PolicyConfig, specs: Mapping[Role, WorkerSpec], demands: Mapping[Role, OfferedLoad], *, both_roles: bool) -> Workers:
+def needed(
+    config: PolicyConfig, specs: Mapping[Role, WorkerSpec], demands: Mapping[Role, OfferedLoad], *, both_roles: bool
+) -> NeededWorkers:
     """The least workers for loads of prompts and of answers. `both_roles`: each takes work of either role, so that what counts is their
     sum; a role has its share of the work in whole workers, and what is left over is for either."""
     prefill, decode = (workers_needed(config, role, specs[role], demands[role]) for role in ("prefill", "decode"))
     if not (both_roles and prefill and decode and specs["prefill"].curve and specs["decode"].curve):
-        return Workers(prefill=prefill, decode=decode, total=prefill + decode)
+        return NeededWorkers(prefill=prefill, decode=decode, total=prefill + decode)
     # Where more decode than on average, it is prompts that give way: steps become no longer.
     even = replace(config, attainment=0.5)
     parts = range(1, decode * _PARTS)
     part = 1 + bisect_left(parts, True, key=lambda n: decode_holds(even, specs["decode"], demands["decode"], n / _PARTS))
     decoding = part / _PARTS
     total = min(prefill + decode, _prompt_servers(config, specs["prefill"], demands["prefill"], beside=decoding))
-    return Workers(prefill=int(total - decoding), decode=int(decoding), total=total)
+    return NeededWorkers(prefill=int(total - decoding), decode=int(decoding), total=total)
 
 
 def _by_tokens(config: PolicyConfig, spec: WorkerSpec, tokens_per_s: float) -> int:

@@ -1,8 +1,11 @@
-"""Says how a process ended, and if a signal ended it, what that most likely means and what to do."""
+"""How processes end: with the one that started them; and if a signal ended one, what that most likely means and what to do."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from pathlib import Path
 
 _OUT_OF_MEMORY = "the machine or the container ran out of memory: give it more, start fewer workers, or lower --kv-cache-memory-bytes"
@@ -16,6 +19,18 @@ _HINTS = {
     signal.SIGXCPU: "its limit of CPU time was reached (ulimit -t)",
     signal.SIGXFSZ: "its limit of file size was reached (ulimit -f)",
 }
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, also if nothing of Python can run here any more. Ends it at
+    once where `parent` is not its parent any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def oom_kills(proc: Path = Path("/proc")) -> int | None:

@@ -7,7 +7,6 @@ into the socket, and the event loop does what the edge asks for. The end of the 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
 from twostep.errors import InternalError, SetupError, TwostepError
+from twostep.process.ending import die_with
 from twostep.process.log import setup_logging
 from twostep.rpc import event_loop
 from twostep.rpc.collector import collect_in_quiet_moments
@@ -32,8 +32,6 @@ from twostep.worker.remote_engine import FIGURES_EVERY_S, FIGURES_LATE_S
 from twostep.worker.step_record import encode, ended
 
 log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Plane(NamedTuple):
@@ -209,14 +207,6 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
     logging.shutdown()
     # Libraries and devices that wait for what is gone would keep the interpreter from ending.
     os._exit(0)
-
-
-def die_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 async def _serve(link: Link, engine: LocalEngine, plane: Plane) -> None:

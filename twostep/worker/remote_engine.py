@@ -91,7 +91,7 @@ class RemoteEngine:
             steps=0,
         )
         self._heard_at = time.monotonic()
-        self._delta = PrefixChanges()
+        self._delta = UntakenPrefixes()
 
     @classmethod
     def launch(cls, config: WorkerConfig, module: str, progress: Progress) -> RemoteEngine:
@@ -287,11 +287,11 @@ class RemoteEngine:
         return None
 
 
-class PrefixChanges:
+class UntakenPrefixes:
     """Adds up what changed in the sets of findable prefixes: net, as Engine.take_prefix_delta tells it."""
 
     def __init__(self) -> None:
-        self._pool, self._host = _Changes(), _Changes()
+        self._pool, self._host = _Untaken(), _Untaken()
 
     def add(self, delta: PrefixDelta) -> None:
         self._pool.add(delta.added, delta.removed)
@@ -299,13 +299,13 @@ class PrefixChanges:
 
     def take(self) -> PrefixDelta:
         pool, host = self._pool, self._host
-        self._pool, self._host = _Changes(), _Changes()
+        self._pool, self._host = _Untaken(), _Untaken()
         return PrefixDelta(
             added=tuple(pool.added), removed=tuple(pool.removed), host_added=tuple(host.added), host_removed=tuple(host.removed)
         )
 
 
-class _Changes:
+class _Untaken:
     def __init__(self) -> None:
         # In order; the values say nothing.
         self.added: dict[bytes, None] = {}

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -30,11 +29,11 @@ from twostep.model.parallel.channel import DONE, BlockMemory, BlockTransfer, End
 from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.runner.model_runner import ModelRunner
+from twostep.process.ending import die_with
 from twostep.process.log import setup_logging
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _NUM_EVENTS = 8
 _IDLE_MS = 20
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     threading.Thread(target=_end_with, args=(life_line,), name="life line", daemon=True).start()
     steps, blocks = socket.socket(fileno=steps_fd), socket.socket(fileno=blocks_fd)
     hello: Hello = unpack(receive(steps))
-    _die_with(hello.parent)
+    die_with(hello.parent)
     setup_logging(level=hello.log_level, json_lines=hello.log_json, process=f"rank-{hello.rank}")
     meeting = Meeting(Path(hello.directory), hello.rank, hello.size)
     try:
@@ -155,14 +154,6 @@ def _end_with(life_line: int) -> None:
     """The life line carries nothing: it ends when rank 0 does."""
     os.read(life_line, 1)
     _exit(1)
-
-
-def _die_with(parent: int) -> None:
-    """Also if nothing of Python can run here any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        _exit(1)
 
 
 def _exit(code: int) -> NoReturn:
