@@ -1,4 +1,4 @@
-"""How late tokens come to a router where the engine has a thread of the worker's process, and where it has a process of its own.
+"""Measures how late tokens come to a router where the engine has a thread of the worker's process, and where it has a process of its own.
 
     python benchmarks/engine_process.py [--streams 256] [--step-ms 12] [--seconds 10] [--runs 5]
 

@@ -1,4 +1,4 @@
-"""What a decode step costs the host, without a device: the engine's thread and the worker's edge, part by part.
+"""Measures what a decode step costs the host, without a device: the engine's thread and the worker's edge, part by part.
 
     python benchmarks/host_step.py --against ../another-tree
 

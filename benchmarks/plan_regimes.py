@@ -1,4 +1,4 @@
-"""Where moving KV pays and where it does not: goodput per GPU of the best split of some GPUs, with workers that take both roles and with
+"""Simulates where moving KV pays: goodput per GPU of the best split of some GPUs, with workers that take both roles and with
 fixed roles, and of the best step budget without a split, over prompt lengths, answer lengths and targets.
 
     python benchmarks/plan_regimes.py simulate regimes.jsonl --gpus 2 --jobs 4       adds the cells that are not in the file yet
@@ -157,7 +157,7 @@ def _text(cell: dict[str, Any]) -> str:
 
 
 def _share(cell: dict[str, Any]) -> float | None:
-    """Of the goodput of aggregated workers; None: they keep no rate."""
+    """Returns the ratio to the goodput of aggregated workers; None: they keep no rate."""
     if cell["aggregated"] is None:
         return None
     return float(cell["both"]["rate"] if cell["both"] else 0.0) / float(cell["aggregated"]["rate"])

@@ -41,7 +41,7 @@ class BlockTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """How one hand-over's KV becomes ours: plain data, for either process. `number`: that of the pull among this worker's."""
+    """Says how one hand-over's KV becomes ours: plain data, for either process. `number`: that of the pull among this worker's."""
 
     number: int
     source: LayoutRecord

@@ -1,4 +1,4 @@
-"""What edges ask of the side where the pool is: blocks out of it and into it, by a transport's name.
+"""Defines what edges ask of the side where the pool is: blocks out of it and into it, by a transport's name.
 
 An edge knows sequences, tickets and leases; the pool, what encodes and converts its blocks, and the transports may be in another process
 (kv_transfer/remote.py).

@@ -40,7 +40,7 @@ _NOTHING = TransportStats(num_leases=0, num_objects=0, stored_bytes=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportState:
-    """What a TransportEnd says of itself."""
+    """Holds what a TransportEnd says of itself."""
 
     name: str
     copies_out: bool

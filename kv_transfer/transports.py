@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportParts:
-    """What transports are made of, in the process that has the pool. `carried`: those of the worker's other role."""
+    """Holds what transports are made of, in the process that has the pool. `carried`: those of the worker's other role."""
 
     config: WorkerConfig
     worker_id: str

@@ -75,7 +75,7 @@ class _Near:
     stub: Any = None
 
     async def close(self) -> None:
-        """What is being read there is not held any more."""
+        """Lets go of what is being read there."""
         self.stub = None
         if self.channel is not None:
             await self.channel.close()

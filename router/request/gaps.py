@@ -1,4 +1,4 @@
-"""Where the time between two tokens of an answer went: of its longest gaps alone, so that a token costs a comparison.
+"""Tells where the time between two tokens of an answer went: of its longest gaps alone, so that a token costs a comparison.
 
     token before ─┬─ outside ─┬─ step ─┬─ late ─┬─ network ─┬─ token          two of one decode worker's, by that worker's clock
     first token  ─┴─ hand_over ───────┴─ the same, as far as it is known     from the prefill worker's to the decode worker's first

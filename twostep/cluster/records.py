@@ -94,7 +94,7 @@ class GpuLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredHandOver:
-    """What a hand-over by this transport takes, from the prompt's first token to the commit on the decode worker: the mean of the last
+    """Says what a hand-over by this transport takes, from the prompt's first token to the commit on the decode worker: the mean of the last
     ones, and of their bytes."""
 
     transport: str

@@ -68,7 +68,7 @@ class TokenOutput:
 
 
 class TokenExtras(NamedTuple):
-    """What few tokens come with: why it is its sequence's last one, and the log probabilities that were asked for."""
+    """Holds what few tokens come with: why it is its sequence's last one, and the log probabilities that were asked for."""
 
     finish_reason: FinishReason | None = None
     logprob: float | None = None

@@ -95,7 +95,7 @@ class Edge(Protocol):
 
     @property
     def measured(self) -> Sequence[MeasuredHandOver]:
-        """What hand-overs to this edge took lately."""
+        """Returns what hand-overs to this edge took lately."""
         ...
 
     def on_step(self, output: StepOutput) -> None: ...

@@ -1,4 +1,4 @@
-"""What an edge may ask of an engine, in whichever process that is (docs/decisions/38-engine-process.md)."""
+"""Defines what an edge may ask of an engine, in whichever process that is (docs/decisions/38-engine-process.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostep.step_curve import StepCurve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What does not change while an engine runs. `curve`: how long its steps take, as measured at the start; None: not measured.
+    """Holds what does not change while an engine runs. `curve`: how long its steps take, as measured at the start; None: not measured.
     `gpu_ids`: UUIDs of the GPUs that it computes on, by rank."""
 
     name: str

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Plane(NamedTuple):
-    """What else this process does for its edge, by the names of messages; `close` when it ends."""
+    """Holds what else this process does for its edge, by the names of messages; `close` when it ends."""
 
     calls: Mapping[str, Call]
     tells: Mapping[str, Tell]

@@ -29,7 +29,7 @@ _BEATS = 10
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What a router has of a worker: its record, what it computed by its last heartbeats, and the tokens sent to it lately."""
+    """Holds what a router has of a worker: its record, what it computed by its last heartbeats, and the tokens sent to it lately."""
 
     record: WorkerRecord
     beats: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_BEATS + 1))

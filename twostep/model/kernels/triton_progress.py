@@ -1,4 +1,4 @@
-"""How far a running step is: a word in the host's memory, which the step writes as its layers pass.
+"""Tells how far a running step is: a word in the host's memory, which the step writes as its layers pass.
 
     device   │ layer 0 │ layer 1 │ … │ layer L-1 │ logits, sample │
     word     n·2¹⁰     +1        +2              +L                    n: the step's number, which it reads on the device

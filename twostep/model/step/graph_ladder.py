@@ -16,8 +16,8 @@ _MOST_MIXED_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """What a captured step has room for: `rows` tokens, of `decodes` sequences with one each and `chunks` of prompts. Without chunks, rows
-    and decodes are the same, and every row is sampled."""
+    """Says what a captured step has room for: `rows` tokens, of `decodes` sequences with one each and `chunks` of prompts. Without chunks,
+    rows and decodes are the same, and every row is sampled."""
 
     rows: int
     decodes: int

@@ -1,4 +1,4 @@
-"""Where the time of requests went: phases up to the second token, and a cause for each long gap. Pure.
+"""Tells where the time of requests went: phases up to the second token, and a cause for each long gap. Pure.
 
 The client's times say how long, the router's account (End.phases, End.gaps) says why. What of a time the router's account does not have
 is between router and client. A server that tells nothing leaves all of it unexplained.
