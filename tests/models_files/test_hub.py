@@ -68,6 +68,11 @@ def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[St
     stand_in.publish({**files, **NOT_READ}, "main", "v1")
     with running(stand_in):
         yield stand_in
+        # Downloads that nobody waits for end while there is a hub to answer: without one they would close the connections of the next test.
+        stand_in.open.set()
+        for thread in threading.enumerate():
+            if thread.name == "download":
+                thread.join()
 
 
 @pytest.fixture
