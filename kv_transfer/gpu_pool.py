@@ -55,7 +55,7 @@ def add_block_sums(
     pool: torch.Tensor, kept: KvSums | None, ids: torch.Tensor, sums: torch.Tensor, part: slice, *, block_bytes: int, shape: PullShape
 ) -> None:
     """Adds up sum64 of bytes `part`, whole layers, of blocks `ids` int32 [n] into `sums` int64 [n], zeros before: out of what steps have
-    kept, else out of the bytes. On the current stream."""
+    kept, which is settled, else out of the bytes. On the current stream."""
     if kept is not None:
         layer_bytes = kept.layer_words * WORD_BYTES
         first, stop = part.start // layer_bytes, part.stop // layer_bytes

@@ -39,7 +39,8 @@ class Lane:
 
     def __init__(self, device: torch.device, *, blocking: bool = True) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Its kernels are small and somebody's next token waits for them: they go before those of steps that have not begun.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._done = torch.cuda.Event(blocking=blocking) if self._stream is not None else None
         self._grow(256)
 
@@ -59,6 +60,8 @@ class Lane:
 
     def sums_of(self, cache: KvCache, block_ids: Sequence[int], part: slice) -> Sums:
         """Returns those of whole layers of blocks, [n]: out of what steps have kept, else out of the bytes."""
+        if cache.sums is not None:
+            cache.sums.settle(block_ids)
         with launching(self._stream):
             ids, sums = self._send(block_ids)
             size = cache.shape.block_bytes

@@ -156,12 +156,12 @@ class CudaIpcTransport(InPlaceTransport):
         """Returns the sums of chunks of so many blocks."""
         if not sources:
             return [0] * len(counts)
+        if self._cache.sums is not None:
+            self._cache.sums.overwritten(targets)
         with self._pool_of(source) as peer:
             sums = self._lane.pull(
                 peer.pool, self._cache.tensor.data_ptr(), sources, targets, block_bytes=source.block_bytes, part=part, shape=self._shape
             )
-        if self._cache.sums is not None:
-            self._cache.sums.refresh(targets)
         return chunk_sums(sums, counts)
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:

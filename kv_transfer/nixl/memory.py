@@ -52,7 +52,7 @@ class NixlMemory:
     def __init__(
         self, pool: torch.Tensor, *, arena_bytes: int, probe_bytes: int, sums: KvSums | None = None, shape: PullShape = WITHIN_GPU
     ) -> None:
-        """`sums`: the checksums that the pool's owner keeps while it writes; any other writer of blocks refreshes them. `shape`:
+        """`sums`: the checksums that the pool's owner keeps while it writes; any other writer of blocks notes that. `shape`:
         how kernels are cut. Raises SetupError if there is no memory for the arena."""
         assert pool.dim() == 2
         assert pool.dtype == torch.uint8
@@ -90,11 +90,13 @@ class NixlMemory:
         self._thread.stream = None
         if self._pool.is_cuda:
             torch.cuda.set_device(self.device)
-            self._thread.stream = torch.cuda.Stream(self.device)
+            self._thread.stream = torch.cuda.Stream(self.device, priority=-1)
             self._thread.stream.synchronize()  # makes the device's context current
 
     def block_sums(self, block_ids: Sequence[int], part: slice) -> Sums:
         """Returns sum64 of a part of the bytes, whole layers, of each of the blocks: uint64 [n]. Blocks."""
+        if self._sums is not None:
+            self._sums.settle(block_ids)
         with self.on_stream():
             ids = torch.from_numpy(np.asarray(block_ids, np.int32)).to(self.device)
             sums = torch.zeros(len(block_ids), dtype=torch.int64, device=self.device)
@@ -117,7 +119,7 @@ class NixlMemory:
     def written(self, block_ids: Sequence[int]) -> None:
         """To be called once their bytes are others, right ones or not."""
         if self._sums is not None:
-            self._sums.refresh(block_ids)
+            self._sums.overwritten(block_ids)
 
     def check_probe(self, offset: int, num_bytes: int) -> None:
         """Raises DataLoss unless the arena holds a probe's pattern from `offset` on."""

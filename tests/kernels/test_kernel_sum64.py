@@ -37,6 +37,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 def sums_of(cache: KvCache, first_layer: int = 0, num_layers: int | None = None) -> np.ndarray:
     """Returns the blocks' sums, made of the slots'."""
     assert cache.sums is not None
+    cache.sums.settle(range(cache.shape.num_blocks))
     ids = torch.arange(cache.shape.num_blocks, dtype=torch.int32, device=DEVICE)
     out = torch.empty(len(ids), dtype=torch.int64, device=DEVICE)
     add_slot_sums(

@@ -112,7 +112,7 @@ class KvCache:
             # numpy copies straight from read-only memory, which torch.from_numpy would warn about.
             self._bytes.numpy()[np.asarray(block_ids, np.int64), columns or slice(None)] = data
         if self.sums is not None:
-            self.sums.refresh(block_ids)
+            self.sums.overwritten(block_ids)
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
         """See Runner: pinned where there is a GPU."""

@@ -4,13 +4,15 @@ tensor  int64 [block, layer, slot, part]        a part: what one program of the 
         └───────┬─────────────────────┘
          their sum is the block's (kv_transfer/checksums.py): 0.2 % of the pool's memory in Llama-3.1-8B's shape
 
-Always those of the bytes that are there, also in slots of earlier sequences: what writes a slot in another way calls `refresh`.
+Those of the bytes that are there, also in slots of earlier sequences. Whatever writes blocks in another way says so (`overwritten`), and
+who wants their sums has them computed first (`settle`): most blocks that arrive are never published, and their arrival is waited for.
 Kept of numbers only; blocks of quantized KV are summed when they are published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -46,7 +48,7 @@ class SlotSums(Protocol):
 
 
 class KvSums:
-    """Owns the tensor. `refresh` is safe from any thread for blocks that no step writes."""
+    """Owns the tensor. Methods are safe from any thread, for blocks that no step writes."""
 
     def __init__(self, pool: torch.Tensor, shape: KvShape, num_heads: int, rotated: int, slot_sums: SlotSums) -> None:
         """`pool`: a KvCache's tensor, of `shape`; `num_heads`: the model's query heads; `rotated`: dimensions of a head that RoPE turns."""
@@ -55,6 +57,9 @@ class KvSums:
         self._slot_sums = slot_sums
         self._num_slots, self._num_rows = shape.block_size, 2 * shape.num_kv_heads
         self._of_model = (num_heads, rotated)
+        # Blocks whose sums are not those of their bytes.
+        self._overwritten: set[int] = set()
+        self._lock = threading.Lock()
         self.num_parts = _num_parts(shape, num_heads)
         # 64-bit words of one layer of a block.
         self.layer_words = self._num_rows * self._num_slots * shape.head_dim * pool.element_size() // WORD_BYTES
@@ -72,23 +77,36 @@ class KvSums:
         )
         if pool.is_cuda:
             torch.cuda.synchronize(pool.device)  # sums are computed on another stream than the zeros
-        self.refresh(range(shape.num_blocks))
+        self._refresh(range(shape.num_blocks))
 
     def kept_by_steps(self, num_heads: int, rotated: int) -> bool:
         """Returns whether the sums were made for such a model."""
         return self._of_model == (num_heads, rotated)
 
-    def refresh(self, block_ids: Sequence[int]) -> None:
-        """Computes the sums of whole blocks anew, out of the pool, and waits until they are there. Any thread may call it."""
-        device = self.tensor.device
-        if device.type == "cpu":
-            self._refresh(block_ids)
-            return
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            self._refresh(block_ids)
-            torch.cuda.current_stream().synchronize()
+    def overwritten(self, block_ids: Iterable[int]) -> None:
+        """Notes that something other than a step has written to these blocks."""
+        with self._lock:
+            self._overwritten.update(block_ids)
+
+    def settle(self, block_ids: Iterable[int]) -> None:
+        """Computes anew, out of the pool, the sums of those among these blocks that were overwritten, and waits until they are there."""
+        with self._lock:
+            stale = self._overwritten.intersection(block_ids)
+            if stale:
+                # Whoever asks for the same blocks meanwhile waits, too.
+                self._refresh(sorted(stale))
+                self._overwritten -= stale
 
     def _refresh(self, block_ids: Sequence[int]) -> None:
+        device = self.tensor.device
+        if device.type == "cpu":
+            self._compute(block_ids)
+            return
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+            self._compute(block_ids)
+            torch.cuda.current_stream().synchronize()
+
+    def _compute(self, block_ids: Sequence[int]) -> None:
         for start in range(0, len(block_ids), _ROWS_AT_ONCE):
             ids = torch.tensor(block_ids[start : start + _ROWS_AT_ONCE], dtype=torch.int32, device=self.tensor.device)
             self._slot_sums(self._pool, ids, self.tensor, num_slots=self._num_slots, num_rows=self._num_rows)
