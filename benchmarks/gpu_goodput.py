@@ -2,6 +2,7 @@
 
     PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --prefill 3 --decode 1 --rates 22,32,40 --out disaggregated
     PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --aggregated --decode 4 --rates 16,22,32 --out aggregated
+    PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --rates 20@0,24@2 --out told    requests state the first and the third targets
     PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --tiny --prefill 1 --decode 1 --rates 2 --duration 5 --out dry    on a CPU
 
 Llama-3.1-8B's shape with random weights and a vocabulary of invented words; prompts of 2600 and answers of 128 tokens, each +- 30 %,
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -97,17 +99,33 @@ def wait_ready(target: str, process: subprocess.Popen[bytes], log: Path) -> floa
     raise SystemExit(f"it did not start:\n{log.read_text('utf-8', 'replace')[-4000:]}")
 
 
-def load(target: str, rate: float, arguments: argparse.Namespace, out: Path, name: str = "") -> list[RequestRecord]:
-    name = name or f"{rate:g}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`stated`: the targets that requests state, by their place among TARGETS; None: they state none."""
+
+    rate: float
+    stated: int | None = None
+
+    @classmethod
+    def parse(cls, word: str) -> Run:
+        rate, _, stated = word.partition("@")
+        return cls(rate=float(rate), stated=int(stated) if stated else None)
+
+    def __str__(self) -> str:
+        return f"{self.rate:g}" if self.stated is None else f"{self.rate:g}@{self.stated}"
+
+
+def load(target: str, run: Run, arguments: argparse.Namespace, out: Path, name: str = "") -> list[RequestRecord]:
+    name = name or str(run)
     records = out / f"requests-{name}.jsonl"
     gpus = arguments.decode + (0 if arguments.aggregated else arguments.prefill)
     words = [
         *(sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", target, "--gpus", str(gpus)),
         *("--workload", "normal", "--input-tokens", str(arguments.input_tokens), "--output-tokens", str(arguments.output_tokens)),
-        *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(rate), "--seed", str(arguments.seed)),
+        *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(run.rate), "--seed", str(arguments.seed)),
         *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup)),
-        *(("--send-targets",) if arguments.send_targets else ()),
-        *("--goodput", *TARGETS[0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{name}.json")),
+        *(() if run.stated is None else ("--send-targets",)),
+        *("--goodput", *TARGETS[run.stated or 0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{name}.json")),
     ]
     with (out / f"bench-{name}.log").open("wb") as log:
         if subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
@@ -116,7 +134,7 @@ def load(target: str, rate: float, arguments: argparse.Namespace, out: Path, nam
     return [record for record in saved if record.measured]
 
 
-def show(rate: float, records: Sequence[RequestRecord]) -> None:
+def show(run: Run, records: Sequence[RequestRecord]) -> None:
     latencies = [latency_of(record) for record in records]
     answered = [latency for latency in latencies if latency is not None]
     shares = " ".join(
@@ -134,7 +152,7 @@ def show(rate: float, records: Sequence[RequestRecord]) -> None:
     # A hand-over takes time in one of these.
     phases = [record.phases for record in records if record.phases is not None]
     local = sum(1 for each in phases if not each.get("publish_s") and not each.get("fetch_s"))
-    print(f"{rate:6g} {len(records):6d} {len(records) - len(answered):4d} {local:5d} {shares}  {' | '.join(parts)}", flush=True)
+    print(f"{run!s:>6} {len(records):6d} {len(records) - len(answered):4d} {local:5d} {shares}  {' | '.join(parts)}", flush=True)
 
 
 def main() -> None:
@@ -142,13 +160,17 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1, help="decode workers; with --aggregated all workers")
     parser.add_argument("--aggregated", action="store_true")
-    parser.add_argument("--rates", default="8", help="requests per second, one run each")
+    parser.add_argument(
+        "--rates",
+        default="8",
+        type=lambda words: [Run.parse(word) for word in words.split(",")],
+        help="requests per second, one run each; @N: they state the N-th targets",
+    )
     parser.add_argument("--duration", type=float, default=60)
     parser.add_argument("--warmup", type=float, default=5)
     parser.add_argument("--input-tokens", type=int, default=2600)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--send-targets", action="store_true", help="requests say the first set's TTFT and TPOT")
     parser.add_argument(
         "--unloaded", type=int, default=0, help="after the first rate, 10 s of two prompts a second of about so many tokens"
     )
@@ -161,12 +183,12 @@ def main() -> None:
     with TemporaryDirectory(prefix="ts-") as name, system(arguments, Path(name), out) as (target, redis_url):
         titles = " ".join(f"{words.replace('ttft:', '').replace(' tpot:', '/').replace(' gap:', '/'):>12s}" for words in TARGETS)
         print(f"{'rate':>6} {'sent':>6} {'lost':>4} {'local':>5} {titles}  TTFT p50 p95 p99 | TPOT | longest gap, ms")
-        for place, word in enumerate(arguments.rates.split(",")):
-            show(float(word), load(target, float(word), arguments, out))
+        for place, run in enumerate(arguments.rates):
+            show(run, load(target, run, arguments, out))
             if arguments.unloaded and not place:
                 alone = argparse.Namespace(**vars(arguments) | {"input_tokens": arguments.unloaded, "duration": 10, "warmup": 1})
                 print(f"  2/s of {arguments.unloaded} tokens:")
-                show(2.0, load(target, 2.0, alone, out, f"unloaded-{arguments.unloaded}"))
+                show(Run(rate=2.0), load(target, Run(rate=2.0), alone, out, f"unloaded-{arguments.unloaded}"))
         (out / "workers.jsonl").write_text("".join(record.to_json() + "\n" for record in registered_workers(redis_url)))
         logs = Path(name) / "logs"
         if logs.is_dir():
