@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check --sizes 1 2 4
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --sizes 1 2 4
-    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --model llama-3.1-70b --sizes 4 --decode 1 16 64 128 --prefill 2048 8192
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --model llama-3.1-70b --sizes 4 --decode 1 16 64 128
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check speed --tiny --sizes 1 2          a dry run on the CPU
 
 Each number of GPUs is a process of its own. All of them start at once where their memory allows it, and are measured one after the other.
@@ -317,7 +317,7 @@ def check(args: argparse.Namespace, directory: Path, deadline: float) -> bool:
     from oracle import Oracle  # noqa: PLC0415
     from tiny_models import save_tiny_model  # noqa: PLC0415
 
-    size = {"hidden_size": 64, "intermediate_size": 128} if args.tiny else {"hidden_size": 1024, "intermediate_size": 2048}
+    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128} if args.tiny else {"hidden_size": 1024, "intermediate_size": 2048}
     fields = size | {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.05}
     cases, judges = [], {}
     for dtype in ("float32", "bfloat16"):

@@ -60,7 +60,10 @@ async def measure(num_routers: int, num_workers: int, arguments: argparse.Namesp
     async with rig(pace, cores=cores_for(num_routers, num_workers)) as rig_:
         routers = await asyncio.gather(*(rig_.add_router("--http-port", "-1") for _ in range(num_routers)))
         clients = [await rig_.add_client("router_load.py") for _ in routers]
-        watched: list[Callable[[], float]] = [process.cpu_s for process in (*routers, *rig_.workers, *clients)]
+        watched: list[Callable[[], float]] = [
+            *(router.cpu_s for router in routers),
+            *(helper.cpu_s for helper in (*rig_.workers, *clients)),
+        ]
         loads = [(client, load | {"ports": [router.port]}) for client, router in zip(clients, routers, strict=True)]
         async with rig_.streams(loads) as replies:
             began, before = time.monotonic(), [read() for read in watched]
@@ -77,7 +80,7 @@ async def measure(num_routers: int, num_workers: int, arguments: argparse.Namesp
 
 
 def cores_for(num_routers: int, num_workers: int) -> Cores:
-    """Routers first, then clients, then workers; with too few cores the last two kinds share the last one. Second hardware threads of a core
+    """Routers first, then clients, then workers; with too few cores the last two kinds share the last one. Second hardware threads of cores
     are taken last."""
     cores = sorted(CORES, key=lambda core: (_siblings(core).index(core), core))
     if len(cores) < 2 * num_routers + num_workers + 1:
