@@ -1,10 +1,17 @@
-"""Tensor parallelism: one GPU against several, as whole steps; correctness on a small model, then Llama-3.1-8B's shape in bfloat16.
+"""Tensor parallelism: right tokens through the whole engine, and step times of one GPU beside several.
 
-    PYTHONPATH=. python benchmarks/gpu_parallel.py --size 2
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check --sizes 1 2 4
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --sizes 1 2 4
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --model llama-3.1-70b --sizes 4 --decode 1 16 64 128
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check speed --tiny --sizes 1 2          a dry run on the CPU
 
-A decode step is the wall time between consecutive tokens on the host, greedy, step n + 1 launched before n is collected, contexts from
-1024 on; a prefill is a batch of prompts in chunks of 8192 tokens. Medians, random weights. "NCCL" adds up by the library's all-reduce,
-with a norm after it; otherwise this project's kernel adds up what is of few tokens.
+Each number of GPUs is a process of its own. All of them start at once where their memory allows it, and are measured one after the other.
+
+check   a small random model with steps of prompts beside decodes. float32: the tokens of the CPU's single-process engine, greedy and drawn,
+        near-ties counted. bfloat16: how far each greedy token's logit lies below the largest, by the CPU in float32 on the same tokens, as
+        a share of the logits' standard deviation. And blocks read and written whole, logprobs beside one GPU's
+speed   dummy weights in bfloat16, medians in ms. decode: between consecutive tokens on the host, step n + 1 launched before n is collected,
+        contexts from 1024 on. mixed, prefill: from the launch until the tokens are on the host, after a pause
 """
 
 from __future__ import annotations
@@ -13,209 +20,451 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
-from gpu_engine import BLOCK_SIZE, CONTEXT, SMALL, batch_of, tables_for
-from safetensors.torch import save_file
+from gpu_engine import BLOCK_SIZE, CONTEXT, batch_of, tables_for
 
-from twostep.engine.batch import InFlight, Runner
-from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.model.families.registry import build_model, parse_config
-from twostep.model.kernels.ops import Ops
+from twostep.engine.batch import Batch, InFlight, Runner
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.types import EngineRequest
+from twostep.lab.bench.shapes import LLAMA_8B, SHAPES
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.parallel_runner import ParallelRunner
+from twostep.model.step.pool_sizing import PoolSizing
+from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 
-AIM = 0.65
-SMALL_EVEN = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "max_position_embeddings": 4096}
+_ROOT = Path(__file__).resolve().parents[1]
+_CASE, _GO = "--case", "go\n"
+# Of the check's engines. Prompts are cut, and stand beside decodes in most steps.
+CHECK_BUDGET, CHECK_SEQS, CHECK_BLOCKS = 256, 16, 1024
+# Below the largest logit of float32, as a share of the standard deviation of a row's logits.
+BF16_TOLERANCE = 0.1
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "torch_dtype": "float32",
+}
 
 
-class Options(TypedDict):
-    """The options that ModelRunner and ParallelRunner share."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One process: so many devices from the first on, and what it has to do there."""
 
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
+    what: str  # "float32", "bfloat16": the check; else the shape whose steps are measured
+    size: int
     device: str
-    max_model_len: NotRequired[int]
-    load_format: NotRequired[str]
+    model_dir: str
+    one_shot: bool
+    decode: Sequence[int]
+    mixed: Sequence[Sequence[int]]
+    prefill: Sequence[int]
+    steps: int
+    sized: bool
+    seed: int = 0
+
+    @property
+    def title(self) -> str:
+        return f"{self.size} GPU{'s' if self.size > 1 else ''}{'' if self.one_shot else ', NCCL'}"
 
 
-def main() -> None:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=2)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--device", default="cuda", help="of the check")
-    parser.add_argument("--nccl", action="store_true", help="measure that too")
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--skip-speed", action="store_true")
-    args = parser.parse_args()
-    if torch.cuda.is_available():
-        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    if not args.skip_check:
-        check(args.size, args.device)
-    if not args.skip_speed:
-        speed(args)
-    sys.stdout.flush()
-    # As a worker ends: NCCL's own end may wait for ranks that are gone.
-    os._exit(0)
+# ---- a process: makes a runner, says so, and does its part when it is told ---------------------------------------------------------
 
 
-def check(size: int, device: str = "cuda") -> None:
-    """Logits within 1e-4 and equal greedy tokens, float32; blocks read and written whole."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        write_small(directory)
-        options: Options = {"num_blocks": 256, "block_size": BLOCK_SIZE, "max_num_seqs": 8, "device": device}
-        one = ModelRunner(directory, **options)
-        several = ParallelRunner(directory, size=size, step_timeout_s=30.0, **options)
-    tables = tables_for(one, 3, 600)
-    first = [([0, 0, 0], [300, 17, 1]), ([300, 17, 1], [1, 200, 1])]
-    for i, (starts, counts) in enumerate(first):
-        batch = batch_of(starts, counts, tables, seed=i)
-        want, got = one.launch(batch).result().token_ids, several.launch(batch).result().token_ids
-        assert list(want) == list(got), (want, got)
-    a, b = (np.empty((len(tables.ravel()), one.kv_shape.block_bytes), np.uint8) for _ in range(2))
-    ids = tables.ravel().tolist()
-    one.read_blocks(ids, a)
-    several.read_blocks(ids, b)
-    print(f"check: largest difference of KV {np.abs(a.view(np.float32) - b.view(np.float32)).max():.1e}", flush=True)
-    several.write_blocks(ids, a)
-    several.read_blocks(ids, b)
-    assert np.array_equal(a, b), "blocks written are not the blocks read"
-    error = max_error(one, several, tables)
-    for temperature in (0.0, 0.8):
-        tokens = [decode_tokens(runner, tables, [301, 217, 2], 40, temperature) for runner in (one, several)]
-        same = sum(x == y for x, y in zip(*tokens, strict=True))
-        print(f"check: temperature {temperature}: {same} of {len(tokens[0])} carried decode steps have equal tokens", flush=True)
-        assert same == len(tokens[0])
-    print(f"check: logprobs differ by {error:.1e}", flush=True)
-    assert error < 1e-4
-    several.close()
+def serve(case: Case) -> None:
+    steps: Counter[str] = Counter()
+    if case.device.startswith("cuda"):
+        _count_steps(steps)
+    began = time.perf_counter()
+    runner = _runner(case)
+    free = [torch.cuda.mem_get_info(i)[0] / 2**30 for i in range(torch.cuda.device_count())] if case.device != "cpu" else []
+    _say(ready_s=time.perf_counter() - began, free=[round(each, 1) for each in free], blocks=runner.kv_shape.num_blocks)
+    if sys.stdin.readline() != _GO:
+        return
+    if case.what in ("float32", "bfloat16"):
+        _say(answers=_answers(runner, case))
+        if case.size > 1 and case.what == "float32":
+            _say(**_beside_one(runner, case))
+        _say(steps=steps)
+    else:
+        for name, milliseconds in _times(runner, case):
+            _say(case=name, ms=milliseconds)
+        _say(steps=steps)
+    if isinstance(runner, ParallelRunner):
+        runner.close()
 
 
-def write_small(directory: Path) -> None:
-    (directory / "config.json").write_text(json.dumps(SMALL_EVEN))
-    places = build_model(parse_config(directory), torch.float32, Ops()).places()
-    generator = torch.Generator().manual_seed(0)
-    save_file(
-        {key: torch.randn(place.shape, generator=generator) * 0.05 + key.endswith("norm.weight") for key, place in places.items()},
-        directory / "model.safetensors",
-    )
+def _runner(case: Case) -> ModelRunner | ParallelRunner:
+    check = case.what in ("float32", "bfloat16")
+    most = CHECK_SEQS if check else max(max(case.decode), *(decodes + 1 for decodes, _ in case.mixed), 1)
+    num_blocks: int | PoolSizing = CHECK_BLOCKS
+    if not check:
+        num_blocks = max(most * _blocks_of(CONTEXT + case.steps + 8), 2 * _blocks_of(max(case.prefill)))
+        if case.sized:
+            num_blocks = PoolSizing(utilization=0.85, max_num_batched_tokens=max(case.prefill), max_num_seqs=most)
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": BLOCK_SIZE,
+        "dtype": case.what if check else "auto",
+        "load_format": "auto" if check else "dummy",
+        "max_num_seqs": most,
+        "max_graph_tokens": CHECK_BUDGET if check else 2048,
+        "max_model_len": None if check else 16384,
+        "device": case.device,
+    }
+    if case.size == 1:
+        return ModelRunner(case.model_dir, **options)
+    return ParallelRunner(case.model_dir, size=case.size, one_shot=case.one_shot, step_timeout_s=60.0, **options)
 
 
-def decode_tokens(runner: Runner, tables: np.ndarray, starts: list[int], steps: int, temperature: float) -> list[list[int]]:
-    """Tokens of each step, each step launched before the one before it is collected."""
-    tokens: list[list[int]] = []
-    before: InFlight | None = None
-    for step in range(steps):
-        batch = batch_of([start + step for start in starts], [1] * len(starts), tables)
-        params = replace(batch.sampling[0].params, temperature=temperature, seed=7)
-        batch = replace(batch, sampling=[replace(row, params=params, position=step) for row in batch.sampling])
-        if before is not None:
-            batch = replace(batch, carried=np.arange(len(starts), dtype=np.int32))
-        now = runner.launch(batch)
-        if before is not None:
-            tokens.append(list(before.result().token_ids))
-        before = now
-    assert before is not None
-    tokens.append(list(before.result().token_ids))
-    return tokens
+def _count_steps(steps: Counter[str]) -> None:
+    """Counts those of this process that a graph serves, and those that none does."""
+    from twostep.model.runner.step_graphs import StepGraphs  # noqa: PLC0415
+
+    replayed = StepGraphs.logits
+
+    def counted(self: StepGraphs, batch: Batch) -> torch.Tensor | None:
+        logits = replayed(self, batch)
+        kind = "decode" if len(batch.token_ids) == len(batch.seq_lens) else "with prompts"
+        steps[f"{kind}, {'eager' if logits is None else 'captured'}"] += 1
+        return logits
+
+    StepGraphs.logits = counted  # type: ignore[method-assign]
 
 
-def max_error(one: ModelRunner, several: ParallelRunner, tables: np.ndarray) -> float:
-    """Returns the largest error of a decode step's and a prefill's logprobs: the best 15 of each row among the other's best 20."""
-    errors = []
-    for starts, counts in (([341, 257, 42], [1, 1, 1]), ([0, 0, 0], [33, 64, 1])):
-        batch = batch_of(starts, counts, tables)
-        rows = [replace(row, params=replace(row.params, logprobs=20)) for row in batch.sampling]
-        batch = replace(batch, sampling=rows)
+def _requests(seed: int, vocab_size: int, count: int = 32) -> list[EngineRequest]:
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        prompt = rng.integers(3, vocab_size, int(rng.integers(1, 500))).tolist()
+        params = SamplingParams(max_tokens=int(rng.integers(4, 40)), temperature=0.8 * (i % 2), top_p=0.95, seed=i, ignore_eos=True)
+        requests.append(EngineRequest(seq_id=f"s{i}", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params))
+    return requests
+
+
+def _answers(runner: Runner, case: Case) -> list[list[int]]:
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=CHECK_BUDGET, max_num_seqs=CHECK_SEQS, max_waiting=64))
+    return [[token.token_id for token in tokens] for tokens in generate(engine, _requests(case.seed, runner.vocab_size))]
+
+
+def _beside_one(several: Runner, case: Case) -> dict[str, object]:
+    """The same steps by one device, launched kernel by kernel: KV, blocks read and written whole, logprobs."""
+    one = ModelRunner(case.model_dir, num_blocks=CHECK_BLOCKS, block_size=BLOCK_SIZE, device=case.device)
+    tables = tables_for(one, 3, 300)
+    blocks = tables.ravel().tolist()
+    kv, back = (np.zeros((len(blocks), one.kv_shape.block_bytes), np.uint8) for _ in range(2))
+    for runner in (one, several):
+        runner.write_blocks(blocks, kv)
+    vocab, errors = one.vocab_size, list[float]()
+    for i, (starts, counts) in enumerate((([0, 0, 0], [200, 17, 1]), ([200, 17, 1], [1, 100, 1]), ([201, 117, 2], [1, 1, 1]))):
+        batch = batch_of(starts, counts, tables, seed=i, vocab=vocab)
+        batch = replace(batch, sampling=[replace(row, params=replace(row.params, logprobs=20)) for row in batch.sampling])
         a, b = one.launch(batch).result(), several.launch(batch).result()
+        assert list(a.token_ids) == list(b.token_ids), (a.token_ids, b.token_ids)
         for x, y in zip(a.top_logprobs, b.top_logprobs, strict=True):
             there = {top.token_id: top.logprob for top in y}
             errors += [abs(top.logprob - there[top.token_id]) for top in x[:15]]
-    return max(errors)
+    one.read_blocks(blocks, kv)
+    several.read_blocks(blocks, back)
+    difference = float(np.abs(kv.view(np.float32) - back.view(np.float32)).max())
+    several.write_blocks(blocks, kv)
+    several.read_blocks(blocks, back)
+    return {"logprobs": max(errors), "kv": difference, "whole": bool(np.array_equal(kv, back))}
 
 
-def speed(args: argparse.Namespace) -> None:
-    size, batches, steps = args.size, args.batch, args.steps
-    num_blocks = max(4 * 128 + 16, max(batches) * (-(-(CONTEXT + steps + 8) // BLOCK_SIZE)))
-    options: Options = {
-        "num_blocks": num_blocks,
-        "block_size": BLOCK_SIZE,
-        "max_num_seqs": max(batches),
-        "max_model_len": 16384,
-        "device": "cuda",
-        "load_format": "dummy",
-    }
-    # Whether few tokens are added up in one shot; None: nothing is.
-    ways: dict[str, bool | None] = {"one GPU": None, f"{size} GPUs": True}
-    if args.nccl:
-        ways[f"{size} GPUs, NCCL"] = False
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B))
-        base: dict[int, float] = {}
-        for title, one_shot in ways.items():
-            begun = time.perf_counter()
-            if one_shot is None:
-                runner: Runner = ModelRunner(name, **options)
-            else:
-                runner = ParallelRunner(name, size=size, one_shot=one_shot, step_timeout_s=60.0, **options)
-            print(f"{title}: ready after {time.perf_counter() - begun:.1f} s", flush=True)
-            for batch in batches:
-                times = decode_ms(runner, batch, steps)
-                middle = statistics.median(times)
-                base.setdefault(batch, middle)
-                waited = statistics.median(decode_ms(runner, batch, steps // 3, carried=False))
-                print(
-                    f"{title}: decode {batch:4} x {CONTEXT}  {middle:6.3f} ms (p10 {np.percentile(times, 10):.3f})"
-                    f"  {middle / base[batch]:.2f} of one GPU; each step waited for {waited:6.3f} ms",
-                    flush=True,
-                )
-            rate = prefill_rate(runner, 4, 2048)
-            print(f"{title}: prefill 4 x 2048  {rate / 1e3:.1f}k tokens/s", flush=True)
-            if isinstance(runner, ParallelRunner):
-                runner.close()
+def _times(runner: Runner, case: Case) -> Iterator[tuple[str, float]]:
+    for count in case.decode:
+        yield f"decode {count}", statistics.median(decode_ms(runner, count, case.steps))
+    for decodes, tokens in case.mixed:
+        yield f"mixed {decodes} + {tokens}", _step_ms(runner, [CONTEXT - 1] * decodes + [0], [1] * decodes + [tokens])
+    for tokens in case.prefill:
+        yield f"prefill {tokens}", _step_ms(runner, [0], [tokens])
 
 
-def decode_ms(runner: Runner, batch: int, steps: int, *, carried: bool = True) -> list[float]:
+def decode_ms(runner: Runner, batch: int, steps: int) -> list[float]:
     tables = tables_for(runner, batch, CONTEXT + steps + 8)
     work = [batch_of([CONTEXT - 1 + step] * batch, [1] * batch, tables, seed=step) for step in range(steps + 5)]
     rows = np.arange(batch, dtype=np.int32)
-    times, before, last = [], None, time.perf_counter()
+    times: list[float] = []
+    before: InFlight | None = None
+    last = time.perf_counter()
     for step in work:
+        now = runner.launch(step if before is None else replace(step, carried=rows))
         if before is not None:
-            step = replace(step, carried=rows)
-        now = runner.launch(step)
-        if not carried:
-            now.result()
-        elif before is not None:
             before.result()
-        before = now if carried else None
+        before = now
         here = time.perf_counter()
         times.append((here - last) * 1e3)
         last = here
-    if before is not None:
-        before.result()
+    assert before is not None
+    before.result()
     return times[5:]
 
 
-def prefill_rate(runner: Runner, count: int, length: int) -> float:
-    tables = tables_for(runner, count, length)
-    rates = []
-    for _ in range(3):
-        start = time.perf_counter()
-        runner.launch(batch_of([0] * count, [length] * count, tables)).result()
-        rates.append(count * length / (time.perf_counter() - start))
-    return statistics.median(rates[1:])
+def _step_ms(runner: Runner, starts: Sequence[int], counts: Sequence[int], repeats: int = 10) -> float:
+    work = batch_of(starts, counts, tables_for(runner, len(starts), max(CONTEXT, *counts)))
+    times = []
+    for _ in range(repeats + 2):
+        time.sleep(0.02)
+        began = time.perf_counter()
+        runner.launch(work).result()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[2:])
+
+
+def _blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def _say(**words: object) -> None:
+    print(json.dumps(words), flush=True)
+
+
+# ---- who starts and judges them -----------------------------------------------------------------------------------------------------
+
+
+class CaseProcess:
+    """What a process has said so far; it is killed at the deadline."""
+
+    def __init__(self, case: Case, deadline: float) -> None:
+        self.case = case
+        self.said: list[dict[str, Any]] = []
+        self._deadline = deadline
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as this
+        words = [sys.executable, "-P", str(Path(__file__).resolve()), _CASE, json.dumps(asdict(case))]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=_ROOT)
+        self._changed = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._changed, suppress(ValueError):
+                self.said.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def ready(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self.said or self._ended, max(0.0, self._deadline - time.monotonic()))
+            return bool(self.said)
+
+    def go(self) -> None:
+        """Returns at its end, or at the deadline."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(_GO)
+            self._process.stdin.flush()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, max(0.0, self._deadline - time.monotonic()))
+
+    def end(self) -> str:
+        """Kills it if it has not ended. Returns what was wrong, empty if nothing was."""
+        code: int | None = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(10 if self._ended else 0)
+        self._process.kill()
+        self._process.wait()
+        self._log.seek(0)
+        text = self._log.read()
+        if not code and code is not None and any("steps" in words for words in self.said):
+            return ""
+        return f"{self.case.what}, {self.case.title}: {'too late' if code is None else f'ended with {code}'}\n{text[-3000:]}"
+
+    def found(self, key: str) -> Any:
+        return next((words[key] for words in self.said if key in words), None)
+
+
+def run(cases: Sequence[Case], deadline: float, *, together: bool) -> list[CaseProcess]:
+    processes: list[CaseProcess] = []
+    for group in [cases] if together else [[case] for case in cases]:
+        begun = [CaseProcess(case, deadline) for case in group]
+        # Nothing is measured while another one still loads or captures.
+        there = [process for process in begun if process.ready()]
+        for process in there:
+            print(f"{process.case.what}, {process.case.title}: {json.dumps(process.said[0])}", flush=True)
+        for process in begun:
+            if process in there:
+                process.go()
+            if trouble := process.end():
+                print(trouble, flush=True)
+        processes += begun
+    return processes
+
+
+def check(args: argparse.Namespace, directory: Path, deadline: float) -> bool:
+    sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "tests" / "system")]
+    from oracle import Oracle  # noqa: PLC0415
+    from tiny_models import save_tiny_model  # noqa: PLC0415
+
+    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128} if args.tiny else {"hidden_size": 1024, "intermediate_size": 2048}
+    fields = size | {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.05}
+    cases, judges = [], {}
+    for dtype in ("float32", "bfloat16"):
+        model = save_tiny_model(directory / dtype, dtype=getattr(torch, dtype), **fields)
+        judges[dtype] = model
+        cases += [_case(args, dtype, size, str(model)) for size in args.sizes]
+    processes = run(cases, deadline, together=True)
+    good = True
+    print(f"{'':24}{'answers':>9}{'equal':>7}{'near-ties':>11}{'wrong':>7}   steps")
+    for dtype, model in judges.items():
+        judge: Any = Oracle(model) if dtype == "float32" else ModelRunner(model, dtype="float32", num_blocks=64, block_size=BLOCK_SIZE)
+        for process in processes:
+            if process.case.what != dtype:
+                continue
+            answers, work = process.found("answers"), _requests(process.case.seed, judge.vocab_size)
+            if answers is None:
+                good = False
+                continue
+            counts = Counter(map(_compared if dtype == "float32" else _within, [judge] * len(work), work, answers))
+            good &= not counts["wrong"] and process.found("steps") is not None
+            print(
+                f"{process.case.what + ', ' + process.case.title:24}{len(work):9}{counts['equal']:7}{counts['near-tie']:11}"
+                f"{counts['wrong']:7}   {process.found('steps')}",
+                flush=True,
+            )
+            if process.found("kv") is not None:
+                beside = {key: process.found(key) for key in ("logprobs", "kv", "whole")}
+                good &= beside["whole"] and max(beside["logprobs"], beside["kv"]) < 1e-3
+                print(f"{'':24}beside one device: {beside}", flush=True)
+    return good
+
+
+def _compared(judge: Any, request: EngineRequest, got: Sequence[int]) -> str:
+    want = judge.answer(request.token_ids, request.sampling)
+    if want == got:
+        return "equal"
+    params = request.sampling
+    options = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "seed": params.seed}
+    try:
+        judge.compare(request.token_ids, options | {"ignore_eos": True}, got)
+    except AssertionError as error:
+        print(f"wrong: {error}", flush=True)
+        return "wrong"
+    return "near-tie"
+
+
+def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> str:
+    """Teacher-forced; what was drawn is not looked at."""
+    if request.sampling.temperature:
+        return "drawn"
+    tokens, first = [*request.token_ids, *got[:-1]], len(request.token_ids) - 1
+    batch = batch_of([0], [len(tokens)], np.arange(_blocks_of(len(tokens)), dtype=np.int32)[None])
+    batch = replace(batch, token_ids=np.asarray(tokens, np.int64), sample_rows=np.arange(first, len(tokens)))
+    logits = judge.forward(batch)
+    below = (logits.max(-1).values - logits[torch.arange(len(got)), torch.tensor(got)]) / logits.std(-1)
+    worst = float(below.max())
+    if worst > BF16_TOLERANCE:
+        print(f"wrong: a token's logit lies {worst:.3f} standard deviations below the largest", flush=True)
+        return "wrong"
+    return "near-tie" if worst > 0 else "equal"
+
+
+def speed(args: argparse.Namespace, directory: Path, deadline: float) -> bool:
+    (directory / "config.json").write_text(json.dumps(TINY if args.tiny else SHAPES[args.model]))
+    cases = [_case(args, args.model, size, str(directory)) for size in args.sizes]
+    if args.nccl:
+        cases += [replace(case, one_shot=False) for case in cases if case.size > 1]
+    # Three of the 8B shape on four cards, one of which has parts of two of them.
+    together = args.tiny or (args.model == "llama-3.1-8b" and torch.cuda.device_count() >= 4 and not args.nccl)
+    processes = run(cases, deadline, together=together)
+    times = [{words["case"]: words["ms"] for words in process.said if "case" in words} for process in processes]
+    print(f"{args.model}, ms:{'':12}" + "".join(f"{process.case.title:>20}" for process in processes))
+    for name in dict.fromkeys(name for each in times for name in each):
+        cells = [(each.get(name), times[0].get(name)) for each in times]
+        print(f"{name:24}" + "".join(_cell(value, base) for value, base in cells), flush=True)
+    for process in processes:
+        print(f"{process.case.title}: {process.found('steps')}", flush=True)
+    return all(process.found("steps") is not None for process in processes)
+
+
+def _cell(value: float | None, base: float | None) -> str:
+    return f"{'-':>20}" if value is None else f"{value:12.2f}" + (f" (x{value / base:.2f})".rjust(8) if base else " " * 8)
+
+
+def _case(args: argparse.Namespace, what: str, size: int, model_dir: str) -> Case:
+    count = 0 if args.tiny else torch.cuda.device_count()
+    return Case(
+        what=what,
+        size=size,
+        # The last ones: the first is the single GPU's, whose pool is the largest.
+        device="cpu" if args.tiny else f"cuda:{0 if size == 1 else count - size}",
+        model_dir=model_dir,
+        one_shot=True,
+        decode=args.decode,
+        mixed=[[int(number) for number in words.split("+")] for words in args.mixed],
+        prefill=args.prefill,
+        steps=args.steps,
+        sized=not args.tiny and args.model != "llama-3.1-8b",
+        seed=args.seed,
+    )
+
+
+@contextmanager
+def _ended_at(deadline: float) -> Iterator[None]:
+    """The judge, too, has an end."""
+    timer = threading.Timer(max(0.0, deadline + 60 - time.monotonic()), _give_up)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+
+
+def _give_up() -> None:
+    print("the judging took too long", flush=True)
+    os._exit(1)
+
+
+def main() -> None:
+    if sys.argv[1:2] == [_CASE]:
+        serve(Case(**json.loads(sys.argv[2])))
+        sys.stdout.flush()
+        # As a worker ends: NCCL's own end may wait for ranks that are gone.
+        os._exit(0)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("check", "speed"))
+    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--decode", type=int, nargs="+", default=[1, 16, 64, 128, 256])
+    parser.add_argument("--mixed", nargs="*", default=["128+192"], help="decodes + tokens of a prompt")
+    parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--steps", type=int, default=60, help="decode steps of each kind")
+    parser.add_argument("--nccl", action="store_true", help="measure sums by NCCL alone, too")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--deadline", type=float, default=150.0, help="seconds that each part may take")
+    args = parser.parse_args()
+    if not args.tiny:
+        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    good = True
+    parts: dict[str, Callable[[argparse.Namespace, Path, float], bool]] = {"check": check, "speed": speed}
+    for part in args.parts:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="ts-") as name, _ended_at(began + args.deadline):
+            good &= parts[part](args, Path(name), began + args.deadline)
+        print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+    print("all right" if good else "NOT all right; see above")
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
 """The cost of serving in a decode step: the engine alone, then the same engine behind its edge, with hand-overs arriving all the time.
 
-    PYTHONPATH=. python benchmarks/gpu_served_step.py                         # Llama-3.1-8B's shape, 256 streams, one GPU
-    PYTHONPATH=. python benchmarks/gpu_served_step.py --transport cuda_ipc    # KV out of GPU memory, as within a host
-    PYTHONPATH=. python benchmarks/gpu_served_step.py --tiny --streams 8      # a dry run on the CPU
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_served_step.py                          # Llama-3.1-8B's shape, 256 streams, two GPUs
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_served_step.py --transport cuda_ipc ray --prompt 512 --most 650     # cards of 80 GB
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_served_step.py --tiny --transport ray   # a dry run on the CPU
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_served_step.py --transport local        # both workers in this process, one GPU
 
-Served: a decode worker (engine, gRPC edge, registration) and a prefill worker whose runner computes nothing but holds KV, in one process;
-a process of its own plays the router and keeps `--streams` requests going, each with a prompt of 1024 tokens and up to 900 new ones. Every
-prompt's KV (134 MB for this shape) comes while the others decode: over `local`, as over ray, it is copied out of host memory, checked, and
-written to the GPU through pinned memory; over `cuda_ipc` a kernel copies it from pool to pool, here of one GPU. Two workers share one
-interpreter, which is more work for it than a decode worker has. Alone: the same number of sequences with the same contexts, replaced
-without any KV, stepped by EngineLoop.
+Served: a prefill and a decode worker as production runs them (served_step_workers.py), each with an engine in a process of its own, on the
+second and the first GPU; over ray, KV goes through host memory. A process of its own plays the router and keeps `--streams` requests going,
+each with a prompt of `--prompt` tokens and up to `--most` new ones: every prompt's KV comes while the others decode. Alone: the same number
+of sequences with the same contexts, replaced without any KV, stepped by EngineLoop on the first GPU, which is free again afterwards.
 
-Steps are compared as the host sees them: the time between the outputs of consecutive steps, at the engine and, served, at the router.
+Steps are compared by the time between consecutive ones: when they ended in the engine, when they were given to the connection at the edge,
+when they came to the router.
+
+With `--transport local` or `local_ipc` both workers share this process with the engine, and the prefill worker's runner computes nothing
+but holds KV: `local` copies it out of host memory, `local_ipc` from pool to pool on one GPU. Two workers share one interpreter, which is
+more work for it than a decode worker has.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from served_step_load import SECRET, Clock, ServedStepLoad
+from served_step_workers import ServedStepWorkers, play
 
 from decode_worker.edge import DecodeEdge
 from kv_transfer.cuda_ipc.transport import CudaIpcTransport
@@ -59,7 +64,7 @@ from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of
 from twostep.worker.worker import Worker
 
-_PLAYER = Path(__file__).with_name("served_step_load.py")
+_ALONE = "--alone"
 BLOCK_SIZE = 16
 TINY = LLAMA_8B | {
     "hidden_size": 64,
@@ -142,7 +147,7 @@ async def alone(runner: Runner, load: ServedStepLoad, config: EngineConfig) -> d
     for _ in range(load.streams):
         begin()
     loop.start()
-    await asyncio.sleep(load.seconds / 2)
+    await asyncio.sleep(load.seconds / 3)
     await loop.stop()
     if failures:
         raise failures[0]
@@ -165,7 +170,7 @@ async def served(runner: ModelRunner, load: ServedStepLoad, transport_name: str)
         head_dim=shape.head_dim,
         dtype=shape.dtype,
     )
-    in_place = transport_name == "cuda_ipc"
+    in_place = transport_name == "local_ipc"
     blank_cache = KvCache(blank_shape, str(runner.kv_cache.tensor.device) if in_place else "cpu")
     blank = BlankRunner(blank_cache, runner.vocab_size, runner.max_model_len)
 
@@ -192,18 +197,12 @@ async def served(runner: ModelRunner, load: ServedStepLoad, transport_name: str)
             decode = _worker("decode", url, runner, load, lambda parts: TimedEdge(parts, Transports([transport(parts)])))
             await prefill.start()
             await decode.start()
-            result = directory / "router.json"
-            numbers = (load.streams, load.prompt, load.most, runner.vocab_size, load.seconds)
-            words = [prefill.address, decode.address, str(result), *(str(number) for number in numbers)]
-            player = await asyncio.to_thread(subprocess.Popen, [sys.executable, str(_PLAYER), *words])
-            if await asyncio.to_thread(player.wait, load.seconds + 60):
-                raise RuntimeError("the router's part has failed; see above why")
-            router = json.loads(result.read_text())
+            router = await asyncio.to_thread(play, prefill.address, decode.address, load, runner.vocab_size, directory)
             await asyncio.gather(prefill.stop(1.0), decode.stop(1.0))
         finally:
             redis.kill()
             await asyncio.to_thread(redis.wait)
-    return {"engine": clock.report(), **router}
+    return router | {"engine": clock.report()}
 
 
 def _worker(role: str, url: str, runner: Runner, load: ServedStepLoad, make_edge: Any) -> Worker:
@@ -225,31 +224,69 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--most", type=int, default=900, help="new tokens of a request")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the served part; alone, half of it")
-    parser.add_argument("--transport", choices=("local", "cuda_ipc"), default="local")
-    parser.add_argument("--rounds", type=int, default=2, help="alone and served, in turns")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each served part; alone, a third of it")
+    parser.add_argument("--transport", nargs="+", choices=("cuda_ipc", "ray", "local", "local_ipc"), default=["cuda_ipc"])
+    parser.add_argument("--rounds", type=int, default=1, help="alone and served, in turns")
+    parser.add_argument("--engine-process", choices=("on", "off"), default="on", help="of the workers, where they are processes")
+    parser.add_argument("--start-timeout", type=float, default=150.0, help="seconds that workers may take to be ready")
+    parser.add_argument(_ALONE, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     load = ServedStepLoad(args.streams, args.prompt, args.most, args.seconds)
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
-        runner = ModelRunner(
-            name,
-            num_blocks=(load.streams + 8) * -(-(load.prompt + load.most + 2) // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            device="cpu" if args.tiny else "cuda",
-            load_format="dummy",
-            max_model_len=4096,
-            max_num_seqs=load.streams,
+    # The contexts of all streams at once are half of this; those that are reserved may need all of it.
+    num_blocks = (load.streams + 8) * -(-(load.prompt + load.most + 2) // BLOCK_SIZE)
+    with tempfile.TemporaryDirectory(prefix="ts-") as name:
+        model = Path(name) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
+        config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
+        if args.alone:
+            print(json.dumps(event_loop.run(alone(_runner(args, model, num_blocks), load, config))))
+            return
+        together = [transport for transport in args.transport if transport.startswith("local")]
+        runner = _runner(args, model, num_blocks) if together else None
+        lines: list[tuple[str, dict[str, float]]] = []
+        for number in range(args.rounds):
+            bare = event_loop.run(alone(runner, load, config)) if runner is not None else _alone_apart()
+            lines.append(("alone", bare))
+            print(f"alone: {_line(bare)}", flush=True)
+            for transport in args.transport:
+                if runner is not None and transport in together:
+                    got = event_loop.run(served(runner, load, transport))
+                else:
+                    flags = ServedStepWorkers(model, num_blocks, transport, args.engine_process, "cpu" if args.tiny else "cuda")
+                    got = flags.measure(load, Path(name) / f"{number}-{transport}", args.start_timeout)
+                for place in ("engine", "edge", "router"):
+                    lines.append((f"{transport}, {place}", got[place]))
+                    print(f"{lines[-1][0]}: {_line(got[place])}", flush=True)
+                print(f"    {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)
+    print(f"{'':20}{'steps':>7}{'sequences':>11}{'p50 ms':>9}{'over alone':>12}{'p99 - p50':>11}{'longest':>9}")
+    for what, r in lines:
+        over = f"{100 * (r['p50_ms'] / lines[0][1]['p50_ms'] - 1):+.1f} %"
+        print(
+            f"{what:20}{r['steps']:7.0f}{r['tokens']:11.1f}{r['p50_ms']:9.2f}{over:>12}{r['p99_ms'] - r['p50_ms']:11.2f}{r['max_ms']:9.2f}"
         )
+
+
+def _runner(args: argparse.Namespace, model: Path, num_blocks: int) -> ModelRunner:
+    runner = ModelRunner(
+        model,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        device="cpu" if args.tiny else "cuda",
+        load_format="dummy",
+        max_model_len=4096,
+        max_num_seqs=args.streams,
+    )
     gc.collect()
     gc.freeze()  # as a worker does
-    config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
-    for _ in range(args.rounds):
-        print("alone ", _line(event_loop.run(alone(runner, load, config))), flush=True)
-        got = event_loop.run(served(runner, load, args.transport))
-        print("served", _line(got["engine"]), flush=True)
-        print("router", _line(got["router"]), flush=True)
-        print(f"        {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)
+    return runner
+
+
+def _alone_apart() -> dict[str, float]:
+    """In a process of its own, which leaves the GPU's memory to the workers after it."""
+    words = [sys.executable, "-P", str(Path(__file__).resolve()), *sys.argv[1:], _ALONE]
+    report: dict[str, float] = json.loads(subprocess.run(words, stdout=subprocess.PIPE, timeout=240, check=True).stdout.splitlines()[-1])
+    return report
 
 
 def _line(r: dict[str, float]) -> str:

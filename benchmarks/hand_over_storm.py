@@ -2,10 +2,12 @@
 
     python benchmarks/hand_over_storm.py                        1000 in flight, 5 % aborts, a kill every 10 s, for 3 minutes
     make storm STORM_FLAGS="--seconds 20 --concurrency 200"
+    make storm STORM_FLAGS="--device auto --both-roles --seconds 30 --concurrency 200 --kill-every 6"        on GPUs
 
-`twostep up` on this machine's CPU with a small random model in float32: two prefill and two decode workers, KV through Ray. Every answer
-is compared with the single-process engine's, token for token, or must have failed with a clear status. In the end nothing may be held: no
-block, lease or object in any worker, no object in Ray's store, no file in shared memory, no process. Exits with 1 otherwise.
+`twostep up` on this machine with a small random model in float32: two prefill and two decode workers, on its CPU, where KV goes through
+Ray, or shared out to its GPUs. With `--both-roles` any of them may compute a prompt and go on with it. Every answer is compared with the
+single-process engine's, token for token, or must have failed with a clear status. In the end nothing may be held: no block, lease or object
+in any worker, no object in Ray's store, no file in shared memory, no process. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twostep import AsyncClient, SamplingOptions
 from twostep.errors import TwostepError, status_of
@@ -43,6 +45,21 @@ _NUM_CASES = 96
 _PROMPT_TOKENS = (8, 160)
 _ANSWER_TOKENS = (4, 32)
 _TIMEOUT_S = 120.0
+_CPU_MODEL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+# Heads of a size that GPUs' kernels are made for.
+_GPU_MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _RETRY_S = (0.5, 1.5)
 
 
@@ -83,19 +100,29 @@ def main() -> int:
     _allow_files(8 * args.concurrency + 1024)
     os.environ |= {"TWOSTEP_MAX_INFLIGHT": str(args.concurrency + 100), "TWOSTEP_MAX_WAITING": str(args.concurrency + 100)}
     with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
-        model = save_tiny_model(
-            Path(scratch) / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-        )
+        model = save_tiny_model(Path(scratch) / "model", **(_CPU_MODEL if args.device == "cpu" else _GPU_MODEL))
         judge = Oracle(model)
         cases = _make_cases(judge)
-        flags: tuple[str, ...] = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", str(args.concurrency), "--cpu-threads", "1")
+        flags: tuple[str, ...] = (
+            "--dtype",
+            "float32",
+            "--device",
+            args.device,
+            "--max-num-seqs",
+            str(args.concurrency),
+            "--cpu-threads",
+            "1",
+        )
         flags += ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-batched-tokens", "1024")
-        flags += ("--engine-process", "on")
+        flags += ("--engine-process", "on", "--cpu-threads", "1")
         left: list[str] = []
+        began = time.monotonic()
         try:
-            with running(model, Path(scratch) / "run", prefill=2, decode=2, extra=flags) as system:
+            numbers = {"prefill": args.prefill, "decode": args.decode}
+            with running(model, Path(scratch) / "run", **numbers, local_prefill=args.both_roles, extra=flags) as system:
+                print(f"up after {time.monotonic() - began:.0f} s", flush=True)
                 tally, killed, seconds = asyncio.run(_storm(args, system, cases))
-                left = _leftovers(system)
+                left = _leftovers(system, args)
         except AssertionError as error:  # processes that outlived it
             left.append(str(error))
     left += _unused_rings()
@@ -105,13 +132,13 @@ def main() -> int:
     return 0 if clear and not wrong and not left else 1
 
 
-def _leftovers(system: System) -> list[str]:
+def _leftovers(system: System, args: argparse.Namespace) -> list[str]:
     """Returns what the idle system holds, once it is whole; empty if nothing."""
     from running import wait_until  # noqa: PLC0415
 
     left = []
     looks: tuple[Callable[[], object], ...] = (
-        lambda: wait_until(lambda: system.serves(2, 2), timeout_s=90, what="all workers are back"),
+        lambda: wait_until(lambda: system.serves(args.prefill, args.decode), timeout_s=90, what="all workers are back"),
         lambda: system.check_empty(timeout_s=90),
         lambda: system.check_store_empty(timeout_s=60),
     )
@@ -189,8 +216,10 @@ async def _ask(client: AsyncClient, case: StormCase, tally: StormTally, salt: st
 async def _kill(args: argparse.Namespace, system: System, killed: Counter[str]) -> None:
     """The workers in turn, a prefill and a decode worker alternately, and of either once its own process and once its engine's; one that
     is not back yet is passed over."""
-    turns = itertools.cycle(itertools.product(("worker", "engine"), range(2), ("prefill_worker", "decode_worker")))
-    ports = {module: sorted(worker.address for worker in system.workers(module)) for module in ("prefill_worker", "decode_worker")}
+    numbers = {"prefill_worker": args.prefill, "decode_worker": args.decode}
+    each = [(n, module) for n in range(max(numbers.values())) for module, number in numbers.items() if n < number]
+    turns = itertools.cycle((part, n, module) for part in ("worker", "engine") for n, module in each)
+    ports = {module: sorted(worker.address for worker in system.workers(module)) for module in numbers}
     while True:
         await asyncio.sleep(args.kill_every)
         part, n, module = next(turns)
@@ -262,7 +291,8 @@ def _print(
         print(f"  {count} × {message}")
     rates = f"{ended['OK'] / seconds:.0f} requests/s, {tally.num_tokens / seconds:.0f} tokens/s"
     print(f"answered: {rates}, {tally.num_begun_again} of them begun again on other workers")
-    print(f"hand-overs: {tally.num_moved} ({tally.num_moved / seconds:.0f}/s), {tally.moved_bytes / 1e6:.0f} MB")
+    kept = f"; {ended['OK'] - tally.num_moved} answered without one" if args.both_roles else ""
+    print(f"hand-overs: {tally.num_moved} ({tally.num_moved / seconds:.0f}/s), {tally.moved_bytes / 1e6:.0f} MB{kept}")
     print(f"TTFT p50 {ttft[49]:.2f} s, p99 {ttft[98]:.2f} s; whole answer p50 {total[49]:.2f} s, p99 {total[98]:.2f} s")
     print(f"wrong answers: {wrong} (near-ties: {near_ties}); left over: {'; '.join(left) or 'nothing'}")
     if args.json:
@@ -276,6 +306,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=180.0, help="how long new ones are begun")
     parser.add_argument("--aborts", type=float, default=0.05, help="share of requests that their client gives up, within 10 s")
     parser.add_argument("--kill-every", type=float, default=10.0, help="seconds between kills")
+    parser.add_argument("--device", default="cpu", help="of the workers; auto: GPUs where there are some")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=2, help="decode workers")
+    parser.add_argument("--both-roles", action="store_true", help="any worker may compute a prompt, and keep it")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the counts there")
     return parser.parse_args()

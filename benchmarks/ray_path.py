@@ -23,9 +23,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ BLOCKS = range(2 * NUM_BLOCKS - 1, 0, -2)
 # Blocks and layers of a chunk by itself: a short prompt's, one of a hand-over's last, one of those before.
 ALONE = {"1 MB": (8, 2), "5 MB": (82, 1), "21 MB": (163, 2)}
 FETCHES_AT_ONCE = 16
+# Where else Python looks, but for trees of this project.
+PACKAGES = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and not (Path(path) / "kv_transfer").is_dir()]
 TIMEOUT_S = 60.0
 
 
@@ -78,10 +81,17 @@ def digest(cache: KvCache) -> int:
     return int((words * (torch.arange(len(words), device=words.device) | 1)).sum())
 
 
+def settle(cache: KvCache) -> None:
+    """Returns once what this thread has written is there: the transport reads and writes on streams of its own."""
+    if cache.tensor.is_cuda:
+        torch.cuda.synchronize(cache.tensor.device)
+
+
 async def source(args: argparse.Namespace, peer: Peer) -> None:
     ray, cache = await transport("source", args)
     words = cache.tensor.view(torch.int64)
     words.copy_(torch.randint(-(2**62), 2**62, words.shape, generator=torch.Generator().manual_seed(5)))
+    settle(cache)
     await peer.say(endpoint=ray.endpoint)
 
     async def publish(lease: str, index: int, blocks: list[int], layers: LayerRange | None) -> ChunkInfo:
@@ -96,6 +106,7 @@ async def source(args: argparse.Namespace, peer: Peer) -> None:
             await peer.say(chunk=asdict(info), publish=time.monotonic() - began)
         else:
             words[BLOCKS[0], 0] = torch.randint(-(2**62), 2**62, words[0, 0].shape, generator=torch.Generator().manual_seed(asked["run"]))
+            settle(cache)
             plan = ChunkPlan(
                 first_block=0, num_blocks=NUM_BLOCKS, block_bytes=SHAPE.block_bytes, num_layers=NUM_LAYERS, step_blocks=NUM_BLOCKS
             )
@@ -159,6 +170,7 @@ async def reader(args: argparse.Namespace, peer: Peer) -> None:
         source_has = (await peer.hear())["digest"]
         assert name in ALONE or digest(cache) == source_has, "the reader's blocks are not the source's"
         cache.tensor.zero_()
+        settle(cache)
         print(json.dumps({"ready": True}), flush=True)
     await peer.say(run=0)
     await ray.close()
@@ -188,7 +200,7 @@ class Version:
     """One tree's source and reader, and a Ray of their own: its workers, which agents are, take their code from its environment."""
 
     def __init__(self, tree: Path, args: argparse.Namespace, directory: Path) -> None:
-        os.environ["PYTHONPATH"] = str(tree.resolve())
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(tree.resolve()), *PACKAGES])
         ray = self._ray = LocalRay(object_store_bytes=3 << 30)
         ray.start()
         ends = socket.socketpair()
@@ -205,6 +217,11 @@ class Version:
         ]  # fmt: skip
         for end in ends:
             end.close()
+        self._gives_up = threading.Timer(args.deadline, self._kill)
+        self._gives_up.daemon = True
+        self._gives_up.start()
+
+    def hear_ready(self) -> None:
         self._hear()
 
     def run(self, case: str, *, counts: bool) -> None:
@@ -223,9 +240,16 @@ class Version:
     def close(self) -> None:
         for process in reversed(self._processes):
             assert process.stdin is not None
-            process.stdin.close()
-            process.wait(30)
+            with suppress(subprocess.TimeoutExpired, BrokenPipeError):
+                process.stdin.close()
+                process.wait(30)
+        self._gives_up.cancel()
+        self._kill()
         self._ray.stop()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def _hear(self) -> dict[str, Any]:
         stdout = self._processes[1].stdout
@@ -243,6 +267,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0, 400.0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--deadline", type=float, default=240.0, help="seconds after which a version's processes are killed")
     for internal in ("--role", "--ray", "--directory"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)
@@ -258,6 +283,7 @@ def main() -> None:
         for i, tree in enumerate(trees):
             versions.append(Version(tree, args, Path(directory) / str(i)))
             stack.callback(versions[-1].close)
+            versions[-1].hear_ready()
         for number in range(args.rounds + 1):
             for case in (*ALONE, *(f"step {step_ms:g} ms" for step_ms in args.step_ms)):
                 for version in versions:

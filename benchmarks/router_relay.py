@@ -27,7 +27,7 @@ from twostep.settings.reading import FlagParser
 
 
 async def relay(rig_: Rig, client: BenchHelper, router: RouterProcess, step_s: float, seconds: float, *, what: str, **load: object) -> None:
-    async with rig_.streams(client, num_tokens=tokens_for(seconds, step_s), **load) as replies:
+    async with rig_.streams([(client, load | {"num_tokens": tokens_for(seconds, step_s)})]) as replies:
         cpu = router.cpu_s()
         await asyncio.sleep(seconds)
         cpu = router.cpu_s() - cpu

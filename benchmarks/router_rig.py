@@ -5,7 +5,7 @@
     client      a process of router_load.py, which keeps the bytes it is sent and looks at them after the measurement: every token of every
                 answer must be the right one, once, in order, and the text that of all of them; or, for one request at a time, this process
 
-The router has the first core to itself; everything else runs on the last one.
+The router has the first core to itself; everything else runs on the last one, unless a benchmark of several routers says other `Cores`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,21 @@ class Pace:
     num_decode: int
     step_s: float
     prefill_s: float = 0.0
+    num_prefill: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        return [*(f"p{i}" for i in range(self.num_prefill)), *(f"d{i}" for i in range(self.num_decode))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """Where processes run; those of one kind take its cores in turn. As many processes of fake workers as cores for them, at most."""
+
+    routers: Sequence[int] = (FIRST_CORE,)
+    workers: Sequence[int] = (LAST_CORE,)
+    clients: Sequence[int] = (LAST_CORE,)
+    rest: int = LAST_CORE
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,10 @@ class Workers:
 @dataclass(eq=False)
 class Rig:
     place: RigFiles
-    helpers: list[BenchHelper] = field(default_factory=list)  # the process of fake workers, then the load client's
+    cores: Cores = field(default_factory=Cores)
+    workers: list[BenchHelper] = field(default_factory=list)  # the processes of fake workers
+    clients: list[BenchHelper] = field(default_factory=list)
+    _num_routers: int = 0
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def spawn(self, argv: Sequence[str], core: int) -> subprocess.Popen[bytes]:
@@ -111,7 +129,8 @@ class Rig:
                 *flags,
             ),
         )
-        child = self.spawn(argv, FIRST_CORE)
+        child = self.spawn(argv, self.cores.routers[self._num_routers % len(self.cores.routers)])
+        self._num_routers += 1
         router = RouterProcess(port, child.pid)
         request = encode_request([1, 2, 3], num_tokens=2)
         give_up = time.monotonic() + 30
@@ -126,28 +145,29 @@ class Rig:
                 await asyncio.sleep(0.2)
 
     @asynccontextmanager
-    async def streams(self, client: BenchHelper, **load: object) -> AsyncIterator[list[Reply]]:
-        """Decode workers hold their tokens until all streams of `load` (Load.start's words) have begun, so that all of them run together
-        while the body is executed. What comes within it is counted; the list then has the reply of Load.finish."""
+    async def streams(self, loads: Sequence[tuple[BenchHelper, Mapping[str, object]]]) -> AsyncIterator[list[Reply]]:
+        """Decode workers hold their tokens until all streams of all clients' loads (Load.start's words) have begun, so that all of them run
+        together while the body is executed. What comes within it is counted; the list then has the replies of Load.finish."""
         replies: list[Reply] = []
-        await self.workers.ask("hold", held=True)
-        await client.ask("start", **load)
-        await self.workers.ask("hold", held=False)
+        clients = [client for client, _ in loads]
+        await self.hold(True)
+        await asyncio.gather(*(client.ask("start", **load) for client, load in loads))
+        await self.hold(False)
         await asyncio.sleep(_SETTLE_S)
-        await client.ask("mark")
+        await asyncio.gather(*(client.ask("mark") for client in clients))
         yield replies
-        mark = await client.ask("mark")
-        assert not mark["ended"], "answers ended while they were measured; more tokens for each"
-        replies.append(await client.ask("finish"))
+        marks = await asyncio.gather(*(client.ask("mark") for client in clients))
+        assert not any(mark["ended"] for mark in marks), "answers ended while they were measured; more tokens for each"
+        replies += await asyncio.gather(*(client.ask("finish") for client in clients))
 
-    @property
-    def workers(self) -> BenchHelper:
-        return self.helpers[0]
+    async def hold(self, held: bool) -> None:
+        await asyncio.gather(*(worker.ask("hold", held=held) for worker in self.workers))
 
     async def add_client(self, script: str) -> BenchHelper:
         """Starts a load client: router_load.py or http_load.py."""
-        client = await BenchHelper.start(script, script, str(self.place.directory), core=LAST_CORE)
-        self.helpers.append(client)
+        core = self.cores.clients[len(self.clients) % len(self.cores.clients)]
+        client = await BenchHelper.start(script, script, str(self.place.directory), core=core)
+        self.clients.append(client)
         return client
 
     @asynccontextmanager
@@ -164,30 +184,33 @@ class Rig:
 
     async def open(self, pace: Pace) -> None:
         """Redis and workers."""
-        self.spawn(server_argv(server_binary(), self.place.directory), LAST_CORE)
+        self.spawn(server_argv(server_binary(), self.place.directory), self.cores.rest)
         await until(socket_path(self.place.directory).exists)
         words = (str(self.place.directory), str(pace.step_s), str(pace.prefill_s))
-        names = ["p0", *(f"d{j}" for j in range(pace.num_decode))]
-        self.helpers.append(await BenchHelper.start("workers", "router_workers.py", *words, *names, core=LAST_CORE))
-        await self.workers.ask("hold", held=False)
+        cores = self.cores.workers[: len(pace.names)]
+        for i, core in enumerate(cores):
+            names = pace.names[i :: len(cores)]
+            self.workers.append(await BenchHelper.start(f"workers {i}", "router_workers.py", *words, *names, core=core))
+        await self.hold(False)
 
     async def close(self) -> None:
         # The router first, so that nothing is said of workers that go.
         for child in reversed(self._children[1:]):
             _end(child)
-        await asyncio.gather(*(helper.close() for helper in reversed(self.helpers)))
+        await asyncio.gather(*(helper.close() for helper in reversed([*self.workers, *self.clients])))
         for child in self._children[:1]:
             _end(child)
 
 
 @asynccontextmanager
-async def rig(pace: Pace, *, tokenizer: Path | None = None) -> AsyncIterator[Rig]:
-    """Workers and Redis, without a router or a client yet. This process moves to the last core."""
-    os.sched_setaffinity(0, {LAST_CORE})
+async def rig(pace: Pace, *, tokenizer: Path | None = None, cores: Cores | None = None) -> AsyncIterator[Rig]:
+    """Workers and Redis, without a router or a client yet. This process moves to the core for the rest."""
+    cores = cores or Cores()
+    os.sched_setaffinity(0, {cores.rest})
     with tempfile.TemporaryDirectory() as directory:
         place = RigFiles(Path(directory))
         place.fill(tokenizer)
-        all_of_it = Rig(place)
+        all_of_it = Rig(place, cores)
         try:
             await all_of_it.open(pace)
             yield all_of_it

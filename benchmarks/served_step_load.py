@@ -53,8 +53,9 @@ class Clock:
     gaps: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
-    def tick(self, num_tokens: int) -> None:
-        now = time.perf_counter()
+    def tick(self, num_tokens: int, at: float | None = None) -> None:
+        """`at`: by a clock of the caller's own, always the same one."""
+        now = time.perf_counter() if at is None else at
         if num_tokens < self.least_tokens:
             self.times.clear()  # filling up, or emptying
             return
@@ -80,17 +81,28 @@ class Clock:
 SECRET = b"sixteen bytes or more"
 
 
+# Share of the time after which steps are counted: until then the batch fills up, as fast as prompts are computed.
+_SETTLED = 0.4
+
+
 class Player:
-    """The router's part: one stream from decode, `streams` requests at once."""
+    """The router's part: one stream from decode, `streams` requests at once. Steps are timed by when they ended in the engine and when they
+    were given to the connection, both as the worker says, and by when they came."""
 
     def __init__(self, prefill: str, decode: str, load: ServedStepLoad, vocab: int) -> None:
         self._load, self._vocab = load, vocab
         self._addresses = prefill, decode
-        self._clock = Clock(int(load.streams * 0.9))
         self._ended: dict[str, asyncio.Future[None]] = {}
         self._requests, self._names = load.requests(), itertools.count()
         self._rng = np.random.default_rng(load.seed)
-        self._hand_overs = self._bytes = self._failed = 0
+        self._failed = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Counts from now on."""
+        self._engine, self._edge, self._router = (Clock(int(self._load.streams * 0.9)) for _ in range(3))
+        self._hand_overs = self._bytes = 0
+        self._began = time.perf_counter()
 
     async def play(self) -> dict[str, Any]:
         prefill, decode = (channel_to_worker(address, SECRET, caller="player") for address in self._addresses)
@@ -99,7 +111,7 @@ class Player:
             stream = self._decode.Stream(decode_pb2.StreamRequest(router_id="r"))
             await stream.initial_metadata()
             reader = asyncio.create_task(self._read(stream))
-            started = time.perf_counter()
+            asyncio.get_running_loop().call_later(_SETTLED * self._load.seconds, self._begin)
             tasks = [asyncio.create_task(self._keep_one()) for _ in range(self._load.streams)]
             # None of them ends by itself.
             ended, _ = await asyncio.wait({*tasks, reader}, timeout=self._load.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -109,9 +121,11 @@ class Player:
             for task in (*tasks, reader):
                 task.cancel()
             await asyncio.gather(*tasks, reader, return_exceptions=True)
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - self._began
         return {
-            "router": self._clock.report(),
+            "engine": self._engine.report(),
+            "edge": self._edge.report(),
+            "router": self._router.report(),
             "hand_overs_per_s": self._hand_overs / seconds,
             "gb_per_s": self._bytes / seconds / 1e9,
             "failed": self._failed,
@@ -155,8 +169,11 @@ class Player:
                     self._failed += 1
                     print(event.failed.message, file=sys.stderr)
                     self._ended.pop(event.request_id).set_result(None)
+            for step in message.steps:
+                self._engine.tick(step.decodes, step.ended_s)
             if num_tokens:
-                self._clock.tick(num_tokens)
+                self._edge.tick(num_tokens, message.sent_s)
+                self._router.tick(num_tokens)
 
 
 def main() -> None:
