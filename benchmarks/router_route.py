@@ -74,7 +74,10 @@ class System:
     def tell(self, what: str, *, alone: bool) -> None:
         """`alone`: one request after the other, so that the processes' time is theirs."""
         processors = f"  processors {1e3 * self.cpu_s / len(self.route):5.2f} ms" if alone else ""
-        print(f"{what}  {self.name:14}  route {_ms(self.route)}  first {_ms(self.first)}{processors}  ({len(self.route)} requests)", flush=True)
+        print(
+            f"{what}  {self.name:14}  route {_ms(self.route)}  first {_ms(self.first)}{processors}  ({len(self.route)} requests)",
+            flush=True,
+        )
         self.clear()
 
     def clear(self) -> None:
