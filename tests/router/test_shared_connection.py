@@ -54,9 +54,7 @@ async def test_a_lost_connection_is_made_again(shared: SharedConnection, redis_c
     assert another != number
 
 
-async def test_a_server_that_is_silent_is_asked_over_another_connection(
-    shared: SharedConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_is_silent_is_asked_over_another_connection(shared: SharedConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     (number,) = await shared.ask([("CLIENT", "ID")])
     monkeypatch.setattr("twostep.cluster.shared_connection._SILENT_S", 0.01)
     with pytest.raises(TimeoutError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -71,7 +71,8 @@ class SharedConnection:
                 return self._connection
             make: Callable[[], AbstractConnection] = self._redis.connection_pool.make_connection
             connection = make()
-            await connection.connect()
+            connect: Callable[[], Awaitable[None]] = connection.connect
+            await connect()
             # Nobody may be waiting for long, and who is has a timer.
             connection.socket_timeout = None
             self._connection = connection
