@@ -29,4 +29,4 @@ def _edge(parts: EdgeParts) -> PrefillEdge | DecodeEdge:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1], sys.argv[2:], _edge, "kv_transfer.engine_process"))
+    sys.exit(run_worker(sys.argv[1], sys.argv[2:], lambda: _edge, "kv_transfer.engine_process"))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kv_transfer.chunking import ChunkRange
 from kv_transfer.conversion import BlockTarget, ConversionPlan
@@ -21,12 +22,15 @@ from kv_transfer.transports import TransportParts, Transports, TransportTable, m
 from twostep.engine.batch import LayerRange
 from twostep.errors import TwostepError, Unavailable
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import EdgeParts
 from twostep.worker.engine_process import Plane
 from twostep.worker.link import Call, Link
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.plain import known
 from twostep.worker.remote_engine import RemoteEngine
+
+if TYPE_CHECKING:
+    # As in transports.py.
+    from twostep.worker.edge import EdgeParts
 
 # Transports get ready and lose that within so long after it is noticed.
 _LOOK_EVERY_S = 0.05

@@ -22,7 +22,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kv_transfer.pool_side import LocalPool, PoolSide
 from kv_transfer.ray.transport import RayTransport
@@ -32,8 +32,11 @@ from twostep.errors import SetupError
 from twostep.extras import install
 from twostep.settings.readers import KV_TRANSPORTS
 from twostep.worker.config import WorkerConfig
-from twostep.worker.edge import EdgeParts
 from twostep.worker.local_engine import LocalEngine
+
+if TYPE_CHECKING:
+    # The edge's, which a process that has the pool alone does without.
+    from twostep.worker.edge import EdgeParts
 
 log = logging.getLogger(__name__)
 

@@ -43,6 +43,7 @@ from router.workers.registry import Deployment, Registry, Vouching
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.shared_clock import SharedClock
+from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.errors import SetupError
 from twostep.keys.exposure import open_door
@@ -121,7 +122,9 @@ class Router:
         )
         vouching = Vouching(self._secret, self.pool.channel_of, self.pool.open_to)
         self.registry = Registry(self._redis, deployment, lives=vouching.lives, on_poll=self.pool.sync)
-        self._index = PrefixIndex(self._index_redis, self._secret, config.hash_unit, timeout_s=config.prefix_lookup_timeout)
+        self._index = PrefixIndex(
+            SharedConnection(self._index_redis), self._secret, config.hash_unit, timeout_s=config.prefix_lookup_timeout
+        )
 
         # For whom: clients, and the queues that they wait in.
         source = source_of(config.api_keys_file, config.api_keys, self._redis, self._secret)

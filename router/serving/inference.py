@@ -182,7 +182,7 @@ class Inference:
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
         # While the request is read and placed. Clients that want to go on elsewhere need the seed, however early this call breaks.
-        begun = asyncio.create_task(caller.begin(request_id, request.sampling.seed))
+        begun = asyncio.create_task(_begin(caller, request_id, request.sampling.seed))
         try:
             self.check_model(request.model)
             if len(request.cache_salt) > _MAX_SALT_CHARS:
@@ -350,6 +350,12 @@ class Inference:
         pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.takes_over]
         self._last_pool_tokens = max(pools, default=self._last_pool_tokens)
         return self._last_pool_tokens
+
+
+async def _begin(caller: Caller, request_id: str, seed: int) -> None:
+    # Behind what was begun with it: of a request that is read at once that is its dispatch, which then waits for others meanwhile.
+    await asyncio.sleep(0)
+    await caller.begin(request_id, seed)
 
 
 def request_id_of(given: str) -> str:

@@ -1,5 +1,5 @@
-"""Which workers hold how much of a prompt's prefix, in the pool or below it in host memory: a pipelined round trip to Redis, or two, and
-never more than 2 ms of waiting (--prefix-lookup-timeout).
+"""Which workers hold how much of a prompt's prefix, in the pool or below it in host memory: a pipelined round trip to Redis, or two, over
+a connection that all lookups share, and never more than 2 ms of waiting (--prefix-lookup-timeout).
 
 Of a long prompt the first trip asks for units 1, 2, 4, 8 ... of it: the first one that a worker has not bounds what it holds. The second
 asks for all below that bound, of those workers alone that have the first unit. Most workers hold nothing of most prompts, and every unit
@@ -7,8 +7,8 @@ that is asked for costs this router about 2 us.
 
 The index lives in Redis alone: a router that starts knows at once what the one before it knew.
 
-A late answer is no answer, but its command is left to end (cancelling it would cost the connection). While one is overdue, and
-for a second after an error, requests go without hints at once: a dead Redis costs its 2 ms about once a second, not per request.
+A late answer is no answer, but its command is left to end. While one is overdue, and for a second after an error, requests go without
+hints at once: a dead Redis costs its 2 ms about once a second, not per request.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from router.request.job import RequestJob
 from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key
+from twostep.cluster.shared_connection import Command
 from twostep.prefix import derive_key, prefix_hashes
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ _MAX_WORKERS = 128
 _MAX_PENDING = 64
 # Prompts up to here are asked for in one trip.
 _MAX_AT_ONCE = 16
-# Fewer than the client's connections.
-_MAX_CONCURRENT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +72,35 @@ NOT_CACHED = CachedPrefix(0)
 NO_HINTS: Mapping[WorkerLife, CachedPrefix] = {}
 
 
+class Answering(Protocol):
+    """See twostep.cluster.shared_connection.SharedConnection."""
+
+    async def ask(self, commands: Sequence[Command]) -> Sequence[object]: ...
+
+    async def close(self) -> None: ...
+
+
 class PrefixIndex:
     def __init__(
-        self, redis: Redis, secret: bytes, hash_unit: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self, redis: Answering, secret: bytes, hash_unit: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`secret`: the deployment's, from which the keys of hashes are derived."""
+        """`redis`: closed with the index. `secret`: the deployment's, from which the keys of hashes are derived."""
         self._clock = clock
         self._redis = redis
         self._secret = secret
         self._unit = hash_unit
         self._timeout_s = timeout_s
         self._pending: set[asyncio.Task[dict[WorkerLife, CachedPrefix]]] = set()
-        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._overdue = 0
         self._open_until = 0.0
         self._failing = False
 
     async def open(self) -> None:
-        """Makes the connections that lookups take, which would make the first ones late. Takes a second at most; never raises."""
-        pings = [asyncio.create_task(self._ping()) for _ in range(_MAX_CONCURRENT)]
-        await asyncio.wait(pings, timeout=_CONNECT_S)
-        for ping in pings:
-            ping.cancel()
-        await asyncio.gather(*pings, return_exceptions=True)
+        """Makes the connection that lookups take, which would make the first ones late. Takes a second at most; never raises."""
+        ping = asyncio.create_task(self._redis.ask([("PING",)]))
+        await asyncio.wait((ping,), timeout=_CONNECT_S)
+        ping.cancel()
+        await asyncio.gather(ping, return_exceptions=True)
 
     async def cached_tokens(self, job: RequestJob, workers: Sequence[WorkerRecord]) -> Mapping[WorkerLife, CachedPrefix]:
         """Returns how much of the job's prompt each worker that takes work holds; empty without an answer in time."""
@@ -148,33 +152,28 @@ class PrefixIndex:
         for task in self._pending:
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)
+        await self._redis.close()
 
     async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife]) -> dict[WorkerLife, CachedPrefix]:
         share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
         probes = [PrefixProbe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
-        async with self._slots:
-            await self._probe({probe: probe.first() for probe in probes})
-            rest = {probe: indices for probe in probes if (indices := probe.rest())}
-            if rest:
-                await self._probe(rest)
+        await self._probe({probe: probe.first() for probe in probes})
+        rest = {probe: indices for probe in probes if (indices := probe.rest())}
+        if rest:
+            await self._probe(rest)
         return {probe.life: held for probe in probes if (held := probe.held(self._unit)).num_tokens}
 
     async def _probe(self, wanted: Mapping[PrefixProbe, Sequence[int]]) -> None:
-        pipeline = self._redis.pipeline(transaction=False)
+        commands: list[Command] = []
         for probe, indices in wanted.items():
             hashes = [probe.hashes[i] for i in indices]
-            pipeline.smismember(prefix_key(probe.life.worker_id, probe.life.epoch), hashes)
+            commands.append(("SMISMEMBER", prefix_key(probe.life.worker_id, probe.life.epoch), *hashes))
             if probe.tiered:
-                pipeline.smismember(host_prefix_key(probe.life.worker_id, probe.life.epoch), hashes)
-        replies = map(_flags, await pipeline.execute(raise_on_error=False))
+                commands.append(("SMISMEMBER", host_prefix_key(probe.life.worker_id, probe.life.epoch), *hashes))
+        replies = map(_flags, await self._redis.ask(commands))
         for probe, indices in wanted.items():
             in_pool = next(replies) or [0] * len(indices)
             probe.learn(indices, in_pool, (next(replies) or [0] * len(indices)) if probe.tiered else in_pool)
-
-    async def _ping(self) -> None:
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.ping()
-        await pipeline.execute()
 
     def _finished(self, task: asyncio.Task[dict[WorkerLife, CachedPrefix]]) -> None:
         self._pending.discard(task)

@@ -22,7 +22,7 @@ from twostep import AsyncClient
 from twostep.engine.fake import fake_next_token
 from twostep.errors import TwostepError
 from twostep.local.ports import free_ports
-from twostep.text import ModelCard
+from twostep.text.model_card import ModelCard
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 

@@ -31,7 +31,7 @@ from fault_system import FaultSystem, Held
 from faulty_requests import Asker, Outcome
 from report import markdown, totals, with_two_raylets
 
-from twostep.text import ModelCard
+from twostep.text.model_card import ModelCard
 
 _ROOT = Path(__file__).resolve().parents[2]
 # A proxy set for the internet knows nothing of these networks.

@@ -26,7 +26,7 @@ import twostep.worker.model
 from kv_transfer.ray.transport import RayTransport
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.fake import FakeRunner
-from twostep.worker.remote_engine import RemoteEngine
+from twostep.worker.engine_child import EngineChild
 
 RESERVED_TOKEN = 3
 # 1 KiB a token: blocks of 16 KiB.
@@ -77,8 +77,8 @@ def install(directory: str, worker_id: str) -> None:
 def main(role: str, directory: str, flags: list[str]) -> int:
     os.environ["GATES"], os.environ["GATED"] = directory, flags[flags.index("--worker-id") + 1]
     os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    launch = RemoteEngine.launch
-    RemoteEngine.launch = lambda config, _, progress: launch(config, "gated_engine", progress)  # type: ignore[method-assign, assignment]
+    start = EngineChild.start
+    EngineChild.start = lambda _: start("gated_engine")  # type: ignore[method-assign, assignment]
     code: int = import_module(f"{role}_worker.__main__").main(flags)
     return code
 

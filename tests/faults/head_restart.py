@@ -33,7 +33,7 @@ from fault_system import FaultSystem
 from faulty_requests import Asker, Outcome, Probing
 from namespaces import Host, Plane
 
-from twostep.text import ModelCard
+from twostep.text.model_card import ModelCard
 
 _ROOT = Path(__file__).parents[2]
 # Longer than nodes and agents go on by themselves without one.

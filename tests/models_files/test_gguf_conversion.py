@@ -20,7 +20,9 @@ from twostep.model.families.registry import parse_config
 from twostep.model.families.rope import Rope
 from twostep.model.loading import store
 from twostep.model.loading.gguf_import import convert, main
-from twostep.text import ChatTemplate, ModelCard, Tokenizer
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
 
 TEXTS = ["größer 🙂 日本語", "   1 and 1234", "<|im_start|>user\nhi<|im_end|>\n", " a\n\n  b\t"]
 

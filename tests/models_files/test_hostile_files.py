@@ -19,7 +19,8 @@ from twostep.errors import InvalidRequest, SetupError
 from twostep.model.families.registry import parse_config
 from twostep.model.loading.gguf_import import check_gguf, convert
 from twostep.model.loading.weight_files import stored_tensors
-from twostep.text import ModelCard, Tokenizer
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
 from twostep.text.tokenizer_files import repeats_repetitions
 
 HUGE = 1 << 60

@@ -22,7 +22,8 @@ from tiny_gguf import write_gguf
 from twostep.errors import SetupError
 from twostep.model.families.registry import parse_config
 from twostep.model.loading import store
-from twostep.text import ModelCard, Tokenizer
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
 
 REQUIREMENT = "twostep-test-model-that-nobody-published==1.0"
 

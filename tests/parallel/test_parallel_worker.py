@@ -42,7 +42,7 @@ from twostep.worker.process import run_worker
 local = edges_of_both_roles(LocalHub())
 remote = edge_maker(EDGES, transports_of)
 make_edge = remote if "--engine-process=on" in sys.argv else local
-sys.exit(run_worker("decode", sys.argv[1:], make_edge, "engine_with_local_kv"))
+sys.exit(run_worker("decode", sys.argv[1:], lambda: make_edge, "engine_with_local_kv"))
 """
 START_S = 120.0
 WAIT_S = 60.0

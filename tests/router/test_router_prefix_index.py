@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as RedisAway
 
 from router.workers.prefix_index import CachedPrefix, PrefixIndex, PrefixProbe, WorkerLife
 from twostep.cluster.records import host_prefix_key, prefix_key
+from twostep.cluster.shared_connection import Command
 
 UNIT = 64
 LIFE = A = WorkerLife("a", 1)
@@ -75,24 +76,16 @@ class Sets:
         self.up.set()
         self.away = False
         self.num_asked = 0
-        self._asked: list[list[int]] = []
 
-    def pipeline(self, *, transaction: bool) -> Sets:
-        self._asked = []
-        return self
-
-    def smismember(self, key: str, hashes: list[bytes]) -> None:
-        self._asked.append([int(each in self.sets[key]) for each in hashes])
-
-    def ping(self) -> None:
-        pass
-
-    async def execute(self, **_: Any) -> list[list[int]]:
-        asked, self.num_asked = self._asked, self.num_asked + 1
+    async def ask(self, commands: Sequence[Command]) -> list[object]:
+        self.num_asked += 1
         await self.up.wait()
         if self.away:
             raise RedisAway("nothing listens")
-        return asked
+        return [[int(each in self.sets[str(key)]) for each in hashes] for name, key, *hashes in commands if name == "SMISMEMBER"]
+
+    async def close(self) -> None:
+        """There is nothing to close."""
 
 
 @pytest.fixture
@@ -101,7 +94,7 @@ async def sets() -> Sets:
 
 
 def index_of(sets: Sets, **options: Any) -> PrefixIndex:
-    return PrefixIndex(cast(redis.asyncio.Redis, sets), b"secret", UNIT, **({"timeout_s": 60.0} | options))
+    return PrefixIndex(sets, b"secret", UNIT, **({"timeout_s": 60.0} | options))
 
 
 def units(num: int) -> list[bytes]:

@@ -25,6 +25,7 @@ from twostep import __version__
 from twostep.cluster.connection import connect
 from twostep.cluster.look import WorkerListing
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, prefix_key, worker_key
+from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
@@ -179,11 +180,11 @@ async def test_a_new_router_knows_what_the_one_before_it_knew(cluster: Cluster, 
     """The index is in Redis alone, and its connections are there before the first request, which would else be too late for its hints."""
     units = hashes(4)
     await cluster.redis.sadd(prefix_key("a", 1), *units)
-    before = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
+    before = PrefixIndex(SharedConnection(cluster.redis), SECRET, HASH_UNIT, timeout_s=60.0)
     assert await before.lookup({A: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await before.close()
     monkeypatch.setattr("router.workers.prefix_index._CONNECT_S", 60.0)
-    index = PrefixIndex(connection(), SECRET, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(SharedConnection(connection()), SECRET, HASH_UNIT, timeout_s=60.0)
     await index.open()
     connected = (await cluster.redis.info("stats"))["total_connections_received"]
     found = await asyncio.gather(*(index.lookup({A: units}) for _ in range(20)))
@@ -197,7 +198,7 @@ async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster
     ids = list(range(10, 10 + 3 * HASH_UNIT))
     pool = WorkerPool(router_id="r", signer=CallSigner(SECRET, "r"), cleanup=Cleanup())
     pool.sync([worker.record])
-    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(SharedConnection(cluster.redis), SECRET, HASH_UNIT, timeout_s=60.0)
 
     def job(salt: str, prompt: list[int], tenant: str = "") -> RequestJob:
         sampling, deadline = SamplingParams(max_tokens=1), time.monotonic() + 60
@@ -429,7 +430,7 @@ async def test_a_prefix_set_of_any_other_kind_is_an_empty_one(cluster: Cluster) 
     units = hashes(4)
     await cluster.redis.sadd(prefix_key("a", 1), *units)
     await cluster.redis.set(prefix_key("b", 1), "no set")
-    index = PrefixIndex(cluster.redis, SECRET, HASH_UNIT, timeout_s=60.0)
+    index = PrefixIndex(SharedConnection(cluster.redis), SECRET, HASH_UNIT, timeout_s=60.0)
     for _ in range(2):
         assert await index.lookup({A: units, B: units}) == {A: CachedPrefix(4 * HASH_UNIT)}
     await index.close()

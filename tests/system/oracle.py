@@ -15,7 +15,9 @@ from twostep.engine.types import EngineRequest
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.sampler import sampling_margin
 from twostep.sampling_params import SamplingParams
-from twostep.text import ChatTemplate, ModelCard, Tokenizer
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
 
 # A comparison ends where the oracle itself stands so close to another token.
 NEAR_TIE = 1e-4

@@ -11,7 +11,7 @@ from fleet import Fleet
 from loads import SteadyLoad, fake_cases
 from rolling import LONG_S, SHORT_S, Part, Update, differing
 
-from twostep.text import ModelCard
+from twostep.text.model_card import ModelCard
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -19,9 +19,10 @@ from twostep.engine.batch import WORD
 from twostep.engine.grammar import LiveGrammar, Vocabulary
 from twostep.errors import InvalidRequest
 from twostep.sampling_params import Grammar, GrammarKind
-from twostep.text import Detokenizer, Tokenizer
 from twostep.text.answer_grammar import after_reasoning, either, strict_grammar, tool_call_grammar
+from twostep.text.detokenizer import Detokenizer
 from twostep.text.reasoning import REASONING_FORMATS, Begun
+from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import TOOL_CALL_FORMATS, ToolCallParser
 from twostep.text.tool_formats.events import CallArguments, CallBegun, ContentDelta
 from twostep.text.tool_formats.format import Function, ToolCallFormat

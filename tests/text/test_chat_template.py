@@ -9,7 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from twostep.errors import InvalidRequest, SetupError
-from twostep.text import ChatTemplate, ModelCard, Tokenizer
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import ModelCard
+from twostep.text.tokenizer import Tokenizer
 
 CONVERSATIONS = [
     [{"role": "user", "content": "What is the capital of France?"}],

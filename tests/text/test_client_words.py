@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Inner
 from transformers import PreTrainedTokenizerFast
 
 from twostep.errors import InvalidRequest
-from twostep.text import ChatTemplate, Tokenizer
-from twostep.text.chat_template import Rendered
+from twostep.text.chat_template import ChatTemplate, Rendered
+from twostep.text.tokenizer import Tokenizer
 
 CONTROL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from twostep.text import Detokenizer, Tokenizer
+from twostep.text.detokenizer import Detokenizer
+from twostep.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from twostep.engine.batch import WORD
 from twostep.engine.grammar import LiveGrammar, Vocabulary
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import Grammar, GrammarKind
-from twostep.text import Detokenizer, Tokenizer
+from twostep.text.detokenizer import Detokenizer
 from twostep.text.grammar import grammar_tokenizer
-from twostep.text.tokenizer import TokenBytes
+from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 BOS, EOS = 1, 2
 NUM_TEXTS = 250

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from twostep.errors import SetupError
-from twostep.text import ChatTemplate, GenerationDefaults, ModelCard
 from twostep.text.chat_format import ChatFormat
+from twostep.text.chat_template import ChatTemplate
+from twostep.text.model_card import GenerationDefaults, ModelCard
 from twostep.text.tool_formats.json_calls import HERMES
 
 

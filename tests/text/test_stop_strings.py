@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostep.text import StopStrings
+from twostep.text.stop_strings import StopStrings
 
 Result = tuple[str, str | None]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest, SetupError
-from twostep.text import Tokenizer
+from twostep.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from written_calls import CALL, CALL_END, CALLS, CALLS_END, SEP, WRITTEN, coder, glm, v3, v31
 
 from twostep.errors import SetupError
-from twostep.text import ChatTemplate
+from twostep.text.chat_template import ChatTemplate
 from twostep.text.tool_calls import TOOL_CALL_FORMATS, ToolCallParser, tool_call_format
 from twostep.text.tool_formats.events import CallArguments, CallBegun, ContentDelta
 from twostep.text.tool_formats.format import ToolCallFormat

@@ -20,6 +20,7 @@ from twostep.process.startup import NoProgress
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 from twostep.step_curve import StepCurve
 from twostep.worker.config import WorkerConfig
+from twostep.worker.engine_child import EngineChild
 from twostep.worker.engine_port import EngineEvents, EnginePort
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import load_model, settle
@@ -97,7 +98,7 @@ async def _local(config: WorkerConfig) -> AsyncIterator[Edge]:
 
 @asynccontextmanager
 async def _remote(config: WorkerConfig) -> AsyncIterator[Edge]:
-    engine = RemoteEngine.launch(config, MODULE, NoProgress())
+    engine = RemoteEngine.launch(config, EngineChild.start(MODULE), NoProgress())
     edge = Edge(engine)
     edge.start()
     try:
@@ -308,6 +309,6 @@ async def test_one_that_stands_still_is_not_alive_and_goes_on() -> None:
 @pytest.mark.smoke
 def test_what_keeps_it_from_starting_is_told() -> None:
     with pytest.raises(SetupError):
-        RemoteEngine.launch(replace(config_of(), max_model_len=1 << 20), MODULE, NoProgress())
+        RemoteEngine.launch(replace(config_of(), max_model_len=1 << 20), EngineChild.start(MODULE), NoProgress())
     with pytest.raises(SetupError):
-        RemoteEngine.launch(replace(config_of(runner="model"), model=str(Path("/nowhere"))), MODULE, NoProgress())
+        RemoteEngine.launch(replace(config_of(runner="model"), model=str(Path("/nowhere"))), EngineChild.start(MODULE), NoProgress())

@@ -34,6 +34,7 @@ from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.epochs import first_epoch
 from twostep.cluster.records import WORKERS_KEY
 from twostep.cluster.shared_clock import SharedClock
+from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.errors import SetupError
 from twostep.keys.api_keys import make_key
@@ -106,7 +107,7 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     registry = Registry(client, deployment())
     await registry.exchange()
     assert await client.smismember(WORKERS_KEY, ["w", "gone"]) == [1, 0]
-    index = PrefixIndex(client, b"secret", 8, timeout_s=WAIT_S)
+    index = PrefixIndex(SharedConnection(client), b"secret", 8, timeout_s=WAIT_S)
     await index.open()
     await index.lookup({WorkerLife("w", 7): [b"a" * 16]}, {WorkerLife("w", 7)})
     await index.close()

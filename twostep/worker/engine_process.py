@@ -24,6 +24,7 @@ from twostep.process.log import setup_logging
 from twostep.rpc import event_loop
 from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.worker.config import WorkerConfig
+from twostep.worker.driver import begin_driver
 from twostep.worker.engine_port import EngineLook
 from twostep.worker.link import STEP, AnsweredInOrder, Call, Link, Tell
 from twostep.worker.local_engine import LocalEngine
@@ -188,6 +189,9 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
         return 1
     _, (config,) = message
     assert isinstance(config, WorkerConfig)
+    if config.runner == "model" and config.device != "cpu":
+        # Beside the import of what uses it.
+        begin_driver()
     setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{config.role}-{config.port}-engine")
     try:
         config = settle(config)

@@ -32,15 +32,6 @@ class _Utilization(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
 
 
-def has_driver() -> bool:
-    """Returns whether this machine shows a GPU's driver."""
-    try:
-        Nvml()
-    except OSError:
-        return False
-    return True
-
-
 class Nvml:
     """Raises OSError where there is no driver, or where it refuses."""
 

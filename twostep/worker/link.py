@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 TELL, CALL, DROP, ANSWER, ERROR, STEP = range(6)
 _HEAD = struct.Struct("<IB")
-_MAX_READ = 1 << 20
+# What is read at a time is allocated before it is known how much has come.
+_MAX_READ = 1 << 16
 # Beyond that the other end has stopped reading: new calls are refused. What ends sequences is always kept, and bounded by their number.
 _MAX_UNSENT = 64 << 20
 # Messages of `send_bounded` that the socket has not taken.

@@ -1,6 +1,6 @@
 """An engine in a process of its own, as its edge uses it.
 
-start     the edge's process spawns it and sends its configuration; phases, then what was loaded, come back
+start     the edge's process starts it first of all (engine_child.py) and sends its configuration; phases, then what was loaded, come back
 serving   commands one way, a record for each step the other (link.py); figures and prefix changes several times a second
 end       either process sees the end of the socket when the other is gone, however it went
 """
@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +30,7 @@ from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 from twostep.settings.tls import TlsFiles
 from twostep.step_curve import StepCurve
 from twostep.worker.config import WorkerConfig
+from twostep.worker.engine_child import EngineChild
 from twostep.worker.engine_port import EngineEvents, EngineFacts, EngineLook
 from twostep.worker.link import Link, Tell
 from twostep.worker.plain import known
@@ -63,8 +61,8 @@ class EngineEnded(TwostepError):
 class RemoteEngine:
     """See EnginePort. Made by `launch`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: Link, config: WorkerConfig, facts: EngineFacts) -> None:
-        self._process = process
+    def __init__(self, child: EngineChild, link: Link, config: WorkerConfig, facts: EngineFacts) -> None:
+        self._process = child.process
         self._link = link
         self._oom_kills = oom_kills()
         self.config = config
@@ -94,28 +92,22 @@ class RemoteEngine:
         self._delta = UntakenPrefixes()
 
     @classmethod
-    def launch(cls, config: WorkerConfig, module: str, progress: Progress) -> RemoteEngine:
-        """Starts `python -P -m module` and waits until it has loaded. The kernel kills it when the calling thread ends. Raises
-        SetupError with what to change, and EngineEnded."""
-        ours, theirs = socket.socketpair()
-        killed = oom_kills()
-        with theirs:
-            arguments = (str(theirs.fileno()), str(os.getpid()))
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
-            )
-        link = Link(ours)
+    def launch(cls, config: WorkerConfig, child: EngineChild, progress: Progress) -> RemoteEngine:
+        """Has the process load, and waits until it has. Raises SetupError with what to change, and EngineEnded."""
+        process, link = child.process, Link(child.socket)
         try:
             link.tell("load", config)
             while (message := link.receive()) is not None:
                 match message:
                     case "loaded", [WorkerConfig() as settled, EngineFacts() as facts]:
-                        return cls(process, link, settled, facts)
+                        return cls(child, link, settled, facts)
                     case "cannot_start", [SetupError() as error]:
                         raise error
                     case name, found:
                         getattr(progress, name)(*found)
-            raise EngineEnded(f"the engine's process {how_it_ended(process.wait(_EXIT_S), oom_kills_before=killed)}; its log says more")
+            raise EngineEnded(
+                f"the engine's process {how_it_ended(process.wait(_EXIT_S), oom_kills_before=child.oom_kills_before)}; its log says more"
+            )
         except BaseException:
             process.kill()
             process.wait()
