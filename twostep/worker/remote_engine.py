@@ -64,7 +64,7 @@ class RemoteEngine:
     """See EnginePort. Made by `launch`."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: Link, config: WorkerConfig, facts: EngineFacts) -> None:
-        self._process = process
+        self._process, self.pid = process, process.pid
         self._link = link
         self._oom_kills = oom_kills()
         self.config = config
