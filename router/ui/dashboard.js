@@ -57,7 +57,7 @@ const CHARTS = [
   },
   {
     title: "P : D balance",
-    about: "prompts per prefill worker : answers per decode worker",
+    about: "prompts : answers, work per worker for it",
     format: ratio,
     scale: "balance",
     series: [{ name: "prefill_decode_load_ratio", label: "load", tone: "one", dash: "none" }],
@@ -80,7 +80,7 @@ const CHARTS = [
     series: [
       { name: "handed_over_per_s", label: "moved", tone: "kv", dash: "none" },
       { name: "local_per_s", label: "kept", tone: "decode", dash: "none" },
-      { name: "local_on_prefill_per_s", label: "on prefill workers", tone: "prefill", dash: "long" },
+      { name: "local_on_prefill_per_s", label: "kept, prefill workers", tone: "prefill", dash: "long" },
     ],
   },
   {

@@ -173,7 +173,9 @@ def test_a_workers_status_is_its_record() -> None:
 
 
 def test_prompts_that_a_worker_computes_for_others_do_not_decode_there() -> None:
-    load = WorkerLoad(num_running=5, num_handing_over=2, kept_per_s=1.5, handed_over_per_s=2.5, taken_over_per_s=0.5, prompt_tokens_per_s=9.0)
+    load = WorkerLoad(
+        num_running=5, num_handing_over=2, kept_per_s=1.5, handed_over_per_s=2.5, taken_over_per_s=0.5, prompt_tokens_per_s=9.0
+    )
     both = worker_status(dataclasses.replace(_RECORD, role="prefill", both_roles=True, load=load, engine_pid=4711))
     assert (both.role, both.both_roles, both.num_decoding, both.engine_pid) == ("prefill", True, 3, 4711)
     assert (both.kept_per_s, both.handed_over_per_s, both.taken_over_per_s, both.prompt_tokens_per_s) == (1.5, 2.5, 0.5, 9.0)

@@ -86,8 +86,8 @@ lines Workers by role | none | That may get new work, as routers see them.
   {{worker_role}} = max by (worker_role) (twostep_router_workers{S})
 areas Kept and moved | reqps | local: one worker computes the prompt and decodes, with what it is for. handed_over: KV moves.
   {{path}}, {{worker_role}} = sum by (path, worker_role) (rate(twostep_request_placements_total{S}[W]))
-areas Why kept, why moved | reqps | near: moving gains less than the prediction's noise. unfit: the other way misses a target by more, rounds
-    the KV, or is full.
+areas Why kept, why moved | reqps | near: moving gains less than the prediction's noise. unfit: the other way misses a target by more,
+    rounds the KV, or is full.
   {{path}}: {{reason}} = sum by (path, reason) (rate(twostep_request_placements_total{S}[W]))
 lines Predicted and actual | none | Median and 95th percentile of what a request took over what its placement predicted; 1: as predicted.
   {{kind}} {{path}} p50 = histogram_quantile(0.5, sum by (le, kind, path) (rate(twostep_request_prediction_ratio_bucket{S}[W])))
