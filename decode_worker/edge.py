@@ -18,7 +18,7 @@ from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.v1 import worker_pb2
-from twostep.worker.edge import EdgeParts, until
+from twostep.worker.edge import EdgeCounts, EdgeParts, until
 
 _FLUSH_S = 2.0
 
@@ -50,8 +50,9 @@ class DecodeEdge:
         self._discovery.start()
 
     @property
-    def num_fetched_bytes(self) -> int:
-        return self.sequences.bytes_fetched
+    def counts(self) -> EdgeCounts:
+        sequences = self.sequences
+        return EdgeCounts(fetched_bytes=sequences.bytes_fetched, kept=sequences.num_kept, taken_over=sequences.num_taken_over)
 
     @property
     def measured(self) -> Sequence[MeasuredHandOver]:

@@ -150,6 +150,7 @@ def record_of(output: StepOutput) -> decode_pb2.StepRecord:
 class Sequences:
     def __init__(self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
         self.config = config
+        self.num_kept = self.num_taken_over = 0
         self.bytes_fetched = 0
         self.blocks_fetched = 0
         self.blocks_reused = 0
@@ -351,6 +352,7 @@ class Sequences:
             self._engine.commit(sequence.seq_id, kv.output_ids, exact=kv.exact)
         sequence.state = State.DECODING
         num_reused = sequence.target.num_cached_blocks
+        self.num_taken_over += 1
         self.bytes_fetched += kv.num_bytes
         self.blocks_fetched += kv.num_blocks
         self.hand_overs.observe(kv.transport, kv.publish_s + kv.fetch_s, kv.num_bytes)
@@ -423,6 +425,7 @@ class Sequences:
                 message = messages[sequence.router_id] = decode_pb2.StepEvents(step=self._step, steps=[] if record is None else [record])
             event = message.events.add()
             if sequence.state is prefilling:
+                self.num_kept += 1
                 sequence.begin(tokens[row], event)
             elif row in tokens.extras:
                 sequence.history.add(tokens[row], position, event)

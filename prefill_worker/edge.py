@@ -13,14 +13,13 @@ from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError
 from twostep.rpc.v1 import worker_pb2
-from twostep.worker.edge import EdgeParts
+from twostep.worker.edge import EdgeCounts, EdgeParts
 
 
 class PrefillEdge:
     """See twostep.worker.edge.Edge."""
 
     # This edge takes KV from nobody.
-    num_fetched_bytes = 0
     measured: tuple[MeasuredHandOver, ...] = ()
 
     def __init__(self, parts: EdgeParts, transports: TransportTable[TransportEnd]) -> None:
@@ -35,6 +34,10 @@ class PrefillEdge:
     async def start(self) -> None:
         await self.transports.start()
         await self.hand_overs.start()
+
+    @property
+    def counts(self) -> EdgeCounts:
+        return EdgeCounts(handed_over=self.hand_overs.num_handed_over)
 
     def on_step(self, output: StepOutput) -> None:
         self.hand_overs.on_step(output)

@@ -68,6 +68,7 @@ class HandOvers:
         self.bytes_published = 0
         self.blocks_published = 0
         self.blocks_skipped = 0
+        self.num_handed_over = 0
         self._parts = parts
         self._engine = parts.engine
         self._transports = transports
@@ -330,6 +331,7 @@ class HandOvers:
             self._publisher.give_back(hand_over)
             if hand_over.lease.state is LeaseState.RELEASED:
                 self.blocks_skipped += hand_over.first_block
+                self.num_handed_over += 1
         # Not for a mere renewal: each watcher renews when it wakes, and would wake the others for ever.
         if (before.state, before.num_chunks, before.finished) != (
             hand_over.lease.state,

@@ -431,7 +431,7 @@ class Router:
             num_streams=sum(link.stream.open for link in list(self.pool.decode.values())),
             workers={role: roles.count(role) for role in ("prefill", "decode")},
             num_refused=len(self.registry.refusals),
-            load_ratio=self.board.prefill_decode_load_ratio,
+            load_ratio=self.board.work.ratio,
             registry_connected=self.registry.connected,
             stalled_s=max(0.0, time.monotonic() - self._last_tick),
         )

@@ -231,6 +231,9 @@ def some_cluster() -> status_pb2.ClusterStatus:
                 num_context_tokens=9000,
                 fetched_bytes_per_s=1.5 * gib,
                 tokens_per_s=640.0,
+                num_decoding=12,
+                kept_per_s=0.5,
+                taken_over_per_s=2.0,
             ),
             status_pb2.WorkerStatus(
                 worker_id="decode-1", role="decode", address="10.0.0.3:50071", epoch=2, ready=True, draining=True, num_blocks=1000
@@ -253,6 +256,8 @@ def some_cluster() -> status_pb2.ClusterStatus:
             handed_over_per_s=4.0,
             local_per_s=0.5,
             prefill_decode_load_ratio=1.25,
+            prompt_work_s=1.5,
+            answer_work_s=1.2,
         ),
     )
 

@@ -1,13 +1,14 @@
-"""Are there too few prefill workers or too few decode workers? What is still to be done on either side, in seconds, by the workers' curves.
+"""Are there too few prefill workers or too few decode workers? What is still to be done of either work, in seconds, by the workers' curves.
 
     prefill_s   prompts that are there and not computed, as long as the workers' steps would take for them
     decode_s    sequences that are there, each with half an answer to come (a whole one if it has not begun), at the rate of a full batch:
                 a worker that decodes one sequence is not busy for as long as that takes, it has room for others beside it;
-                and, of decode workers that compute prompts themselves, those prompts
+                and, of decode workers that compute prompts for nobody else, those prompts
 
-What waits in the router counts on both sides: its prompt is to be computed and its answer to be decoded. Seconds are per worker, so that
-the ratio is 1 where both sides would be done at the same time, above 1 where prefill workers are short, and below 1 where decode workers
-are. In an overload it tends to the ratio of work in the workload itself.
+A worker that does both adds to both, whatever it is for. What waits in the router counts twice: its prompt is to be computed and its
+answer to be decoded. For the ratio, seconds are per worker that is for that work: it is 1 where the roles are in proportion to the work,
+above 1 where prefill workers are short, and below 1 where decode workers are. In an overload it tends to the ratio of work in the
+workload itself.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class WaitingRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
-    """Seconds of work per worker."""
+    """Seconds of work per worker that is for it, and how many those are, one at least."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    num_prefill: int = 1
+    num_decode: int = 1
 
     @property
     def ratio(self) -> float | None:
@@ -51,11 +54,12 @@ class RoleLoad:
 
 def role_load(snapshot: Snapshot, waiting: WaitingRequests = WaitingRequests()) -> RoleLoad:
     """Workers that take no new work count with what they have, and not among those who share it. Prompts that wait are nobody's where no
-    prefill worker is: decode workers compute them then."""
+    worker computes prompts for others: decode workers compute them then."""
     curve = fallback_curve((*snapshot.prefill, *snapshot.decode))
     prompt, answer = waiting.prompt_tokens or _PROMPT_TOKENS, waiting.answer_tokens or float(ANSWER_TOKENS)
-    prefill_s = sum(_prefill_s(c, curve, prompt) for c in snapshot.prefill)
-    decode_s = sum(_decode_s(c, curve, prompt, answer) for c in snapshot.decode)
+    prefill_s = sum(_prompts_s(c, curve, prompt) for c in snapshot.prefill)
+    decode_s = sum(_answers_s(c, curve, prompt, answer) for c in snapshot.decode)
+    decode_s += sum(_prompts_s(c, curve, prompt) for c in snapshot.decode if not c.record.hands_over)
     for_prompts, for_answers = _open(snapshot.prefill), _open(snapshot.decode)
     if waiting.num_requests:
         tokens = waiting.num_requests * prompt
@@ -65,27 +69,27 @@ def role_load(snapshot: Snapshot, waiting: WaitingRequests = WaitingRequests()) 
             decode_s += _mean([_computing_s(c, curve, tokens, prompt) for c in for_answers])
         if for_answers:
             decode_s += _mean([waiting.num_requests * answer * _token_s(c, curve, prompt + answer / 2) for c in for_answers])
-    return RoleLoad(prefill_s=prefill_s / max(1, len(for_prompts)), decode_s=decode_s / max(1, len(for_answers)))
+    num = [max(1, sum(c.record.role == role for c in side)) for role, side in (("prefill", for_prompts), ("decode", for_answers))]
+    return RoleLoad(prefill_s=prefill_s / num[0], decode_s=decode_s / num[1], num_prefill=num[0], num_decode=num[1])
 
 
 def _open(side: Sequence[Candidate]) -> Sequence[Candidate]:
     return [c for c in side if c.record.ready and not c.record.draining]
 
 
-def _prefill_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float) -> float:
+def _prompts_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float) -> float:
     mean = mean_load(candidate, int(prompt_tokens))
     # Prompts come and go between two heartbeats; of its own ones the router knows better.
     return _computing_s(candidate, fallback, max(mean.queued_tokens, mean.own_queued_tokens), prompt_tokens)
 
 
-def _decode_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float, answer_tokens: float) -> float:
+def _answers_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float, answer_tokens: float) -> float:
     load, mean = candidate.record.load, mean_load(candidate, int(prompt_tokens))
     reserved = min(mean.num_seqs, load.num_reserved)
     begun = mean.num_seqs - reserved
     known = load.num_running and load.num_context_tokens
     context = load.num_context_tokens / load.num_running if known else prompt_tokens + answer_tokens / 2
-    decoding_s = (begun / 2 + reserved) * answer_tokens * _token_s(candidate, fallback, context)
-    return decoding_s + _computing_s(candidate, fallback, max(mean.queued_tokens, mean.own_queued_tokens), prompt_tokens)
+    return (begun / 2 + reserved) * answer_tokens * _token_s(candidate, fallback, context)
 
 
 def _computing_s(candidate: Candidate, fallback: StepCurve, num_tokens: float, prompt_tokens: float) -> float:

@@ -2,7 +2,7 @@
 
     {"worker": 3, "record": {...}}                                     a worker's record, before the first decision that looks at it
     {"at": 1763740000.1, "demand": {...}, "prefill": [[3, 512, ...], ...], "decode": [...], "choice": {...},
-     "why": "...", "compared": [{...}, ...]}
+     "ground": "near", "why": "...", "compared": [{...}, ...]}
 
 Of a snapshot only what is not in the records stands in the decision's own line. Prompts do not: requests are known by name and length.
 """
@@ -118,7 +118,8 @@ class PlacementEncoder:
         demand = dataclasses.asdict(decision.demand)
         line = {"at": decision.at, "demand": demand, **sides, "choice": choice_of(decision.result)}
         if isinstance(decision.result, Placement):
-            line |= {"why": decision.result.why, "compared": [dataclasses.asdict(way) for way in decision.result.compared]}
+            result = decision.result
+            line |= {"ground": result.ground.value, "why": result.why, "compared": [dataclasses.asdict(way) for way in result.compared]}
         lines.append(_line(line))
         return lines
 

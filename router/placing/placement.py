@@ -39,7 +39,7 @@ from twostep.cluster.prediction import (
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.version_skew import together
 
-__all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementRequest", "Shortage", "Snapshot", "place"]
+__all__ = ["Candidate", "Ground", "MeanLoad", "NoPlacement", "Placement", "PlacementRequest", "Shortage", "Snapshot", "place"]
 
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
@@ -47,6 +47,7 @@ _NEAR = 0.05
 _LEAST_GAIN_S = 1e-3
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 30.0
 _MAX_PAIRS_NAMED = 4
+# Costs beyond that are of targets that are missed, KV that is rounded, workers that are full.
 _MOST_SECONDS = 1e3
 
 
@@ -63,10 +64,19 @@ class Way:
     cost: float
 
 
+class Ground(Enum):
+    """What speaks for moving KV, or for keeping it where it was computed."""
+
+    ONLY_WAY = "only_way"  # there is no pair, or no worker that may do it alone
+    CHEAPER = "cheaper"  # it costs less, in seconds of everybody concerned
+    NEAR = "near"  # it is kept: moving it would gain less than the prediction's noise
+    UNFIT = "unfit"  # the other way misses a target by more, rounds the KV, or is full
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The workers that serve a request. `prefill` is None where the decode worker computes the prompt itself. `compared` has the best pair
-    and the best worker alone, `why` what spoke for the one taken.
+    and the best worker alone, `why` what spoke for the one taken, and `ground` of which kind that is.
 
     Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
     not, after how many seconds it is worth asking again (0 otherwise). Not `attainable`: these workers would miss them without any load.
@@ -82,9 +92,20 @@ class Placement:
     predicted_others_s: float = 0.0
     compared: tuple[Way, ...] = ()
     why: str = ""
+    ground: Ground = Ground.ONLY_WAY
     meets_targets: bool = True
     attainable: bool = True
     retry_after_s: float = 0.0
+
+    @property
+    def computing(self) -> WorkerRecord:
+        """Returns the worker that computes the prompt."""
+        return self.prefill or self.decode
+
+    @property
+    def path(self) -> str:
+        """Returns what becomes of the KV: "handed_over" to another worker, or "local", kept where it was computed."""
+        return "local" if self.prefill is None else "handed_over"
 
 
 class Shortage(Enum):
@@ -179,16 +200,15 @@ class _Choice:
         pair, alone = self._best_pair(), self._best_alone()
         if pair is None or alone is None:
             only = pair or alone
-            return None if only is None else self._placement(only, [only], "there is no other way")
+            return None if only is None else self._placement(only, [only], Ground.ONLY_WAY, "there is no other way")
         gain, least = alone.cost - pair.cost, _LEAST_GAIN_S + _NEAR * abs(alone.load_s - pair.load_s)
-        if gain > least:
-            return self._placement(pair, [pair, alone], f"the best worker alone costs {_seconds(gain)} more")
-        what = (
-            f"a pair gains {_seconds(gain)}, where {_seconds(least)} is worth a move"
-            if gain > 0
-            else f"a pair costs {_seconds(-gain)} more"
-        )
-        return self._placement(alone, [alone, pair], what)
+        if 0 < gain <= least:
+            why = f"a pair gains {_seconds(gain)}, where {_seconds(least)} is worth a move"
+            return self._placement(alone, [alone, pair], Ground.NEAR, why)
+        taken, other, name = (pair, alone, "the best worker alone") if gain > least else (alone, pair, "a pair")
+        if abs(gain) >= _MOST_SECONDS:
+            return self._placement(taken, [taken, other], Ground.UNFIT, f"{name} misses a target by more, rounds the KV, or is full")
+        return self._placement(taken, [taken, other], Ground.CHEAPER, f"{name} costs {_seconds(abs(gain))} more")
 
     def _best_pair(self) -> _Served | None:
         sources: dict[_Kind, list[Prediction]] = {}
@@ -257,7 +277,7 @@ class _Choice:
         first, second = near[drawn[0][1]], near[drawn[1][1]]
         return second if second.cost < first.cost else first
 
-    def _placement(self, served: _Served, compared: Sequence[_Served], why: str) -> Placement:
+    def _placement(self, served: _Served, compared: Sequence[_Served], ground: Ground, why: str) -> Placement:
         demand, p, d = self._demand, served.prefill, served.decode
         computing, way = p or d, served.way
         late = _beyond(way.ttft_s, demand.ttft_ms), _beyond(way.tpot_s, demand.tpot_ms)
@@ -279,6 +299,7 @@ class _Choice:
             predicted_others_s=way.others_s,
             compared=tuple(each.way for each in compared),
             why=why,
+            ground=ground,
             meets_targets=met,
             attainable=not (_beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms)),
             retry_after_s=0.0 if met else min(_MOST_RETRY_S, max(_LEAST_RETRY_S, retry)),
@@ -316,8 +337,7 @@ def _name(part: Prediction) -> str:
 
 
 def _seconds(cost: float) -> str:
-    """Costs beyond all seconds are of targets that are missed, KV that is rounded, workers that are full."""
-    return f"{cost * 1e3:.1f} ms" if cost < _MOST_SECONDS else "a miss"
+    return f"{cost * 1e3:.1f} ms"
 
 
 def _beyond(predicted_s: float, target_ms: float | None) -> float:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from router.placing.placement import Placement
 from router.request.answer import AnswerReader
 from router.request.gaps import LongestGaps, StepTimes, gap_between, gap_of_hand_over
 from router.request.job import Metadata, RequestJob
@@ -64,6 +65,8 @@ class RequestReport:
     status: str = ""  # how it ended, as a gRPC status; empty: it has not
     attempts: int = 1
     placed: bool = False  # workers have accepted it, once at least
+    placement: Placement | None = None  # of its last attempt, accepted or not
+    placed_at: float = 0.0  # when that was decided
     cached_tokens: int = 0
     waited_s: float = 0.0  # in queues of this router, so far
     wait_s: float = 0.0  # what of route_s was that
@@ -124,12 +127,16 @@ class RequestReport:
         finally:
             self.waited_s += time.monotonic() - began
 
-    def begin_attempt(self, prefill_worker: str, decode_worker: str) -> None:
+    def begin_attempt(self, placement: Placement) -> None:
+        """Called before its workers are asked: tokens may come before they have answered."""
+        self.placement, self.placed_at = placement, time.monotonic()
+        prefill_worker = "" if placement.prefill is None else placement.prefill.worker_id
+        decode_worker = placement.decode.worker_id
         self.committed_at = self.first_decode_at = self.last_decode_at = self.steps = None
         self.publish_s = self.fetch_s = 0.0
         self.transfer = inference_pb2.Transfer(prefill_worker=prefill_worker, decode_worker=decode_worker)
         if len(self.begun) < _MAX_BEGUN:
-            self.begun.append((time.monotonic(), prefill_worker, decode_worker))
+            self.begun.append((self.placed_at, prefill_worker, decode_worker))
 
     def on_first_token(self, first: prefill_pb2.FirstToken, accepted_at: float) -> None:
         now = time.monotonic()
@@ -138,6 +145,7 @@ class RequestReport:
             return
         self.first_token_at = now
         self.metrics.ttft.observe(now - self.started)
+        self.observe_prediction("ttft", now - self.placed_at)
         if self.last_token_at is None:
             self.last_token_at = now
         # The first token may have overtaken what says that it was accepted.
@@ -145,6 +153,13 @@ class RequestReport:
         self.route_s, self.wait_s = max(0.0, accepted_at - self.started), self.waited_s
         self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
         self.cached_tokens = min(first.cached_tokens, self.num_prompt_tokens)
+
+    def observe_prediction(self, kind: str, took_s: float) -> None:
+        """`kind`: ttft or tpot. Of workers that have not measured themselves nothing was predicted that could be wrong."""
+        placed = self.placement
+        predicted_s: float = getattr(placed, f"predicted_{kind}_s", 0.0)
+        if placed is not None and placed.computing.curve is not None and placed.decode.curve is not None and predicted_s > 0:
+            self.metrics.prediction.labels(kind, placed.path).observe(took_s / predicted_s)
 
     def on_piece(self, piece: inference_pb2.Piece) -> None:
         """The client is about to be sent it."""
@@ -305,6 +320,8 @@ def _observe(report: RequestReport, status: str, finish: str) -> None:
             metrics.visible_ttft.observe(report.visible_at - report.started)
         if (tpot_s := report.tpot_s) is not None:
             metrics.tpot.observe(tpot_s)
+            if report.attempts == 1:
+                report.observe_prediction("tpot", tpot_s)
     if report.finished is not None:
         phases = report.finished.phases
         metrics.e2e.observe(phases.total_s)

@@ -143,8 +143,6 @@ class Attempt:
         `decode_cached_tokens`: what the decode worker of a pair is thought to have, and Run begins beside Reserve; None: after it. Raises
         WorkerRefused, or what is wrong with the request."""
         prefill = self._prefill
-        # First of all: with prefill_here tokens may come before the answer to Reserve.
-        self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
         accepting = None

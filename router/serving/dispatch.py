@@ -251,6 +251,7 @@ class Dispatcher:
                 cleanup=self._cleanup,
                 on_computed=self._queue.release,
             )
+            request.report.begin_attempt(placed)
             begun = False
             there, here = (request.cached.get(link.life, NOT_CACHED).num_tokens for link in (prefill or decode, decode))
             beside = prefill is not None and _likely_taken(demand.num_tokens, prefill.record, decode)
@@ -267,7 +268,7 @@ class Dispatcher:
                     attempt.close()
             if begun:
                 log.debug("request %s: %s", job.request_id, placed.reason)
-                request.report.metrics.placements.labels("local" if prefill is None else "handed_over").inc()
+                request.report.metrics.placements.labels(placed.path, placed.computing.role, placed.ground.value).inc()
                 return attempt
 
     def _held_back(self, request_class: RequestClass) -> _Refusals:

@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from router.placing.load_ratio import role_load
+from router.placing.load_ratio import RoleLoad, role_load
 from router.status.alerts import AlertWatch
 from router.status.scaling_watch import SeenDecision
 from router.status.status import (
@@ -69,7 +69,7 @@ class StatusBoard:
         self._alerts = AlertWatch(metrics, self._started)
         self._samples: deque[CounterSample] = deque([take_sample(metrics, self._started)], maxlen=int(WINDOW_S / _EVERY_S) + 2)
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
-        self.prefill_decode_load_ratio: float | None = None  # as of the last second; see router/placing/load_ratio.py
+        self.work = RoleLoad()  # as of the last second
         self._listeners: set[asyncio.Event] = set()
         self._event: bytes | None = None
         self._closed = False
@@ -89,7 +89,7 @@ class StatusBoard:
             draining=self._draining(),
             registry_connected=state.registry_connected,
             workers=[worker_status(record) for record in records],
-            load=router_load(before, now, state, self.prefill_decode_load_ratio),
+            load=router_load(before, now, state, self.work),
             refused=[refused_worker(refusal) for refusal in self._refusals()[:_MAX_REFUSED]],
             scaling=None if decision is None else scaling_status(decision, time.monotonic(), records),
             alerts=self._alerts.firing(time.monotonic()),
@@ -139,8 +139,8 @@ class StatusBoard:
         self._on_look()
         self._samples.append(take_sample(self._metrics, now))
         lengths = waiting_requests(sample_before(self._samples, WINDOW_S), self._samples[-1], state.num_waiting)
-        self.prefill_decode_load_ratio = role_load(self._pool.snapshot(), lengths).ratio
-        self._history.append(point(list(self._samples), state, self.prefill_decode_load_ratio, records, time.time()))
+        self.work = role_load(self._pool.snapshot(), lengths)
+        self._history.append(point(list(self._samples), state, self.work, records, time.time()))
         self._alerts.look(records, state, nobody_decides=decision is not None and decision.stale(now), at=now)
         self._notify()
 

@@ -159,6 +159,8 @@ class RequestBook:
             "prefill_worker": report.transfer.prefill_worker,
             "decode_worker": report.transfer.decode_worker,
             "transport": report.transfer.transport,
+            "why": "" if report.placement is None else report.placement.why,
+            "predicted_ttft_s": None if report.placement is None else report.placement.predicted_ttft_s,
             "phases": {part.name: max(0.0, part.end - part.start) for part in span_parts(report, now)},
         }
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
-from router.placing.load_ratio import WaitingRequests
+from router.placing.load_ratio import RoleLoad, WaitingRequests
 from router.status.scaling_watch import SeenDecision
 from router.workers.registry import Refusal
 from twostep.cluster.records import GpuLoad, WorkerRecord
@@ -67,7 +67,7 @@ class Buckets:
 
 
 # By name, what of it is told as rates and as percentiles.
-_RATES = ("requests", "failures", "prompt_tokens", "cached_tokens", "generation_tokens", "handed_over", "local")
+_RATES = ("requests", "failures", "prompt_tokens", "cached_tokens", "generation_tokens", "handed_over", "local", "local_on_prefill")
 _TIMES = ("ttft", "itl", "queue", "tpot")
 
 
@@ -87,6 +87,7 @@ class CounterSample:
     slo_attained: float = 0
     handed_over: float = 0
     local: float = 0
+    local_on_prefill: float = 0  # of them, those on workers that are for prefill
     times: Mapping[str, Buckets] = field(default_factory=lambda: dict.fromkeys(_TIMES, Buckets()))
 
 
@@ -106,17 +107,18 @@ def take_sample(metrics: RouterMetrics, at: float) -> CounterSample:
         generation_tokens=metrics.num_generation_tokens,
         handed_over=paths.get("handed_over", 0.0),
         local=paths.get("local", 0.0),
+        local_on_prefill=counted(metrics.placements, "path", worker_role="prefill").get("local", 0.0),
         times=times,
         **{name: sum(counted(getattr(metrics, name), "").values()) for name in ("prompt_tokens", "cached_tokens", "slo", "slo_attained")},
     )
 
 
-def counted(counter: Collector, label: str) -> Mapping[str, float]:
-    """Sums up by the values of one label."""
+def counted(counter: Collector, label: str, **of: str) -> Mapping[str, float]:
+    """Sums up by the values of one label, what has the values `of` other ones."""
     sums: dict[str, float] = {}
     for metric in counter.collect():
         for sample in metric.samples:
-            if sample.name.endswith("_total"):
+            if sample.name.endswith("_total") and of.items() <= sample.labels.items():
                 value = sample.labels.get(label, "")
                 sums[value] = sums.get(value, 0.0) + sample.value
     return sums
@@ -149,17 +151,18 @@ def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSa
     return samples[0]
 
 
-def router_load(before: CounterSample, now: CounterSample, state: RouterGauges, ratio: float | None) -> status_pb2.RouterLoad:
-    """Returns what came between two samples."""
+def router_load(before: CounterSample, now: CounterSample, state: RouterGauges, work: RoleLoad) -> status_pb2.RouterLoad:
+    """Returns what came between two samples, and the `work` that is there now."""
     told: dict[str, Any] = {f"{name}_per_s": _rate(before, now, name) for name in _RATES}
     told |= {f"{name}_s": _percentiles(now.times[name].since(before.times[name])) for name in _TIMES}
     told |= {name: getattr(state, name) for name in ("num_running", "num_waiting", "num_streams")}
+    told |= {"prompt_work_s": work.prefill_s * work.num_prefill, "answer_work_s": work.decode_s * work.num_decode}
     load = status_pb2.RouterLoad(window_s=now.at - before.at, **told)
     with_targets = now.slo - before.slo
     if with_targets > 0:
         load.slo_attainment = (now.slo_attained - before.slo_attained) / with_targets
-    if ratio is not None:
-        load.prefill_decode_load_ratio = ratio
+    if work.ratio is not None:
+        load.prefill_decode_load_ratio = work.ratio
     return load
 
 
@@ -194,6 +197,8 @@ def worker_status(record: WorkerRecord) -> status_pb2.WorkerStatus:
     told |= {name: _unsigned(getattr(record, name)) for name in ("num_blocks", "max_num_seqs")}
     told |= {name: _unsigned(getattr(load, name)) for name in _COUNTS_OF_LOAD}
     return status_pb2.WorkerStatus(
+        num_decoding=_unsigned(load.num_running - load.num_handing_over) if record.takes_over else 0,
+        engine_pid=_unsigned(record.engine_pid),
         epoch=_unsigned(record.epoch, 64),
         num_queued_tokens=_unsigned(load.num_queued_tokens, 64),
         num_context_tokens=_unsigned(load.num_context_tokens, 64),
@@ -208,8 +213,22 @@ def _gpu_status(gpu: GpuLoad) -> status_pb2.GpuStatus:
 
 
 # Fields of a worker's status that have their names in its record, and in the load that it tells.
-_OF_RECORD = ("worker_id", "role", "address", "ready", "draining", "local_prefill", "transports", "version", "not_ready_reason")
-_OF_LOAD = ("queried_tokens_per_s", "hit_tokens_per_s", "fetched_bytes_per_s", "tokens_per_s")
+_OF_RECORD = (
+    "worker_id",
+    "role",
+    "address",
+    "ready",
+    "draining",
+    "local_prefill",
+    "both_roles",
+    "transports",
+    "version",
+    "not_ready_reason",
+)
+_OF_LOAD = (
+    *("queried_tokens_per_s", "hit_tokens_per_s", "fetched_bytes_per_s", "tokens_per_s", "prompt_tokens_per_s"),
+    *("kept_per_s", "handed_over_per_s", "taken_over_per_s"),
+)
 _COUNTS_OF_LOAD = ("num_running", "num_waiting", "num_reserved", "num_held", "num_free_blocks")
 
 
@@ -286,20 +305,18 @@ def _text(value: object, most: int) -> str:
 Point = Mapping[str, float | None]
 
 
-def point(
-    samples: Sequence[CounterSample], state: RouterGauges, ratio: float | None, records: Iterable[WorkerRecord], unix_s: float
-) -> Point:
+def point(samples: Sequence[CounterSample], state: RouterGauges, work: RoleLoad, records: Iterable[WorkerRecord], unix_s: float) -> Point:
     """The last of `samples`, with what came before it. Figures of workers are sums over them as of their last heartbeats; shares (of cached
     tokens, of KV blocks in use) are of what all of them have."""
     now = samples[-1]
-    load = router_load(sample_before(samples, _RATE_S), now, state, ratio)
+    load = router_load(sample_before(samples, _RATE_S), now, state, work)
     before = sample_before(samples, _PERCENTILE_S)
     values: dict[str, float | None] = {
         "unix_s": round(unix_s, 1),
         "num_running": state.num_running,
         "num_waiting": state.num_waiting,
         "slo_attainment": None,
-        "prefill_decode_load_ratio": ratio,
+        "prefill_decode_load_ratio": work.ratio,
     }
     values |= {f"{name}_per_s": getattr(load, f"{name}_per_s") for name in _RATES}
     if now.slo > before.slo:

@@ -50,14 +50,14 @@ const CHARTS = [
   },
   {
     title: "KV hand-over",
-    about: "taken by decode workers",
+    about: "taken from other workers",
     format: bytesPerSecond,
     area: true,
     series: [{ name: "fetched_bytes_per_s", label: "rate", tone: "kv", dash: "none" }],
   },
   {
     title: "P : D balance",
-    about: "work per prefill worker : per decode worker",
+    about: "prompts : answers, work per worker for it",
     format: ratio,
     scale: "balance",
     series: [{ name: "prefill_decode_load_ratio", label: "load", tone: "one", dash: "none" }],
@@ -74,12 +74,13 @@ const CHARTS = [
   },
   { title: "Queue time", about: "until a worker computes the prompt", series: percentiles("queue"), format: seconds },
   {
-    title: "Where prompts are computed",
+    title: "Kept and moved",
     about: "requests per second",
     format: count,
     series: [
-      { name: "handed_over_per_s", label: "prefill worker", tone: "prefill", dash: "none" },
-      { name: "local_per_s", label: "decode worker", tone: "decode", dash: "long" },
+      { name: "handed_over_per_s", label: "moved", tone: "kv", dash: "none" },
+      { name: "local_per_s", label: "kept", tone: "decode", dash: "none" },
+      { name: "local_on_prefill_per_s", label: "kept, prefill workers", tone: "prefill", dash: "long" },
     ],
   },
   {

@@ -1,5 +1,5 @@
-// The deployment as a map: prefill workers on the left, the router and the hand-overs between them, decode workers on the right. What flows
-// between them moves along lines, wider and faster the more it is. The cards are a list for who does not see the lines.
+// The deployment as a map: workers for prefill on the left, the router and the hand-overs between them, workers for decode on the right. What
+// flows between them moves along lines, wider and faster the more it is. The cards are a list for who does not see the lines.
 
 import { sparkline } from "./charts.js";
 import { bytesPerSecond, count, el, percent, perSecond, plural, ratio, seconds, setText, svg } from "./format.js";
@@ -23,7 +23,7 @@ export class ClusterMap {
       this.lists[role] = el("ul", { class: "workers", "aria-labelledby": `map-${role}` });
       return el("div", { class: `side ${role}` }, this.heads[role], this.lists[role]);
     };
-    this.router = meters("Router", ["running", "waiting", "requests", "handed over", "local"]);
+    this.router = meters("Router", ["running", "waiting", "requests", "kept", "moved", "prompts to do", "answers to do"]);
     this.router.root.classList.add("router");
     this.kv = meters("KV cache", ["hand-over", "prefix hits"]);
     this.kv.root.classList.add("kv");
@@ -62,9 +62,14 @@ export class ClusterMap {
     this.nobody.hidden = state.workers.size > 0;
     this.router.set("running", count(load.num_running));
     this.router.set("waiting", count(load.num_waiting), load.num_waiting > 0 ? "warn" : "");
-    for (const [label, name] of [["requests", "requests_per_s"], ["handed over", "handed_over_per_s"], ["local", "local_per_s"]]) {
-      this.router.set(label, perSecond(latest(state, name) ?? load[name]));
+    const rate = (name) => latest(state, name) ?? load[name];
+    this.router.set("requests", perSecond(rate("requests_per_s")));
+    const placed = rate("local_per_s") + rate("handed_over_per_s");
+    for (const [label, name] of [["kept", "local_per_s"], ["moved", "handed_over_per_s"]]) {
+      this.router.set(label, placed > 0 ? `${percent(rate(name) / placed)} · ${perSecond(rate(name))}` : perSecond(0));
     }
+    this.router.set("prompts to do", seconds(load.prompt_work_s));
+    this.router.set("answers to do", seconds(load.answer_work_s));
     this.balance.set(load.prefill_decode_load_ratio);
     const live = [...state.workers.values()].filter((worker) => !worker.gone);
     const sum = (name) => live.reduce((total, worker) => total + worker[name], 0);
@@ -106,8 +111,8 @@ export class ClusterMap {
     const known = new Map([...this.svg.children].map((line) => [line.dataset.key, line]));
     const kept = new Set();
     for (const flow of beside ? this.#flows : []) {
-      const from = this.#port(flow.from, flow.kind, "out", box);
-      const to = this.#port(flow.to, flow.kind, "in", box);
+      const from = this.#port(flow.from, flow.kind, flow.to, box);
+      const to = this.#port(flow.to, flow.kind, flow.from, box);
       if (!from || !to) continue;
       kept.add(flow.key);
       let line = known.get(flow.key);
@@ -131,37 +136,32 @@ export class ClusterMap {
     this.svg.setAttribute("height", box.height);
   }
 
-  #port(name, kind, way, box) {
+  #port(name, kind, other, box) {
     const node = name === "router" ? this.router.root : name === "kv" ? this.kv.root : this.#cards.get(name)?.root;
     if (!node?.isConnected) return null;
     const at = node.getBoundingClientRect();
-    const onLeft = name.startsWith("decode/") || (kind === "kv" ? name === "kv" && way === "in" : name === "router" && way === "out");
-    const share = name === "router" ? 0.35 : name === "kv" ? 0.5 : kind === "kv" ? 0.72 : 0.32;
+    const onLeft = name.startsWith("decode/") || other.startsWith("prefill/");
+    const share = name === "router" ? { prompts: 0.3, tokens: 0.4 }[kind] : name === "kv" ? 0.5 : { prompts: 0.2, tokens: 0.42, kv: 0.75 }[kind];
     return { x: Math.round((onLeft ? at.left : at.right) - box.left), y: Math.round(at.top + at.height * share - box.top) };
   }
 }
 
-/** Prompts to prefill workers, their KV to decode workers, tokens back to the router. */
+/** Prompts to the workers, KV between them, tokens back to the router. What a worker is for has a line always, the rest as long as it flows. */
 export function flowsOf(state) {
-  const flows = [];
-  const live = (role) => workersOf(state, role).filter((worker) => !worker.gone);
-  const decode = live("decode");
-  const prefill = live("prefill");
-  const fetched = decode.reduce((sum, worker) => sum + worker.fetched_bytes_per_s, 0);
-  const computed = prefill.reduce((sum, worker) => sum + worker.tokens_per_s, 0);
-  for (const worker of prefill) {
-    const name = `prefill/${worker.worker_id}`;
-    flows.push({ key: `p ${name}`, kind: "prompts", from: "router", to: name, rate: worker.tokens_per_s });
-    // Who sent how much is not told: by how much each has computed.
-    const rate = computed > 0 ? (fetched * worker.tokens_per_s) / computed : 0;
-    flows.push({ key: `k ${name}`, kind: "kv", from: name, to: "kv", rate });
-  }
-  for (const worker of decode) {
-    const name = `decode/${worker.worker_id}`;
-    flows.push({ key: `k ${name}`, kind: "kv", from: "kv", to: name, rate: worker.fetched_bytes_per_s });
-    flows.push({ key: `t ${name}`, kind: "tokens", from: name, to: "router", rate: worker.tokens_per_s });
-  }
-  return flows;
+  const live = ["prefill", "decode"].flatMap((role) => workersOf(state, role)).filter((worker) => !worker.gone);
+  const sum = (name) => live.reduce((total, worker) => total + worker[name], 0);
+  // Who sent how many bytes is not told: each as many as its part of the sequences.
+  const bytesEach = sum("handed_over_per_s") > 0 ? sum("fetched_bytes_per_s") / sum("handed_over_per_s") : 0;
+  return live.flatMap((worker) => {
+    const name = `${worker.role}/${worker.worker_id}`;
+    const prompts = Math.min(worker.prompt_tokens_per_s, worker.tokens_per_s);
+    return [
+      { key: `p ${name}`, kind: "prompts", from: "router", to: name, rate: prompts, own: "prefill" },
+      { key: `o ${name}`, kind: "kv", from: name, to: "kv", rate: bytesEach * worker.handed_over_per_s, own: "prefill" },
+      { key: `i ${name}`, kind: "kv", from: "kv", to: name, rate: worker.fetched_bytes_per_s, own: "decode" },
+      { key: `t ${name}`, kind: "tokens", from: name, to: "router", rate: worker.tokens_per_s - prompts, own: "decode" },
+    ].filter(({ own, rate }) => own === worker.role || rate > 0);
+  });
 }
 
 class WorkerCard {
@@ -170,11 +170,12 @@ class WorkerCard {
     this.name = el("span", { class: "name" });
     this.state = el("span", { class: "pill" });
     this.kv = new Bar("KV", "Share of its KV blocks that are in use");
-    this.seqs = new Bar(role === "prefill" ? "Prompts" : "Seqs", "Sequences that run, and behind them those that wait");
+    this.seqs = new Bar("Seqs", "Sequences that decode here, then prompts for other workers and what waits");
     this.gpu = el("b");
     this.memory = el("span");
     this.tokens = el("b");
     this.second = el("span", { class: "second" });
+    this.moves = el("div", { class: "moves", title: "Sequences a second: prompt and answer both computed here; KV handed over to another worker; KV taken over from one" });
     this.spark = el("span", { class: "sparkbox" });
     this.root = el(
       "li",
@@ -183,6 +184,7 @@ class WorkerCard {
       this.kv.root,
       this.seqs.root,
       el("div", { class: "gpu", title: "How busy its GPUs are, and how much of their memory is taken, by whomever" }, el("span", { class: "label", text: "GPU" }), this.gpu, this.memory),
+      this.moves,
       el("div", { class: "rates" }, el("span", {}, this.tokens, " tok/s"), this.second, this.spark),
     );
   }
@@ -196,25 +198,25 @@ class WorkerCard {
     this.root.classList.toggle("away", worker.gone);
     const usage = kvUsage(worker);
     this.kv.set([usage], percent(usage), usage > 0.95 ? "bad" : usage > 0.85 ? "warn" : "");
-    const waiting = worker.num_waiting + worker.num_reserved;
+    const decoding = worker.num_decoding;
+    const rest = worker.num_running - decoding + worker.num_waiting + worker.num_reserved;
     const room = Math.max(1, worker.max_num_seqs);
-    this.seqs.set(
-      [worker.num_running / room, waiting / room],
-      waiting ? `${worker.num_running} + ${waiting}` : `${worker.num_running}`,
-      worker.num_waiting > 0 ? "warn" : "",
-    );
+    this.seqs.set([decoding / room, rest / room], rest ? `${decoding} + ${rest}` : `${decoding}`, worker.num_waiting > 0 ? "warn" : "");
+    setText(this.moves, movesOf(worker));
     const { busy, memory } = gpuWords(worker);
     setText(this.gpu, busy);
     setText(this.memory, memory);
     setText(this.tokens, count(worker.gone ? 0 : worker.tokens_per_s));
-    const hits = hitRate(worker);
     const queued = Number(worker.num_queued_tokens);
-    setText(
-      this.second,
-      this.role === "decode" ? bytesPerSecond(worker.fetched_bytes_per_s) : queued ? `${count(queued)} queued` : `hits ${percent(hits)}`,
-    );
+    setText(this.second, queued ? `${count(queued)} queued` : `hits ${percent(hitRate(worker))}`);
     this.spark.replaceChildren(sparkline(worker.recent, { tone: this.role, width: 72, height: 18 }));
   }
+}
+
+/** What becomes of the sequences of a worker. Pure. */
+export function movesOf(worker) {
+  const [kept, out, taken] = ["kept_per_s", "handed_over_per_s", "taken_over_per_s"].map((name) => perSecond(worker.gone ? 0 : worker[name]));
+  return `kept ${kept} · out ${out} · in ${taken}`;
 }
 
 class Bar {
@@ -250,7 +252,7 @@ class Balance {
     this.text = el("b");
     this.root = el(
       "div",
-      { class: "balance", title: "Seconds of work that wait on a prefill worker for each second that waits on a decode worker" },
+      { class: "balance", title: "Seconds of prompts to compute per worker for prefill, for each second of answers to decode per worker for decode" },
       el("div", { class: "line" }, el("span", { text: "P : D load" }), this.text),
       el("div", { class: "track", "aria-hidden": "true" }, this.mark),
       el("div", { class: "line ends", "aria-hidden": "true" }, el("span", { text: "decode short" }), el("span", { text: "prefill short" })),
@@ -286,9 +288,11 @@ function meters(title, names) {
 export class WorkerTable {
   static #COLUMNS = [
     ["Worker", (w) => w.worker_id],
-    ["Role", (w) => w.role],
+    ["For", (w) => w.role],
+    ["Does", (w) => (w.both_roles ? "both" : w.role === "decode" && w.local_prefill ? "decode, own prompts" : `${w.role} only`)],
     ["State", (w) => conditionOf(w).word],
     ["Running", (w) => w.num_running],
+    ["Decoding", (w) => w.num_decoding],
     ["Waiting", (w) => w.num_waiting],
     ["Reserved", (w) => w.num_reserved],
     ["Held", (w) => w.num_held],
@@ -299,11 +303,15 @@ export class WorkerTable {
     ["Queued tokens", (w) => count(Number(w.num_queued_tokens))],
     ["Context tokens", (w) => count(Number(w.num_context_tokens))],
     ["Tokens/s", (w) => count(w.tokens_per_s)],
+    ["Of prompts", (w) => count(w.prompt_tokens_per_s)],
+    ["Kept", (w) => perSecond(w.kept_per_s)],
+    ["Handed over", (w) => perSecond(w.handed_over_per_s)],
+    ["Taken over", (w) => perSecond(w.taken_over_per_s)],
     ["Hit rate", (w) => percent(hitRate(w))],
     ["KV fetched", (w) => bytesPerSecond(w.fetched_bytes_per_s)],
     ["Transports", (w) => w.transports.join(", ") || "none"],
-    ["Computes prompts", (w) => (w.role === "prefill" || w.local_prefill ? "yes" : "no")],
     ["Address", (w) => w.address],
+    ["Engine's process", (w) => w.engine_pid || "none of its own"],
     ["Up", (w) => seconds(Math.max(0, Date.now() / 1e3 - Number(w.epoch) / 1e6))],
   ];
 

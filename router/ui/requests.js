@@ -71,6 +71,11 @@ function name(each, template) {
 
 const workersOf = (each) => [each.prefill_worker, each.decode_worker].filter(Boolean).join(" → ") || "–";
 
+/** Why KV was moved, or kept; and what was predicted then. Pure. */
+export function whyOf({ why, predicted_ttft_s: predicted }) {
+  return why && `${why}; a first token was predicted within ${seconds(predicted)}`;
+}
+
 // Title, its cell (a text or an element), and whether it is words.
 const COLUMNS = [
   ["Began", (each) => clock(each.began_unix_s)],
@@ -84,7 +89,7 @@ const COLUMNS = [
   ["Prompt", (each) => `${count(each.prompt_tokens)}${each.cached_tokens ? ` (${count(each.cached_tokens)} cached)` : ""}`],
   ["Answer", (each) => count(each.output_tokens)],
   ["Tenant", (each) => `${each.tenant || "–"}${each.request_class === "standard" ? "" : ` · ${each.request_class}`}`, true],
-  ["Workers", (each) => `${workersOf(each)}${each.attempts > 1 ? ` · ${plural(each.attempts, "attempt")}` : ""}`, true],
+  ["Workers", (each) => el("span", { title: whyOf(each), text: `${workersOf(each)}${each.attempts > 1 ? ` · ${plural(each.attempts, "attempt")}` : ""}` }), true],
 ];
 
 class Table {

@@ -130,7 +130,7 @@ class DecodeStream:
                     await call.wait_for_connection()
                 opened_at = time.monotonic()
                 if outage is not None:
-                    log.warning("token stream of decode worker %s is open again after %.2f s", self._worker_id, outage.seconds)
+                    log.warning("token stream of worker %s is open again after %.2f s", self._worker_id, outage.seconds)
                     outage = None
                 self.num_opened += 1
                 self._open.set()
@@ -143,7 +143,7 @@ class DecodeStream:
                 was_open = opened_at is not None
                 self._open.clear()
                 if not isinstance(error, grpc.aio.AioRpcError | TwostepError | TimeoutError):
-                    log.error("token stream of decode worker %s", self._worker_id, exc_info=error)
+                    log.error("token stream of worker %s", self._worker_id, exc_info=error)
                 # Not reset by two routers of one name that take the stream from each other.
                 if opened_at is not None and time.monotonic() - opened_at > 2 * _FIRST_BACKOFF_S:
                     backoff = _FIRST_BACKOFF_S
@@ -153,13 +153,13 @@ class DecodeStream:
                     # A worker that ends in order has let its requests end: nobody misses the stream.
                     log.log(
                         logging.WARNING if self._sinks else logging.INFO,
-                        "token stream of decode worker %s ended: %s",
+                        "token stream of worker %s ended: %s",
                         self._worker_id,
                         detail,
                     )
                 if ended or outage.is_over(self._lease_s, refused="Connection refused" in detail):
                     outage.give_up()
-                    self._on_lost(Unavailable(f"the token stream of decode worker {self._worker_id} broke: {detail}"))
+                    self._on_lost(Unavailable(f"the token stream of worker {self._worker_id} broke: {detail}"))
             finally:
                 call.cancel()
             await asyncio.sleep(backoff if outage is None else outage.shorten(backoff, self._lease_s))

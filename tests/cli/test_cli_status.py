@@ -49,7 +49,7 @@ def test_the_live_table(server: tuple[ScriptedInference, str], leave: str) -> No
         assert terminal.cursor_hidden
         lines = terminal.table()
         assert lines[0] == "scripted  router-0  0.1.0  up 1 h 6 min  ready"
-        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████··", "60", "%", "–", "640", "1.6GB/s"] for line in lines)
+        assert any(line.split() == ["decode-0", "ready", "12/64", "0", "████··", "60", "%", "640", "0.5", "0", "2"] for line in lines)
         servicer.cluster.workers[1].num_running = 33
         terminal.expect("33/64")
         servicer.away = True
@@ -145,6 +145,25 @@ def test_no_workers_yet_and_workers_of_one_role() -> None:
     assert "prefill: no workers, and nothing is served" in "\n".join(
         render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
     )
+
+
+def test_what_is_kept_and_moved_of_all_and_by_each_worker() -> None:
+    cluster = some_cluster()
+    status = cluster_status(cluster)
+    shown = render([RouterReply("a:1", status=status)], 132, plain)
+    assert "placed   4.5/s: 11 % kept, 89 % moved" in shown
+    assert "work     prompts 1.50 s, answers 1.20 s, P:D 1.25   targets kept 98.5 %" in shown
+    titles = next(line for line in shown if line.startswith("worker")).split()
+    cells = next(line for line in shown if line.startswith("decode-0")).replace(" %", "%").replace("████·· ", "").split()
+    found = dict(zip([title for title in titles if title != "used"], cells, strict=False))
+    assert [found[name] for name in ("kept/s", "out/s", "in/s", "tokens/s")] == ["0.5", "0", "2", "640"]
+    assert "decode: 1 of 2 ready" in shown
+    for worker in cluster.workers:
+        worker.both_roles = True
+    cluster.load.local_on_prefill_per_s = 0.4
+    shown = render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
+    assert "decode: 1 of 2 ready; they take any work" in shown
+    assert "placed   4.5/s: 11 % kept (9 % on prefill workers), 89 % moved" in shown
 
 
 def test_workers_that_get_no_request_are_named_with_why() -> None:

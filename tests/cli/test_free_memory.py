@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from local_plans import planned, told
 
 from twostep.errors import SetupError
-from twostep.process.free_memory import Free, check_memory, free_memory
+from twostep.process.free_memory import Free, check_memory, free_memory, resident_bytes
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import load_model
 
@@ -33,6 +34,13 @@ def bound(directory: Path, *, most: object, used: int, inactive: int, version: i
 
 def free(root: Path) -> Free:
     return free_memory(proc=root / "proc", cgroup=root / "cgroup")
+
+
+def test_what_a_process_has_is_told_while_it_is_there(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/statm").write_text("900 300 20 1 0 100 0\n")
+    assert resident_bytes(7, proc=tmp_path) == 300 * os.sysconf("SC_PAGE_SIZE")
+    assert resident_bytes(8, proc=tmp_path) == 0
 
 
 def test_without_a_container_it_is_what_the_machine_has(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,14 +122,14 @@ def first_port_for(num_workers: int) -> int:
     raise AssertionError("no free ports beside each other")
 
 
-async def registered(redis: Redis) -> Mapping[str, int]:
-    """Epochs of the workers by their names."""
+async def registered(redis: Redis) -> Mapping[str, Mapping[str, Any]]:
+    """Records of the workers by their names."""
     found = {}
     async for key in redis.scan_iter(match="*worker*"):
         # A record may expire while it is asked for.
         if await redis.type(key) == b"string" and (text := await redis.get(key)) is not None:
             record = json.loads(text)
-            found[record["worker_id"]] = record["epoch"]
+            found[record["worker_id"]] = record
     return found
 
 
@@ -156,9 +157,11 @@ async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path
 
 
 @pytest.mark.system
-async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize(("engine_process", "struck"), [("off", "worker"), ("on", "edge"), ("on", "engine")])
+async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str, engine_process: str, struck: str) -> None:
+    """Of a worker of two processes either one is struck: both begin again."""
     first, (health,) = first_port_for(2), free_ports(1)
-    flags = {"prefill": 0, "decode": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1"}
+    flags = {"prefill": 0, "decode": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1", "engine_process": engine_process}
     pod_health, probes = f"127.0.0.1:{health}", Probes()
     async with (
         contextlib.AsyncExitStack() as stack,
@@ -167,7 +170,7 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
     ):
         stack.push_async_callback(probes.close)
         await until("the pod is ready", lambda: probes.healthy(pod_health, "readiness"), pod)
-        before: dict[str, int] = {}
+        before: dict[str, Mapping[str, Any]] = {}
 
         async def both() -> bool:
             before.update(await registered(redis))
@@ -176,13 +179,19 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
         await until("both are registered", both, pod)
 
         children = psutil.Process(pod.pid).children(recursive=True)
-        victim = next(child for child in children if "--worker-id=pod-a-decode-0" in child.cmdline())
-        victim.kill()
+        edge = next(child for child in children if "--worker-id=pod-a-decode-0" in child.cmdline())
+        engine_pid = before["pod-a-decode-0"]["engine_pid"]
+        assert (engine_pid in {child.pid for child in edge.children()}) == (engine_process == "on")
+        both_of_it = [edge, *edge.children()]
+        (psutil.Process(engine_pid) if struck == "engine" else edge).kill()
+        ended, _ = await asyncio.to_thread(psutil.wait_procs, both_of_it, DEADLINE_S)
+        assert len(ended) == len(both_of_it), "what one process of a worker dies of, the other does not outlive"
 
         async def back() -> bool:
-            return (await registered(redis)).get("pod-a-decode-0", 0) > before["pod-a-decode-0"]
+            record = (await registered(redis)).get("pod-a-decode-0")
+            return record is not None and record["epoch"] > before["pod-a-decode-0"]["epoch"]
 
-        async def other() -> int | None:
+        async def other() -> Mapping[str, Any] | None:
             return (await registered(redis)).get("pod-a-decode-1")
 
         await until("it is back, in a new life with a new epoch", back, pod)
@@ -190,7 +199,9 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
         await until("a pod is not restarted for one of its workers", lambda: probes.healthy(pod_health, "liveness"), pod)
         # Its record may have expired while a busy machine held it up.
         await until("the other worker is registered", other, pod)
-        assert await other() == before["pod-a-decode-1"], "the other worker's life went on"
+        record = await other()
+        assert record is not None
+        assert record["epoch"] == before["pod-a-decode-1"]["epoch"], "the other worker's life went on"
 
         pod.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(pod.wait, DEADLINE_S) == 0

@@ -244,6 +244,36 @@ def test_scales_paths_and_phases(run: Run) -> None:
 
 
 @needs_node
+def test_lines_of_the_map_are_what_flows(run: Run) -> None:
+    """What a worker is for has a line always; what else it does, as long as it does it."""
+    idle = dict.fromkeys(("tokens_per_s", "prompt_tokens_per_s", "fetched_bytes_per_s", "handed_over_per_s"), 0)
+    workers = [
+        {**idle, "worker_id": "a", "role": "prefill", "tokens_per_s": 90, "prompt_tokens_per_s": 80, "handed_over_per_s": 3},
+        {**idle, "worker_id": "b", "role": "decode", "tokens_per_s": 50, "prompt_tokens_per_s": 20, "fetched_bytes_per_s": 400},
+        {**idle, "worker_id": "c", "role": "decode", "handed_over_per_s": 1},
+        {**idle, "worker_id": "d", "role": "prefill", "gone": True},
+    ]
+    script = f"""
+    const workers = new Map({json.dumps(workers)}.map((worker) => [worker.worker_id, worker]));
+    const flows = map.flowsOf({{ workers }}).map(({{ kind, from, to, rate }}) => [kind, from, to, rate]);
+    console.log(JSON.stringify([flows, map.movesOf({{ kept_per_s: 1.5, handed_over_per_s: 0, taken_over_per_s: 2 }})]));
+    """
+    flows, moves = run(script, "map.js")
+    assert flows == [
+        ["prompts", "router", "prefill/a", 80],
+        ["kv", "prefill/a", "kv", 300],
+        ["tokens", "prefill/a", "router", 10],
+        ["prompts", "router", "decode/b", 20],
+        ["kv", "kv", "decode/b", 400],
+        ["tokens", "decode/b", "router", 30],
+        ["kv", "decode/c", "kv", 100],
+        ["kv", "kv", "decode/c", 0],
+        ["tokens", "decode/c", "router", 0],
+    ]
+    assert moves == "kept 1.5/s · out 0/s · in 2/s"
+
+
+@needs_node
 def test_what_the_autoscaler_wants_in_words(run: Run) -> None:
     role = {"role": "prefill", "pods": 1, "wanted_pods": 2, "wanted_workers": 2, "serving_workers": 1}
     other = {"role": "decode", "pods": 3, "wanted_pods": 3, "wanted_workers": 2, "serving_workers": 3}

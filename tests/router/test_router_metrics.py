@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grpc.aio
 import pytest
 from router_fakes import Cluster, Reply, Script, until
 from scraping import Scrape, scrape
 
 from twostep.rpc.v1 import inference_pb2
+from twostep.step_curve import StepCurve
 
 NAMES = ("route", "queue", "prefill", "publish", "fetch", "first_decode", "decode")
 
@@ -45,6 +48,25 @@ async def test_latencies_tokens_and_outcome_of_a_request(cluster: Cluster) -> No
         assert told("twostep_num_requests_waiting", role="router") == 0
         assert told("twostep_router_streams") == 1
         assert told("twostep_router_workers", worker_role="prefill") == told("twostep_router_workers", worker_role="decode") == 1
+
+
+@pytest.mark.parametrize("measured", [False, True])
+async def test_where_requests_went_and_whether_it_came_as_predicted(cluster: Cluster, measured: bool) -> None:
+    """Of workers that have not measured themselves nothing was predicted."""
+    cluster.template = dataclasses.replace(cluster.template, curve=StepCurve(fixed_s=0.01, per_row_s=1e-4) if measured else None)
+    async with cluster.paired():
+        replies = [await cluster.ask(max_tokens=n) for n in (1, 12)]
+        told = told_by(cluster)
+        assert told("twostep_request_placements_total", path="handed_over", worker_role="prefill", reason="only_way") == 2
+        assert told("twostep_request_placements_total") == 2
+        for kind, count in (("ttft", 2), ("tpot", 1)):
+            assert told("twostep_request_prediction_ratio_count", kind=kind, path="handed_over") == (count if measured else None)
+        if measured:
+            # 10 ms and some at least were predicted, for each.
+            total = sum(reply.end.phases.ttft_s for reply in replies if reply.end is not None)
+            ratios = told("twostep_request_prediction_ratio_sum", kind="ttft", path="handed_over")
+            assert ratios is not None
+            assert 0 < ratios < total / 0.01
 
 
 async def test_outcomes_that_are_not_ok(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from placement_simulation import GPU, LAYOUT, worker_record
 
-from router.placing.placement import Candidate, MeanLoad, Placement, PlacementRequest, Snapshot, place
+from router.placing.placement import Candidate, Ground, MeanLoad, Placement, PlacementRequest, Snapshot, place
 from twostep.cluster.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
 from twostep.cluster.records import MeasuredHandOver, WorkerLoad
 from twostep.request_class import RequestClass
@@ -347,6 +347,19 @@ def test_a_fleet_is_never_worse_than_each_worker_alone(
     assert free.cost <= alone.cost
     assert free.prefill is None or (free.cost < alone.cost and free.prefill.worker_id != free.decode.worker_id)
     assert {way.prefill is None for way in free.compared} >= {True}
+    # What is said of it is what the costs say.
+    taken, *others = free.compared
+    assert (taken.cost, taken.prefill) == (free.cost, None if free.prefill is None else free.prefill.worker_id)
+    match free.ground:
+        case Ground.ONLY_WAY:
+            assert not others
+        case Ground.NEAR:
+            assert taken.prefill is None
+            assert 0 < taken.cost - others[0].cost < 1e3
+        case Ground.CHEAPER:
+            assert 0 <= others[0].cost - taken.cost < 1e3
+        case Ground.UNFIT:
+            assert others[0].cost - taken.cost >= 1e3
 
 
 def test_an_idle_system_moves_nothing_and_a_busy_decode_worker_keeps_short_prompts() -> None:
@@ -356,6 +369,23 @@ def test_an_idle_system_moves_nothing_and_a_busy_decode_worker_keeps_short_promp
     working = [of_both(0, "prefill", queued=8000, load={"prompt_tokens_per_s": 30_000.0}), of_both(1, "decode", seqs=30, load=PROMISED)]
     short = placed(working, working, num_tokens=64, tpot_ms=20.0)
     assert (short.prefill, short.decode.worker_id) == (None, "w1")
+
+
+def test_each_ground_is_given() -> None:
+    """One worker alone; a queue that grows on the prefill worker; a target that only the pair keeps."""
+    alone = placed([], [of_both(1, "decode")])
+    assert (alone.ground, alone.path) == (Ground.ONLY_WAY, "local")
+    slow = of_both(1, "decode", seqs=30, queued=1000, load=PROMISED)
+    ways = [placed([of_both(0, "prefill", queued=queued)], [slow]) for queued in range(0, 8000, 40)]
+    assert [(ground.name, path) for (ground, path), _ in itertools.groupby((way.ground, way.path) for way in ways)] == [
+        ("CHEAPER", "handed_over"),
+        ("NEAR", "local"),
+        ("CHEAPER", "local"),
+    ]
+    moved = ways[0]
+    assert moved.computing.worker_id == "w0"
+    promised = placed([of_both(0, "prefill")], [slow], ttft_ms=1e3 * moved.predicted_ttft_s + 1)
+    assert (promised.ground, promised.path) == (Ground.UNFIT, "handed_over")
 
 
 def test_a_measured_hand_over_is_believed() -> None:

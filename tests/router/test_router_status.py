@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from placement_simulation import worker_record
 from router_fakes import Cluster, Script, until
 
-from router.placing.load_ratio import WaitingRequests, role_load
+from router.placing.load_ratio import RoleLoad, WaitingRequests, role_load
 from router.status import board as status_board
 from router.status.status import (
     Buckets,
@@ -85,8 +85,9 @@ def counted() -> RouterMetrics:
     metrics.cached_tokens.inc(300)
     metrics.slo.labels("interactive").inc(4)
     metrics.slo_attained.labels("interactive").inc(3)
-    metrics.placements.labels("local").inc(1)
-    metrics.placements.labels("handed_over").inc(6)
+    metrics.placements.labels("local", "decode", "near").inc(1)
+    metrics.placements.labels("local", "prefill", "cheaper").inc(2)
+    metrics.placements.labels("handed_over", "prefill", "cheaper").inc(6)
     metrics.num_generation_tokens = 90
     for seconds in (0.12, 0.12, 0.12, 0.8, 1000.0):
         metrics.ttft.observe(seconds)
@@ -99,7 +100,8 @@ def counted() -> RouterMetrics:
 
 def test_a_sample_is_what_the_metrics_have_counted() -> None:
     sample = take_sample(counted(), at=3.0)
-    assert (sample.requests, sample.failures, sample.started, sample.handed_over, sample.local) == (10, 3, 5, 6, 1)
+    assert (sample.requests, sample.failures, sample.started) == (10, 3, 5)
+    assert (sample.handed_over, sample.local, sample.local_on_prefill) == (6, 3, 2)
     assert (sample.prompt_tokens, sample.cached_tokens, sample.generation_tokens) == (700, 300, 90)
     assert (sample.slo, sample.slo_attained) == (4, 3)
     assert (sample.times["ttft"].total, sample.times["itl"].total, sample.times["queue"].total) == (5, 1, 2)
@@ -124,12 +126,12 @@ def test_load_is_what_came_between_two_samples() -> None:
     metrics.ttft.observe(0.06)
     after = take_sample(metrics, at=14.0)
     state = RouterGauges(num_running=3, num_waiting=2, num_streams=1, workers={})
-    load = router_load(before, after, state, 1.5)
+    load = router_load(before, after, state, RoleLoad(prefill_s=1.5, decode_s=1.0, num_prefill=2, num_decode=4))
     assert (load.window_s, load.num_running, load.num_waiting, load.num_streams) == (4.0, 3, 2, 1)
     assert (load.requests_per_s, load.failures_per_s) == (2.5, 0.5)
     assert (load.prompt_tokens_per_s, load.cached_tokens_per_s, load.generation_tokens_per_s) == (250, 62.5, 100)
     assert load.slo_attainment == 0.25
-    assert load.prefill_decode_load_ratio == 1.5
+    assert (load.prefill_decode_load_ratio, load.prompt_work_s, load.answer_work_s) == (1.5, 3.0, 4.0)
     assert 0.05 < load.ttft_s.p50 < load.ttft_s.p99 <= 0.075
     assert load.itl_s == status_pb2.Percentiles(), "none came"
     waiting = waiting_requests(before, after, 2)
@@ -137,7 +139,7 @@ def test_load_is_what_came_between_two_samples() -> None:
 
 
 def test_nothing_is_said_of_what_was_not_there() -> None:
-    load = router_load(CounterSample(at=1.0), CounterSample(at=1.0), _IDLE, None)
+    load = router_load(CounterSample(at=1.0), CounterSample(at=1.0), _IDLE, RoleLoad())
     assert not load.HasField("slo_attainment")
     assert not load.HasField("prefill_decode_load_ratio")
     assert (load.window_s, load.requests_per_s) == (0, 0)
@@ -170,6 +172,17 @@ def test_a_workers_status_is_its_record() -> None:
     assert (part.HasField("utilization"), part.memory_used) == (False, 0)
 
 
+def test_prompts_that_a_worker_computes_for_others_do_not_decode_there() -> None:
+    load = WorkerLoad(
+        num_running=5, num_handing_over=2, kept_per_s=1.5, handed_over_per_s=2.5, taken_over_per_s=0.5, prompt_tokens_per_s=9.0
+    )
+    both = worker_status(dataclasses.replace(_RECORD, role="prefill", both_roles=True, load=load, engine_pid=4711))
+    assert (both.role, both.both_roles, both.num_decoding, both.engine_pid) == ("prefill", True, 3, 4711)
+    assert (both.kept_per_s, both.handed_over_per_s, both.taken_over_per_s, both.prompt_tokens_per_s) == (1.5, 2.5, 0.5, 9.0)
+    fixed = worker_status(dataclasses.replace(_RECORD, role="prefill", load=load))
+    assert (fixed.both_roles, fixed.num_decoding) == (False, 0)
+
+
 @given(st.integers(-(2**70), 2**70), st.integers(-(2**70), 2**70))
 def test_one_worker_that_says_nonsense_does_not_hide_the_others(small: int, large: int) -> None:
     told = worker_status(dataclasses.replace(_RECORD, epoch=large, load=WorkerLoad(num_running=small, num_context_tokens=large)))
@@ -185,7 +198,7 @@ def test_a_point_of_the_history() -> None:
     prefill = dataclasses.replace(busy, role="prefill", worker_id="p0", load=WorkerLoad(num_free_blocks=1000, queried_tokens_per_s=100.0))
     metrics = counted()
     samples = [CounterSample(at=0.0), take_sample(metrics, at=4.0)]
-    told = point(samples, _IDLE, None, [busy, prefill], 1e9)
+    told = point(samples, _IDLE, RoleLoad(), [busy, prefill], 1e9)
     assert told["hit_rate"] == 0.15
     assert (told["decode_kv_usage"], told["prefill_kv_usage"]) == (0.75, 0.0)
     assert (told["decode_running"], told["decode_workers"], told["prefill_workers"]) == (4, 1, 1)
@@ -193,7 +206,7 @@ def test_a_point_of_the_history() -> None:
     assert told["slo_attainment"] == 0.75
     assert told["prefill_decode_load_ratio"] is None
     assert told["requests_per_s"] == 2.5
-    quiet = point([CounterSample(at=0.0), CounterSample(at=1.0)], _IDLE, None, [], 1e9)
+    quiet = point([CounterSample(at=0.0), CounterSample(at=1.0)], _IDLE, RoleLoad(), [], 1e9)
     assert quiet["ttft_s_p50"] is quiet["hit_rate"] is quiet["decode_kv_usage"] is quiet["slo_attainment"] is None
     assert set(quiet) == set(told)
     table = columns([told, quiet])
@@ -271,6 +284,20 @@ def test_prompts_of_a_deployment_without_prefill_workers_are_decodes_work() -> N
     load = role_load(Snapshot(prefill=[], decode=[decode()]), WaitingRequests(num_requests=5, prompt_tokens=512.0, answer_tokens=10.0))
     assert (load.prefill_s, load.ratio) == (0, 0)
     assert load.decode_s > 5 * 512 * 1e-4
+
+
+def test_of_workers_that_do_both_work_is_counted_by_its_kind_and_once() -> None:
+    """Whichever worker it is on: the roles only say among how many it is shared."""
+    waiting = WaitingRequests(prompt_tokens=256.0, answer_tokens=200.0)
+    apart = role_load(Snapshot(prefill=[prefill(1024.0)], decode=[decode(10.0)]), waiting)
+    for queued in (0.0, 512.0, 1024.0):
+        workers = [prefill(1024.0 - queued, both_roles=True), decode(10.0, queued, both_roles=True)]
+        both = role_load(Snapshot(prefill=workers, decode=workers), waiting)
+        assert (both.prefill_s, both.decode_s) == pytest.approx((apart.prefill_s, apart.decode_s))
+    more = [*workers, decode(both_roles=True, worker_id="d1")]
+    found = role_load(Snapshot(prefill=more, decode=more), waiting)
+    assert (found.num_prefill, found.num_decode) == (1, 2)
+    assert (found.prefill_s, found.decode_s) == pytest.approx((apart.prefill_s, apart.decode_s / 2))
 
 
 _loads = st.floats(0.0, 1e5)

@@ -57,6 +57,9 @@ async def test_kv_goes_both_ways_at_once_beside_prompts_that_stay(redis_url: str
             (await generate(f"r{n}", prompt, 30)).check(prompt, 30)
 
         await asyncio.gather(*(answer(*case) for case in cases))
+        there = routers[0].pair
+        for worker in (there.prefill_worker, there.decode_worker):
+            await until(lambda worker=worker: worker.edge.counts[1:] == (2, 4, 4), "kept, handed over and taken over are counted")
 
 
 async def test_what_is_cancelled_one_way_leaves_the_other_alone(redis_url: str) -> None:

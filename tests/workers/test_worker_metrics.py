@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ from scraping import Scrape, scrape
 from worker_harness import BLOCK, WAIT_S, HeldRunner, Pair, expected, make_runner, prompt_of, routed, started, until
 
 from twostep.cluster.records import LayoutRecord, WorkerLoad, WorkerRecord
-from twostep.engine.engine import Engine
+from twostep.engine.types import EngineStats
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import worker_pb2
 from twostep.step_curve import StepCurve
 from twostep.worker.config import WorkerConfig
+from twostep.worker.engine_port import EnginePort
 from twostep.worker.telemetry import Counts, RateMeter, Telemetry
 
 
@@ -108,7 +110,7 @@ async def test_figures_that_cannot_be_had_once_are_asked_for_again(
 ) -> None:
     monkeypatch.setattr("twostep.worker.telemetry._SAMPLE_EVERY_S", 0.01)
     config = WorkerConfig(role="prefill", host="127.0.0.1", metrics_port=0)
-    telemetry = Telemetry(config, cast("Engine", SimpleNamespace(stats=lambda: None)), "worker")
+    telemetry = Telemetry(config, cast("EnginePort", SimpleNamespace(stats=lambda: None, pid=0)), "worker")
     calls, filled = 0, asyncio.Event()
 
     def describe() -> worker_pb2.WorkerStats:
@@ -128,6 +130,33 @@ async def test_figures_that_cannot_be_had_once_are_asked_for_again(
     finally:
         await telemetry.close()
     assert [record.levelname for record in caplog.records if "the table changed" in record.getMessage()].count("WARNING") == 1
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+async def test_the_memory_of_the_engines_process_is_told_where_it_has_one(own_process: bool) -> None:
+    config = WorkerConfig(role="decode", host="127.0.0.1", metrics_port=0)
+    stats = EngineStats(
+        num_running=0, num_waiting=0, num_reserved=0, num_held=0, num_blocks=1, num_free_blocks=1, num_cached_blocks=0, steps=0
+    )
+    engine = SimpleNamespace(stats=lambda: stats, pid=os.getpid() if own_process else 0)
+    telemetry = Telemetry(config, cast("EnginePort", engine), "worker")
+
+    async def fill(stats: worker_pb2.WorkerStats) -> None:
+        """There is no edge."""
+
+    telemetry.start(worker_pb2.WorkerStats, fill)
+    try:
+        told: list[Scrape] = []
+
+        def sampled() -> bool:
+            told[:] = [scrape(telemetry.port)]
+            return told[0]("twostep_worker_ready") is not None
+
+        await until(sampled, "nothing was told")
+        memory = told[0]("twostep_engine_process_resident_memory_bytes", role="decode")
+        assert (memory is not None and memory > 10 << 20) if own_process else memory is None
+    finally:
+        await telemetry.close()
 
 
 # ---- heartbeats ---------------------------------------------------------------------------------------------------------------
@@ -219,6 +248,10 @@ async def test_heartbeats_tell_what_was_computed_found_and_fetched(redis_url: st
         # The second prompt's first 40 of 41 tokens were cached, and those of both were looked up.
         assert prefill.hit_tokens_per_s == pytest.approx(prefill.queried_tokens_per_s * 40 / 82)
         assert prefill.fetched_bytes_per_s == 0
+        # Two sequences in the same time as 38 tokens were decoded.
+        assert decode.taken_over_per_s == pytest.approx(decode.tokens_per_s * 2 / 38)
+        assert prefill.handed_over_per_s > 0
+        assert decode.kept_per_s == decode.handed_over_per_s == prefill.kept_per_s == prefill.taken_over_per_s == 0
         assert decode.tokens_per_s > 0
         block_bytes = make_runner().kv_shape.block_bytes
         # All 11 blocks of the first prompt, and the last one of the second, in the same time as 38 tokens were decoded.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from twostep.cli._terminal import char_width, clipped, harmless, width_of
 from twostep.client import ClusterStatus, WorkerStatus
-from twostep.client._status import RoleScaling, Scaling
+from twostep.client._status import RoleScaling, RouterLoad, Scaling
 from twostep.errors import TwostepError
 
 # Text in a style of twostep.cli._terminal.
@@ -67,8 +67,8 @@ def _router(look: RouterReply, width: int, paint: Paint) -> list[str]:
     plain = [
         ("requests", f"{load.num_running} running, {load.num_waiting} waiting; {amount(load.requests_per_s)}/s", load.failures_per_s),
         ("tokens", f"{amount(load.prompt_tokens_per_s)}/s in{cached}; {amount(load.generation_tokens_per_s)}/s out", 0.0),
-        ("placed", f"{amount(load.handed_over_per_s)}/s handed over, {amount(load.local_per_s)}/s computed where they decode", 0.0),
-        ("balance", f"prefill:decode load {ratio}   targets kept {kept}", 0.0),
+        ("placed", _placed(load), 0.0),
+        ("work", f"prompts {instant(load.prompt_work_s)}, answers {instant(load.answer_work_s)}, P:D {ratio}   targets kept {kept}", 0.0),
     ]
     lines = [paint(about, "bold") + paint(state, style)]
     for title, text, failures in plain:
@@ -81,6 +81,13 @@ def _router(look: RouterReply, width: int, paint: Paint) -> list[str]:
         columns = [instant(getattr(percentiles, which)) for percentiles in (load.ttft_s, load.tpot_s, load.itl_s, load.queue_s)]
         lines.append(clipped(f"  {which:<7}" + "".join(f"{column:>10}" for column in columns), width))
     return lines
+
+
+def _placed(load: RouterLoad) -> str:
+    placed = load.handed_over_per_s + load.local_per_s
+    kept, moved = percent(load.local_per_s, placed), percent(load.handed_over_per_s, placed)
+    on_prefill = f" ({percent(load.local_on_prefill_per_s, placed)} on prefill workers)" if load.local_on_prefill_per_s else ""
+    return f"{amount(placed)}/s: {kept} kept{on_prefill}, {moved} moved"
 
 
 def _alerts(look: RouterReply, width: int, paint: Paint) -> list[str]:
@@ -109,7 +116,8 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
         of_role = sorted((worker for worker in workers if worker.role == role), key=lambda worker: worker.worker_id)
         ready = sum(worker_state(worker) == "ready" for worker in of_role)
         if of_role:
-            lines.append(paint(clipped(f"{role}: {ready} of {len(of_role)} ready", width), "bold"))
+            any_work = "; they take any work" if all(worker.both_roles for worker in of_role) else ""
+            lines.append(paint(clipped(f"{role}: {ready} of {len(of_role)} ready{any_work}", width), "bold"))
         else:
             lines.append(paint(clipped(f"{role}: {_without(role, workers)}", width), "yellow"))
         if of_role:
@@ -179,14 +187,19 @@ def _columns() -> list[_Column]:
         _Column("run", lambda w: f"{w.num_running}/{w.max_num_seqs}" if w.max_num_seqs else str(w.num_running)),
         _Column("wait", lambda w: str(w.num_waiting), narrowest=64),
         _Column("KV used", _kv),
-        _Column("hit", lambda w: percent(w.hit_tokens_per_s, w.queried_tokens_per_s) if w.queried_tokens_per_s else "–", narrowest=56),
-        _Column("tokens/s", lambda w: amount(w.tokens_per_s), narrowest=70),
-        _Column("KV in", lambda w: _bytes(w.fetched_bytes_per_s), narrowest=76),
-        _Column("GPU", _gpu, narrowest=90),
-        _Column("queued", lambda w: amount(w.num_queued_tokens), narrowest=100),
-        _Column("context", lambda w: amount(w.num_context_tokens), narrowest=100),
-        _Column("address", lambda w: _clean(w.address), narrowest=130, left=True),
-        _Column("transports", lambda w: _clean(",".join(w.transports)), narrowest=130, left=True),
+        _Column("tokens/s", lambda w: amount(w.tokens_per_s), narrowest=56),
+        _Column("kept/s", lambda w: amount(w.kept_per_s), narrowest=76),
+        _Column("out/s", lambda w: amount(w.handed_over_per_s), narrowest=76),
+        _Column("in/s", lambda w: amount(w.taken_over_per_s), narrowest=76),
+        _Column("hit", lambda w: percent(w.hit_tokens_per_s, w.queried_tokens_per_s) if w.queried_tokens_per_s else "–", narrowest=84),
+        _Column("decoding", lambda w: str(w.num_decoding), narrowest=94),
+        _Column("GPU", _gpu, narrowest=110),
+        _Column("prompts", lambda w: f"{amount(w.prompt_tokens_per_s)}/s", narrowest=132),
+        _Column("KV in", lambda w: _bytes(w.fetched_bytes_per_s), narrowest=132),
+        _Column("queued", lambda w: amount(w.num_queued_tokens), narrowest=150),
+        _Column("context", lambda w: amount(w.num_context_tokens), narrowest=150),
+        _Column("address", lambda w: _clean(w.address), narrowest=180, left=True),
+        _Column("transports", lambda w: _clean(",".join(w.transports)), narrowest=180, left=True),
     ]
 
 

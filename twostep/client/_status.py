@@ -31,7 +31,7 @@ class WorkerStatus:
     ready: bool
     draining: bool
     local_prefill: bool
-    """A decode worker that computes prompts too."""
+    """It may compute prompts whose answers it decodes."""
     transports: tuple[str, ...]
     num_running: int
     num_waiting: int
@@ -53,12 +53,26 @@ class WorkerStatus:
     fetched_bytes_per_s: float
     """KV taken from prefill workers."""
     tokens_per_s: float
-    """Computed: prompt tokens by a prefill worker, answers' by a decode worker."""
+    """Computed, of prompts and answers."""
     version: str = ""
     not_ready_reason: str = ""
     """Why nobody could be served there although it is ready itself; empty otherwise."""
     gpus: tuple[GpuStatus, ...] = ()
     """By rank; empty: a CPU, or the driver does not tell."""
+    both_roles: bool = False
+    """It takes work of either role; `role` is what it is for."""
+    num_decoding: int = 0
+    """Of num_running, those whose answers are computed here."""
+    prompt_tokens_per_s: float = 0.0
+    """Of tokens_per_s, those of prompts."""
+    kept_per_s: float = 0.0
+    """Sequences whose prompt and answer are both computed here."""
+    handed_over_per_s: float = 0.0
+    """Those whose KV went to another worker."""
+    taken_over_per_s: float = 0.0
+    """Those whose KV came from another worker."""
+    engine_pid: int = 0
+    """Of the process that its engine has to itself, on the worker's host; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +117,16 @@ class RouterLoad:
     handed_over_per_s: float
     """Requests whose KV a prefill worker handed over."""
     local_per_s: float
-    """Requests that a decode worker computed itself."""
+    """Requests whose KV was kept by the worker that computed the prompt."""
     prefill_decode_load_ratio: float | None
-    """Seconds of work that wait on the prefill workers for each second that waits on the decode workers; None: neither has any."""
+    """Seconds of prompts to compute per worker for prefill, for each second of answers to decode per worker for decode; None: nothing is to
+    be done."""
+    local_on_prefill_per_s: float = 0.0
+    """Of local_per_s, those on workers that are for prefill."""
+    prompt_work_s: float = 0.0
+    """Seconds that the prompts which are there now would take one worker."""
+    answer_work_s: float = 0.0
+    """The same of answers, in full batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,10 @@ class WorkerLoad:
     prompt_tokens_per_s: FiniteFloat = 0.0  # of the tokens computed, those of prompts
     tpot_s: FiniteFloat = 0.0  # tightest time per token promised to those that decode now; 0: none was promised
     hand_overs: tuple[MeasuredHandOver, ...] = ()  # what lately came to it, by transport
+    # Sequences a second, over the last ten: prompt and answer both computed here, KV handed over to others, and taken over from them.
+    kept_per_s: FiniteFloat = 0.0
+    handed_over_per_s: FiniteFloat = 0.0
+    taken_over_per_s: FiniteFloat = 0.0
 
     @property
     def num_seqs(self) -> int:
@@ -172,6 +176,7 @@ class WorkerRecord:
     # Watch says what the decode worker holds (as a prefill worker, it listens to that; as a decode worker, it says it): Run need not wait
     # for Reserve.
     cached_at_watch: bool = False
+    engine_pid: Int = 0  # of its engine's process; 0: the engine has none of its own
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
     @property

@@ -80,6 +80,8 @@ sum by (transport) (rate(twostep_kv_transfers_total{direction="fetch", status="o
 sum by (transport) (rate(twostep_kv_transfer_bytes_total{direction="fetch"}[5m]))                                 bytes a second moved
 sum by (transport) (increase(twostep_kv_transfer_retries_total{reason="data_loss"}[1h]))                          damaged chunks
 sum(rate(twostep_prompt_tokens_cached_total[5m])) / sum(rate(twostep_prompt_tokens_total[5m]))                    prefix reuse
+sum by (path, worker_role) (rate(twostep_request_placements_total[5m]))                                           kept, and moved
+histogram_quantile(0.5, sum by (le, kind) (rate(twostep_request_prediction_ratio_bucket[5m])))                    1: predictions hold
 max(twostep_kv_oldest_lease_seconds) > 60                                                                         a hand-over hangs
 sum(rate(twostep_request_slo_attained_total[5m])) / sum(rate(twostep_request_slo_total[5m]))                      targets kept
 avg(twostep_prefill_decode_load_ratio) > 1                                                                        prefill is short

@@ -26,7 +26,7 @@ number SLO attainment | percentunit 0:red,0.95:orange,0.99:green | Of requests w
   sum (rate(twostep_request_slo_attained_total{S}[W])) / sum (rate(twostep_request_slo_total{S}[W]))
 number Prefix hit rate | percentunit | Of prompt tokens looked up on workers, those whose KV was there.
   sum (rate(twostep_prefix_cache_hits_total{S}[W])) / sum (rate(twostep_prefix_cache_queries_total{S}[W]))
-number P:D load | none 0:orange,0.33:green,3:orange | Work that waits on prefill workers over work that waits on decode workers: above 1
+number P:D load | none 0:orange,0.33:green,3:orange | Prompts to compute per worker for prefill over answers per worker for decode: above 1
     prefill is short, below 1 decode.
   avg(twostep_prefill_decode_load_ratio{S})
 number Workers | none 0:red,1:green | That may get new work, as routers see them.
@@ -80,12 +80,18 @@ areas Where the time goes | s width=12 | Mean seconds of each phase of a request
   {{phase}} = sum by (phase) (rate(twostep_request_phase_seconds_sum{S}[W])) / sum by (phase)
       (rate(twostep_request_phase_seconds_count{S}[W]))
 = Prefill and decode
-lines P:D load ratio | none | Seconds of work that wait on a prefill worker for each second that waits on a decode worker.
+lines P:D load ratio | none | Seconds of prompts per worker for prefill, for each second of answers per worker for decode.
   {{instance}} = twostep_prefill_decode_load_ratio{S}
 lines Workers by role | none | That may get new work, as routers see them.
   {{worker_role}} = max by (worker_role) (twostep_router_workers{S})
-areas Placements | reqps | handed_over: a prefill worker computes the prompt. local: the decode worker does.
-  {{path}} = sum by (path) (rate(twostep_request_placements_total{S}[W]))
+areas Kept and moved | reqps | local: one worker computes the prompt and decodes, with what it is for. handed_over: KV moves.
+  {{path}}, {{worker_role}} = sum by (path, worker_role) (rate(twostep_request_placements_total{S}[W]))
+areas Why kept, why moved | reqps | near: moving gains less than the prediction's noise. unfit: the other way misses a target by more,
+    rounds the KV, or is full.
+  {{path}}: {{reason}} = sum by (path, reason) (rate(twostep_request_placements_total{S}[W]))
+lines Predicted and actual | none | Median and 95th percentile of what a request took over what its placement predicted; 1: as predicted.
+  {{kind}} {{path}} p50 = histogram_quantile(0.5, sum by (le, kind, path) (rate(twostep_request_prediction_ratio_bucket{S}[W])))
+  {{kind}} {{path}} p95 = histogram_quantile(0.95, sum by (le, kind, path) (rate(twostep_request_prediction_ratio_bucket{S}[W])))
 areas Tokens computed | none | By workers, of prompts and of answers.
   {{role}}: {{kind}} = sum by (role, kind) (rate(twostep_engine_tokens_total{R}[W]))
 lines Step p95 | s | Duration of an engine step by what it computed.
@@ -180,8 +186,9 @@ lines Standing still | s | Since an engine's last step while it has work; since 
 lines Redis, streams | none | Whether routers reach Redis, and their open token streams to decode workers.
   Redis, {{instance}} = twostep_router_registry_connected{S}
   streams, {{instance}} = twostep_router_streams{S}
-lines Memory | bytes | Resident, of each process.
+lines Memory | bytes | Resident, of each process; engine: of a worker's other one.
   {{job}} {{instance}} = process_resident_memory_bytes{S}
+  engine, {{role}} {{instance}} = twostep_engine_process_resident_memory_bytes{R}
 lines CPU | none | Cores in use, of each process.
   {{job}} {{instance}} = rate(process_cpu_seconds_total{S}[W])
 lines Failed sequences, lost spans | none | Sequences given up because a step failed, or for logits that are not finite; spans that the

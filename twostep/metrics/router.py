@@ -74,8 +74,17 @@ GENERATION_SIZES = histogram("twostep_request_generation_tokens", "Tokens of an 
 ATTEMPTS = counter("twostep_request_attempts_total", "Placements that requests ran on; one for each unless a worker was lost.")
 PLACEMENTS = counter(
     "twostep_request_placements_total",
-    "Attempts that workers took, by path: handed_over (a prefill worker computes the prompt), local (the decode worker does itself).",
-    ["path"],
+    "Attempts that workers took, by path: handed_over (KV moves to another worker), local (it is kept: one worker computes the prompt and "
+    "decodes); by what the worker that computes the prompt is for; and by what spoke for that: only_way (there was no other), cheaper, "
+    "near (moving gains less than the prediction's noise), unfit (the other way misses a target by more, rounds the KV, or is full).",
+    ["path", "worker_role", "reason"],
+)
+PREDICTION = histogram(
+    "twostep_request_prediction_ratio",
+    "What a request took over what was predicted at its placement, by path, of workers that have measured themselves. kind ttft: from the "
+    "placement to the first token; tpot: of answers in one attempt. 1: as predicted, 2: twice as long.",
+    (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0),
+    ["kind", "path"],
 )
 MIGRATIONS = counter("twostep_request_migrations_total", "How often a request went on elsewhere because a worker was lost.")
 STREAMS = gauge("twostep_router_streams", "Token streams open to decode workers.")
@@ -87,8 +96,9 @@ REFUSED_WORKERS = gauge(
 )
 LOAD_RATIO = gauge(
     "twostep_prefill_decode_load_ratio",
-    "Seconds of work that wait on a prefill worker for each second that waits on a decode worker, by their measured curves: above 1 "
-    "prefill workers are short, below 1 decode workers are. Missing while neither have any work.",
+    "Seconds of prompts to compute per worker for prefill, for each second of answers to decode per worker for decode, by their measured "
+    "curves: above 1 prefill workers are short, below 1 decode workers are. Where workers do both, the work is counted on whichever it "
+    "lies. Missing while there is none.",
 )
 REGISTRY_CONNECTED = gauge("twostep_router_registry_connected", "1: Redis answers. 0: requests go to the workers known last.")
 STALLED = gauge("twostep_router_stalled_seconds", "Since the router's event loop last came round; a quarter of a second as a rule.")
@@ -138,6 +148,7 @@ class RouterMetrics:
         self.generation_sizes = registry.histogram(GENERATION_SIZES)
         self.attempts = registry.counter(ATTEMPTS)
         self.placements = registry.counter(PLACEMENTS)
+        self.prediction = registry.histogram(PREDICTION)
         self.migrations = registry.counter(MIGRATIONS)
         self.num_generation_tokens = 0
         registry.on_scrape(_READ, self._read)

@@ -21,8 +21,13 @@ STREAMS = gauge("twostep_worker_streams", "Token streams open to routers (decode
 TRANSPORT_READY = gauge("twostep_kv_transport_ready", "1: the KV transport works on this worker now.", ["role", "transport"])
 STORED = gauge("twostep_kv_stored_bytes", "KV published and not dropped yet, in the KV agent and the pool.", ["role", "transport"])
 OBJECTS = gauge("twostep_kv_stored_objects", "Published chunks that are not dropped yet.", ["role", "transport"])
+ENGINE_MEMORY = gauge(
+    "twostep_engine_process_resident_memory_bytes",
+    "Of the process that the worker's engine has to itself (--engine-process); missing where it has none. process_* are the worker's own.",
+    _ROLE,
+)
 
-_FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, TRANSPORT_READY, STORED, OBJECTS)
+_FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, TRANSPORT_READY, STORED, OBJECTS, ENGINE_MEMORY)
 
 
 class HeldByTransport(Protocol):
@@ -57,6 +62,9 @@ class WorkerMetrics:
         self._set(OLDEST_LEASE, oldest_lease_s)
         self._set(SEQUENCES, num_sequences)
         self._set(STREAMS, num_streams)
+
+    def set_engine_memory(self, num_bytes: int) -> None:
+        self._set(ENGINE_MEMORY, num_bytes)
 
     def set_transport(self, held: HeldByTransport) -> None:
         self._set(TRANSPORT_READY, held.ready, held.name)

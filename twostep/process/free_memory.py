@@ -1,4 +1,5 @@
-"""How much memory this process may still take: what the machine has left, and what each bound of its container leaves (cgroups 1 and 2)."""
+"""How much memory a process has; how much more this one may take: what the machine has left, and what each bound of its container leaves
+(cgroups 1 and 2)."""
 
 from __future__ import annotations
 
@@ -35,6 +36,14 @@ def check_memory(what: dict[str, int], advice: str, *, free: Free | None = None)
         return
     parts = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in what.items() if num_bytes)
     raise SetupError(f"{gib(asked)} of memory are asked for ({parts}), and {free.where} has {gib(free.num_bytes)} left; {advice}")
+
+
+def resident_bytes(pid: int, *, proc: Path = _PROC) -> int:
+    """Returns what a process has of the machine's memory; 0: it is gone, or this system does not tell."""
+    try:
+        return int((proc / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def gib(num_bytes: int) -> str:

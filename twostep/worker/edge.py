@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
@@ -73,6 +73,16 @@ class EdgeParts:
     carried: KvTransports | None = None
 
 
+class EdgeCounts(NamedTuple):
+    """What an edge has done since it was made: KV bytes taken from other workers; sequences whose prompt and answer were both computed
+    here, whose KV went to another worker, and whose KV came from one."""
+
+    fetched_bytes: float = 0
+    kept: float = 0
+    handed_over: float = 0
+    taken_over: float = 0
+
+
 class Edge(Protocol):
     """Everything runs on the worker's event loop."""
 
@@ -89,9 +99,7 @@ class Edge(Protocol):
         ...
 
     @property
-    def num_fetched_bytes(self) -> int:
-        """KV that this edge has taken from other workers since it was made."""
-        ...
+    def counts(self) -> EdgeCounts: ...
 
     @property
     def measured(self) -> Sequence[MeasuredHandOver]:
@@ -139,8 +147,8 @@ class JoinedEdge:
             await edge.start()
 
     @property
-    def num_fetched_bytes(self) -> int:
-        return sum(edge.num_fetched_bytes for edge in self._edges)
+    def counts(self) -> EdgeCounts:
+        return EdgeCounts(*map(sum, zip(*(edge.counts for edge in self._edges), strict=True)))
 
     @property
     def measured(self) -> Sequence[MeasuredHandOver]:

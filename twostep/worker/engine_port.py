@@ -49,6 +49,11 @@ class EnginePort(Protocol):
     def facts(self) -> EngineFacts: ...
 
     @property
+    def pid(self) -> int:
+        """Of the process that it has to itself; 0: it has none."""
+        ...
+
+    @property
     def max_num_batched_tokens(self) -> int:
         """Tokens of a step at most."""
         ...

@@ -21,6 +21,8 @@ from twostep.worker.preparation import Preparation
 class LocalEngine:
     """See EnginePort. `engine` and `runner` are there for whoever is in this process, too: transports, and tests."""
 
+    pid = 0
+
     def __init__(self, config: WorkerConfig, model: ServedModel) -> None:
         """Raises SetupError."""
         self.runner: Runner = model.runner

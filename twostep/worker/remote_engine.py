@@ -62,7 +62,7 @@ class RemoteEngine:
     """See EnginePort. Made by `launch`."""
 
     def __init__(self, child: EngineChild, link: Link, config: WorkerConfig, facts: EngineFacts) -> None:
-        self._process = child.process
+        self._process, self.pid = child.process, child.process.pid
         self._link = link
         self._oom_kills = oom_kills()
         self.config = config

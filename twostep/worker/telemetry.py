@@ -16,10 +16,12 @@ from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.server import MetricsServer
 from twostep.metrics.worker import WorkerMetrics
+from twostep.process.free_memory import resident_bytes
 from twostep.process.start_tracing import start_tracer
 from twostep.process.tracing import TRACES_FLUSH_S
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.config import WorkerConfig
+from twostep.worker.edge import EdgeCounts
 from twostep.worker.engine_port import EnginePort
 from twostep.worker.gpu_meter import GpuMeter
 
@@ -37,14 +39,17 @@ Fill = Callable[[worker_pb2.WorkerStats], Awaitable[None]]
 
 
 class Counts(NamedTuple):
-    """Since some moment: prompt tokens looked up in the prefix cache and those found there, KV bytes taken from other workers, tokens
-    computed, and prompts' among them."""
+    """Since some moment: prompt tokens looked up in the prefix cache and those found there, tokens computed, and prompts' among them, and
+    what the edge has done, as EdgeCounts."""
 
     queried_tokens: float = 0
     hit_tokens: float = 0
-    fetched_bytes: float = 0
     tokens: float = 0
     prompt_tokens: float = 0
+    fetched_bytes: float = 0
+    kept: float = 0
+    handed_over: float = 0
+    taken_over: float = 0
 
 
 class RateMeter:
@@ -88,7 +93,7 @@ class Telemetry:
         self._engine = EngineMetrics(self.registry, role=config.role, stats=engine.stats)
         self._num_computed_tokens = self._num_prompt_tokens = 0
         self._rates = RateMeter()
-        self._gpus = GpuMeter(gpu_ids)
+        self._gpus, self._engine_pid = GpuMeter(gpu_ids), engine.pid
         self._worker = WorkerMetrics(self.registry, role=config.role)
         self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._sampling: asyncio.Task[None] | None = None
@@ -103,16 +108,10 @@ class Telemetry:
         self._num_prompt_tokens += output.num_prefill_tokens
         self._engine.on_step(output)
 
-    def load(self, stats: EngineStats, num_fetched_bytes: int) -> WorkerLoad:
-        """With every heartbeat: what routers place by, and rates over the heartbeats of the last seconds. `num_fetched_bytes`: KV taken
-        from other workers so far."""
-        counts = Counts(
-            queried_tokens=stats.num_queried_tokens,
-            hit_tokens=stats.num_hit_tokens,
-            fetched_bytes=num_fetched_bytes,
-            tokens=self._num_computed_tokens,
-            prompt_tokens=self._num_prompt_tokens,
-        )
+    def load(self, stats: EngineStats, edge: EdgeCounts) -> WorkerLoad:
+        """With every heartbeat: what routers place by, and rates over the heartbeats of the last seconds."""
+        computed = (self._num_computed_tokens, self._num_prompt_tokens)
+        counts = Counts(stats.num_queried_tokens, stats.num_hit_tokens, *computed, *edge)
         rates = self._rates.observe(counts, time.monotonic())
         return WorkerLoad(
             num_running=stats.num_running,
@@ -124,14 +123,10 @@ class Telemetry:
             num_queued_batch_tokens=stats.num_queued_batch_tokens,
             max_step_s=stats.max_step_s,
             num_context_tokens=stats.num_context_tokens,
-            queried_tokens_per_s=rates.queried_tokens,
-            hit_tokens_per_s=rates.hit_tokens,
-            fetched_bytes_per_s=rates.fetched_bytes,
-            tokens_per_s=rates.tokens,
             gpus=self._gpus.loads,
             num_handing_over=stats.num_handing_over,
-            prompt_tokens_per_s=rates.prompt_tokens,
             tpot_s=stats.tpot_s,
+            **{f"{name}_per_s": rate for name, rate in rates._asdict().items()},
         )
 
     def start(self, describe: Describe, fill: Fill) -> None:
@@ -169,6 +164,8 @@ class Telemetry:
                     async with asyncio.timeout(_SAMPLE_TIMEOUT_S):
                         await fill(stats)
                 finally:
+                    if self._engine_pid:
+                        self._worker.set_engine_memory(resident_bytes(self._engine_pid))
                     # What the worker knows by itself is told, whatever a KV agent fails with.
                     self._worker.set(
                         ready=stats.ready,

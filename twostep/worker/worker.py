@@ -133,12 +133,13 @@ class Worker:
             both_roles=config.both_roles,
             max_step_s=(config.max_step_ms or 0.0) / 1e3,
             curve=curve,
-            load=replace(self.telemetry.load(stats, self.edge.num_fetched_bytes), hand_overs=tuple(self.edge.measured)),
+            load=replace(self.telemetry.load(stats, self.edge.counts), hand_overs=tuple(self.edge.measured)),
             pod_name=config.pod_name,
             pod_namespace=config.pod_namespace,
             pod_owner=config.pod_owner,
             sampling=NEWER_PARAMETERS,
             cached_at_watch=True,
+            engine_pid=self.engine.pid,
         )
 
     async def start(self) -> None:
@@ -165,7 +166,8 @@ class Worker:
             raise
         self._tell_readiness()
         how, ports = "not ready yet" if self._why_of_no_use else "ready", (self.server.health_port, self.telemetry.port)
-        log.info("%s: %s at %s, health on port %d, metrics on port %d", how, self.worker_id, self.address, *ports)
+        engine = f", its engine in process {self.engine.pid}" if self.engine.pid else ""
+        log.info("%s: %s at %s, health on port %d, metrics on port %d%s", how, self.worker_id, self.address, *ports, engine)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Drains: what runs may end within `drain_timeout_s`. Then everything is freed and stopped. A change of roles under way is cut

@@ -301,6 +301,13 @@ class WorkerStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     NOT_READY_REASON_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    BOTH_ROLES_FIELD_NUMBER: _builtins.int
+    NUM_DECODING_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    KEPT_PER_S_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_PER_S_FIELD_NUMBER: _builtins.int
+    TAKEN_OVER_PER_S_FIELD_NUMBER: _builtins.int
+    ENGINE_PID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -329,6 +336,19 @@ class WorkerStatus(_message.Message):
     version: _builtins.str
     not_ready_reason: _builtins.str
     """Why nobody could be served there although it is ready itself: no KV transport works."""
+    both_roles: _builtins.bool
+    """It takes work of either role; `role` is what it is for."""
+    num_decoding: _builtins.int
+    """Of num_running, those whose answers are computed here; the others are prompts for other workers."""
+    prompt_tokens_per_s: _builtins.float
+    """Over the last ten seconds or so: of tokens_per_s, those of prompts; sequences whose prompt and answer are both computed here, those whose
+    KV went to another worker, and those whose KV came from one.
+    """
+    kept_per_s: _builtins.float
+    handed_over_per_s: _builtins.float
+    taken_over_per_s: _builtins.float
+    engine_pid: _builtins.int
+    """Of the process that its engine has to itself, as the worker's host numbers it; 0: the engine has none."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -362,10 +382,17 @@ class WorkerStatus(_message.Message):
         version: _builtins.str = ...,
         not_ready_reason: _builtins.str = ...,
         gpus: _abc.Iterable[Global___GpuStatus] | None = ...,
+        both_roles: _builtins.bool = ...,
+        num_decoding: _builtins.int = ...,
+        prompt_tokens_per_s: _builtins.float = ...,
+        kept_per_s: _builtins.float = ...,
+        handed_over_per_s: _builtins.float = ...,
+        taken_over_per_s: _builtins.float = ...,
+        engine_pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "fetched_bytes_per_s", b"fetched_bytes_per_s", "gpus", b"gpus", "hit_tokens_per_s", b"hit_tokens_per_s", "local_prefill", b"local_prefill", "max_num_seqs", b"max_num_seqs", "not_ready_reason", b"not_ready_reason", "num_blocks", b"num_blocks", "num_context_tokens", b"num_context_tokens", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_queued_tokens", b"num_queued_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "queried_tokens_per_s", b"queried_tokens_per_s", "ready", b"ready", "role", b"role", "tokens_per_s", b"tokens_per_s", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "both_roles", b"both_roles", "draining", b"draining", "engine_pid", b"engine_pid", "epoch", b"epoch", "fetched_bytes_per_s", b"fetched_bytes_per_s", "gpus", b"gpus", "handed_over_per_s", b"handed_over_per_s", "hit_tokens_per_s", b"hit_tokens_per_s", "kept_per_s", b"kept_per_s", "local_prefill", b"local_prefill", "max_num_seqs", b"max_num_seqs", "not_ready_reason", b"not_ready_reason", "num_blocks", b"num_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_held", b"num_held", "num_queued_tokens", b"num_queued_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queried_tokens_per_s", b"queried_tokens_per_s", "ready", b"ready", "role", b"role", "taken_over_per_s", b"taken_over_per_s", "tokens_per_s", b"tokens_per_s", "transports", b"transports", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,6 +450,9 @@ class RouterLoad(_message.Message):
     LOCAL_PER_S_FIELD_NUMBER: _builtins.int
     PREFILL_DECODE_LOAD_RATIO_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
+    LOCAL_ON_PREFILL_PER_S_FIELD_NUMBER: _builtins.int
+    PROMPT_WORK_S_FIELD_NUMBER: _builtins.int
+    ANSWER_WORK_S_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -435,10 +465,17 @@ class RouterLoad(_message.Message):
     slo_attainment: _builtins.float
     """Of requests with targets, the share that kept them; unset: there were none."""
     handed_over_per_s: _builtins.float
-    """Placements with a hand-over, and those that a decode worker computed itself."""
+    """Placements with a hand-over, and those whose KV is kept by the worker that computes the prompt."""
     local_per_s: _builtins.float
     prefill_decode_load_ratio: _builtins.float
-    """Seconds of work that wait on the prefill workers for each second that waits on the decode workers; unset: neither has any."""
+    """Seconds of prompts to compute per worker for prefill, for each second of answers to decode per worker for decode; unset: there is
+    nothing to do.
+    """
+    local_on_prefill_per_s: _builtins.float
+    """Of local_per_s, those on workers that are for prefill."""
+    prompt_work_s: _builtins.float
+    """Seconds of work that are there now, of one worker: prompts to compute, and answers to decode in full batches."""
+    answer_work_s: _builtins.float
     @_builtins.property
     def ttft_s(self) -> Global___Percentiles: ...
     @_builtins.property
@@ -469,10 +506,13 @@ class RouterLoad(_message.Message):
         local_per_s: _builtins.float = ...,
         prefill_decode_load_ratio: _builtins.float | None = ...,
         tpot_s: Global___Percentiles | None = ...,
+        local_on_prefill_per_s: _builtins.float = ...,
+        prompt_work_s: _builtins.float = ...,
+        answer_work_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "itl_s", b"itl_s", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "queue_s", b"queue_s", "slo_attainment", b"slo_attainment", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "cached_tokens_per_s", b"cached_tokens_per_s", "failures_per_s", b"failures_per_s", "generation_tokens_per_s", b"generation_tokens_per_s", "handed_over_per_s", b"handed_over_per_s", "itl_s", b"itl_s", "local_per_s", b"local_per_s", "num_running", b"num_running", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queue_s", b"queue_s", "requests_per_s", b"requests_per_s", "slo_attainment", b"slo_attainment", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio", "_slo_attainment", b"_slo_attainment", "answer_work_s", b"answer_work_s", "cached_tokens_per_s", b"cached_tokens_per_s", "failures_per_s", b"failures_per_s", "generation_tokens_per_s", b"generation_tokens_per_s", "handed_over_per_s", b"handed_over_per_s", "itl_s", b"itl_s", "local_on_prefill_per_s", b"local_on_prefill_per_s", "local_per_s", b"local_per_s", "num_running", b"num_running", "num_streams", b"num_streams", "num_waiting", b"num_waiting", "prefill_decode_load_ratio", b"prefill_decode_load_ratio", "prompt_tokens_per_s", b"prompt_tokens_per_s", "prompt_work_s", b"prompt_work_s", "queue_s", b"queue_s", "requests_per_s", b"requests_per_s", "slo_attainment", b"slo_attainment", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_decode_load_ratio: _TypeAlias = _typing.Literal["prefill_decode_load_ratio"]  # noqa: Y015
     _WhichOneofArgType__prefill_decode_load_ratio: _TypeAlias = _typing.Literal["_prefill_decode_load_ratio", b"_prefill_decode_load_ratio"]  # noqa: Y015
