@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from engine_replay import Replay
 from hypothesis import given, settings
@@ -16,9 +19,22 @@ from twostep.step_curve import StepCurve
 CURVE = StepCurve(fixed_s=0.004, per_row_s=2e-4, knee=8, per_pair_s=1e-6, per_sequence_s=3e-5, per_context_s=1e-6)
 
 
-def short_of_blocks(num_blocks: int, look_ahead: bool) -> SimulatedDeployment:
+# What bounds steps with prompts: a decode step takes 4 to 6 ms, one with 48 rows 12, and with `mixed_s` none is shorter than 9.
+BOUNDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tpot_s": st.floats(0.003, 0.03),
+        "gap_s": st.floats(0.01, 0.06),
+        "max_step_s": st.floats(0.003, 0.02),
+        "min_chunk": st.integers(1, 16),
+        "curve": st.just(replace(CURVE, mixed_s=0.009)),
+    },
+)
+
+
+def short_of_blocks(num_blocks: int, look_ahead: bool, **bounds: Any) -> SimulatedDeployment:
     spec = EngineSpec(curve=CURVE, step_tokens=48, max_num_seqs=16, num_blocks=num_blocks, block_size=4, look_ahead=look_ahead)
-    return SimulatedDeployment(num_prefill=0, num_decode=1, decode=spec)
+    return SimulatedDeployment(num_prefill=0, num_decode=1, decode=replace(spec, **bounds))
 
 
 def assert_same(deployment: SimulatedDeployment, requests: list[Request]) -> int:
@@ -54,12 +70,15 @@ def arrivals(draw, *, most_output: int = 12) -> list[Request]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(arrivals(), st.integers(0, 3), st.integers(1, 2), st.booleans(), st.integers(16, 64), st.integers(2, 16), st.floats(0.0001, 0.02))
+@given(
+    arrivals(), st.integers(0, 3), st.integers(1, 2), st.booleans(), st.integers(16, 64), st.integers(2, 16), st.floats(0.0001, 0.02), BOUNDS
+)
 def test_every_token_comes_when_the_engines_says(
-    requests, num_prefill, num_decode, look_ahead, step_tokens, max_num_seqs, latency_s
+    requests, num_prefill, num_decode, look_ahead, step_tokens, max_num_seqs, latency_s, bounds
 ) -> None:
     seats = 16 if num_prefill else max_num_seqs
     spec = EngineSpec(curve=CURVE, step_tokens=step_tokens, max_num_seqs=seats, num_blocks=400, block_size=4, look_ahead=look_ahead)
+    spec = replace(spec, **bounds)
     hand_over = HandOverCost(latency_s=latency_s, bytes_per_s=1e6, kv_token_bytes=7.0)
     deployment = SimulatedDeployment(
         num_prefill=num_prefill, num_decode=num_decode, prefill=spec if num_prefill else None, decode=spec, hand_over=hand_over
@@ -68,9 +87,9 @@ def test_every_token_comes_when_the_engines_says(
 
 
 @settings(max_examples=60, deadline=None)
-@given(arrivals(most_output=40), st.integers(26, 50), st.booleans())
-def test_who_gives_way_when_blocks_run_out(requests, num_blocks, look_ahead) -> None:
-    assert_same(short_of_blocks(num_blocks + 8, look_ahead), requests)
+@given(arrivals(most_output=40), st.integers(26, 50), st.booleans(), BOUNDS)
+def test_who_gives_way_when_blocks_run_out(requests, num_blocks, look_ahead, bounds) -> None:
+    assert_same(short_of_blocks(num_blocks + 8, look_ahead, **bounds), requests)
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.grammar import Constraint
+from twostep.engine.step_bound import Promise
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
 from twostep.prefix import PrefixHasher, token_bytes
@@ -100,8 +101,8 @@ class EngineSequence:
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks
-    # Since when the pace of its tokens counts, and how many there were then; None: nothing has hung on it yet.
-    paced_from: tuple[float, int] | None = None
+    # What its tokens were promised; None: nothing.
+    promise: Promise | None = None
     # After how many layers of its steps somebody asks for its KV, ascending.
     mark_layers: Sequence[int] = ()
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
@@ -143,6 +144,11 @@ class EngineSequence:
         """Returns whether one token is to be planned, that was sampled or is in flight."""
         num_tokens = len(self.tokens) + self.num_pending
         return num_tokens - self.num_planned == 1 and num_tokens > len(self.given)
+
+    def begin_pace(self, now: float) -> None:
+        """Its last token, sampled or in flight, comes then, and it decodes from there on: what it was promised counts."""
+        if self.promise is not None:
+            self.promise.begin(now, len(self.tokens) + self.num_pending - 1, self.max_len - 1)
 
     @property
     def wants_scores(self) -> bool:
@@ -223,4 +229,5 @@ def make_sequence(
         hasher=hasher,
         priority=Priority(request.request_class, request.request_class),
         constraint=constraint,
+        promise=Promise(request.tpot_s or 0.0, request.gap_s or 0.0) if request.tpot_s or request.gap_s else None,
     )
