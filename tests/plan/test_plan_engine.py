@@ -71,11 +71,16 @@ def arrivals(draw, *, most_output: int = 12) -> list[Request]:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    arrivals(), st.integers(0, 3), st.integers(1, 2), st.booleans(), st.integers(16, 64), st.integers(2, 16), st.floats(0.0001, 0.02), BOUNDS
+    arrivals(),
+    st.tuples(st.integers(0, 3), st.integers(1, 2)),
+    st.booleans(),
+    st.integers(16, 64),
+    st.integers(2, 16),
+    st.floats(0.0001, 0.02),
+    BOUNDS,
 )
-def test_every_token_comes_when_the_engines_says(
-    requests, num_prefill, num_decode, look_ahead, step_tokens, max_num_seqs, latency_s, bounds
-) -> None:
+def test_every_token_comes_when_the_engines_says(requests, split, look_ahead, step_tokens, max_num_seqs, latency_s, bounds) -> None:
+    num_prefill, num_decode = split
     seats = 16 if num_prefill else max_num_seqs
     spec = EngineSpec(curve=CURVE, step_tokens=step_tokens, max_num_seqs=seats, num_blocks=400, block_size=4, look_ahead=look_ahead)
     spec = replace(spec, **bounds)
