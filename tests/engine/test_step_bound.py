@@ -163,7 +163,7 @@ class Served:
         self._now = 0.0
         self._curve = curve
         config = EngineConfig(
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=2048,
             max_num_seqs=16,
             enable_prefix_caching=False,
             look_ahead=look_ahead,
