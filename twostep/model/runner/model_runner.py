@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -234,6 +235,7 @@ class ModelRunner:
         with torch.inference_mode():
             if not max_num_seqs:
                 return DeviceSteps(self._model, self._cache, ops, None)
+            meeting = None if self._member is None else self._member.meeting
             graphs = StepGraphs(
                 self._model,
                 self._cache,
@@ -241,10 +243,9 @@ class ModelRunner:
                 ladder(max_num_seqs),
                 lambda done, total: progress.advance(done, total, "graphs"),
                 mixed=mixed_ladder(self._max_graph_tokens, max_num_seqs) if self._max_graph_tokens else (),
-                # Ranks would have to agree on what each of them found.
-                share_prefixes=self._member is None,
+                meet=None if meeting is None else partial(meeting.exchange, b"warm"),
             )
-            if self._member is not None and not self._member.meeting.least(graphs.num_mixed):
+            if meeting is not None and not meeting.least(graphs.num_mixed):
                 graphs.without_mixed()
             trouble = graphs.try_sharing()
             if trouble:
@@ -284,9 +285,9 @@ class ModelRunner:
         item_bytes = DTYPES[self.kv_shape.dtype].itemsize
         heads = 2 * config.num_heads + 2 * config.num_kv_heads
         row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-        return graph_bytes(
-            max_num_seqs, self._max_graph_tokens, vocab_size=self.vocab_size, item_bytes=item_bytes, row_bytes=row * item_bytes
-        )
+        # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
+        logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
+        return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's current device."""
