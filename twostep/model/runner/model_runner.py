@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerRange, Sampled
+from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
@@ -141,6 +141,7 @@ class ModelRunner:
         part = None if member is None else member.part(config)
         local = config if part is None else part.shard.local
         self._steps: Steps
+        self.captured = CapturedSteps()
         progress = progress or NoProgress()
         progress.phase("device")
         with self._on_device():
@@ -236,6 +237,7 @@ class ModelRunner:
             if not max_num_seqs:
                 return DeviceSteps(self._model, self._cache, ops, None)
             meeting = None if self._member is None else self._member.meeting
+            free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
                 self._model,
                 self._cache,
@@ -250,6 +252,10 @@ class ModelRunner:
             trouble = graphs.try_sharing()
             if trouble:
                 log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
+            num_bytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
+            self.captured = CapturedSteps(count=graphs.count, most_prompt_rows=graphs.most_prompt_rows, num_bytes=num_bytes)
+            # What else took memory of the device meanwhile is part of it.
+            log.info("%d steps captured as CUDA graphs, in %.0f MiB", graphs.count, num_bytes / (1 << 20))
         return DeviceSteps(self._model, self._cache, ops, graphs)
 
     def _make_sums(self, config: ModelConfig) -> KvSums | None:

@@ -131,8 +131,17 @@ class StepGraphs:
         return step
 
     @property
+    def count(self) -> int:
+        return len(self._graphs) + len(self._sharing) + len(self._mixed)
+
+    @property
     def num_mixed(self) -> int:
         return len(self._mixed)
+
+    @property
+    def most_prompt_rows(self) -> int:
+        """Rows of the largest step with prompts; 0: none is captured."""
+        return max((shape.rows for shape in self._mixed), default=0)
 
     def without_mixed(self) -> None:
         """Drops the mixed steps' graphs, where other ranks have not captured the same."""
