@@ -294,7 +294,7 @@ class CaseProcess:
         text = self._log.read()
         for line in text.splitlines():
             # Warnings, errors, and what the pool's size was worked out from.
-            if line[12:16] in (" W r", " E r") or "memory of" in line:
+            if line[12:16] in (" W r", " E r") or "memory of" in line or "steps captured" in line:
                 print(f"    {line[:230]}", flush=True)
         if not code and code is not None and any("steps" in words for words in self.said):
             return ""
