@@ -96,8 +96,10 @@ def serve(case: Case) -> None:
         _count_steps(steps)
     began = time.perf_counter()
     runner = _runner(case)
-    free = [torch.cuda.mem_get_info(i)[0] / 2**30 for i in range(torch.cuda.device_count())] if case.device != "cpu" else []
-    _say(ready_s=time.perf_counter() - began, free=[round(each, 1) for each in free], blocks=runner.kv_shape.num_blocks)
+    ready_s = time.perf_counter() - began
+    # Of rank 0's device, of which others may hold a part.
+    free = 0.0 if case.device == "cpu" else torch.cuda.mem_get_info(torch.device(case.device))[0] / 2**30
+    _say(ready_s=round(ready_s, 1), free_gib=round(free, 2), blocks=runner.kv_shape.num_blocks)
     if sys.stdin.readline() != _GO:
         return
     if case.what in ("float32", "bfloat16"):
@@ -296,7 +298,9 @@ class CaseProcess:
             # Warnings, errors, and what the pool's size was worked out from.
             if line[12:16] in (" W r", " E r") or "memory of" in line or "steps captured" in line:
                 print(f"    {line[:230]}", flush=True)
-        if not code and code is not None and any("steps" in words for words in self.said):
+        if self.found("closed") is False:
+            print(f"    {self.case.title}: did not close within {_CLOSE_S:g} s", flush=True)
+        if not code and code is not None and self.found("steps") is not None:
             return ""
         return f"{self.case.what}, {self.case.title}: {'too late' if code is None else f'ended with {code}'}\n{text[-3000:]}"
 
