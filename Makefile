@@ -119,9 +119,9 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/cpu.py
 
 # With the interpreter that has PyTorch for the GPU, Triton and, if it is there, FlashInfer: make bench-gpu PYTHON=python3
-# BENCH is any of benchmarks/gpu_*.py: gpu_step_loop for the whole engine, gpu_sampling, gpu_engine, ...
+# BENCH is any of benchmarks/: gpu_step_loop for the whole engine, gpu_sampling, gpu_engine, ..., hand_over_storm with --device auto
 bench-gpu:
-	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/$(BENCH).py $(BENCH_FLAGS)
+	@PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/$(BENCH).py $(BENCH_FLAGS)
 
 # The kernels' tests on a GPU instead of in Triton's interpreter, with any Python that has PyTorch, Triton, transformers and pytest.
 test-gpu:

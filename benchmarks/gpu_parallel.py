@@ -44,11 +44,13 @@ from twostep.lab.bench.shapes import LLAMA_8B, SHAPES
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.parallel_runner import ParallelRunner
 from twostep.model.step.pool_sizing import PoolSizing
+from twostep.process.log import setup_logging
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CASE, _GO = "--case", "go\n"
+_CLOSE_S = 12.0
 # Of the check's engines. Prompts are cut, and stand beside decodes in most steps.
 CHECK_BUDGET, CHECK_SEQS, CHECK_BLOCKS = 256, 16, 1024
 # Below the largest logit of float32, as a share of the standard deviation of a row's logits.
@@ -108,7 +110,10 @@ def serve(case: Case) -> None:
             _say(case=name, ms=milliseconds)
         _say(steps=steps)
     if isinstance(runner, ParallelRunner):
-        runner.close()
+        closing = threading.Thread(target=runner.close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        _say(closed=not closing.is_alive())
 
 
 def _runner(case: Case) -> ModelRunner | ParallelRunner:
@@ -287,6 +292,10 @@ class CaseProcess:
         self._process.wait()
         self._log.seek(0)
         text = self._log.read()
+        for line in text.splitlines():
+            # Warnings, errors, and what the pool's size was worked out from.
+            if line[12:16] in (" W r", " E r") or "memory of" in line:
+                print(f"    {line[:230]}", flush=True)
         if not code and code is not None and any("steps" in words for words in self.said):
             return ""
         return f"{self.case.what}, {self.case.title}: {'too late' if code is None else f'ended with {code}'}\n{text[-3000:]}"
@@ -437,6 +446,7 @@ def _give_up() -> None:
 
 def main() -> None:
     if sys.argv[1:2] == [_CASE]:
+        setup_logging(process="rank-0")
         serve(Case(**json.loads(sys.argv[2])))
         sys.stdout.flush()
         # As a worker ends: NCCL's own end may wait for ranks that are gone.

@@ -2,7 +2,7 @@
 
     python benchmarks/hand_over_storm.py                        1000 in flight, 5 % aborts, a kill every 10 s, for 3 minutes
     make storm STORM_FLAGS="--seconds 20 --concurrency 200"
-    make storm STORM_FLAGS="--device auto --both-roles --seconds 30 --concurrency 200 --kill-every 6"        on GPUs
+    make bench-gpu BENCH=hand_over_storm BENCH_FLAGS="--device auto --both-roles --seconds 30 --concurrency 200 --kill-every 6"
 
 `twostep up` on this machine with a small random model in float32: two prefill and two decode workers, on its CPU, where KV goes through
 Ray, or shared out to its GPUs. With `--both-roles` any of them may compute a prompt and go on with it. Every answer is compared with the

@@ -65,7 +65,9 @@ class ServedStepWorkers:
         sys.path.append(str(_ROOT / "tests"))
         from local_ray import LocalRay  # noqa: PLC0415
 
-        return stack.enter_context(LocalRay(object_store_bytes=_STORE_BYTES if self.device != "cpu" else 512 << 20))
+        shared = os.statvfs("/dev/shm")
+        store_bytes = min(_STORE_BYTES if self.device != "cpu" else 512 << 20, shared.f_bavail * shared.f_frsize // 2)
+        return stack.enter_context(LocalRay(object_store_bytes=store_bytes))
 
     def _flags(self, load: ServedStepLoad, directory: Path) -> list[str]:
         return [

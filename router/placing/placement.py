@@ -280,7 +280,7 @@ class _Choice:
     def _placement(self, served: _Served, compared: Sequence[_Served], ground: Ground, why: str) -> Placement:
         demand, p, d = self._demand, served.prefill, served.decode
         computing, way = p or d, served.way
-        late = _beyond(way.ttft_s, demand.ttft_ms), _beyond(way.tpot_s, demand.tpot_ms)
+        late = _beyond(way.ttft_s, demand.ttft_ms), _beyond(way.tpot_s, demand.tpot_ms), _beyond(way.gap_s, demand.gap_ms)
         met = not any(late)
         # A queue becomes shorter by a second each second. Steps become shorter as answers end.
         retry = late[0] + demand.max_new_tokens * late[1]
@@ -288,6 +288,7 @@ class _Choice:
         prefill = "the prompt computed there" if p is None else f"prefill {way.prefill}: {p.candidate.cached_tokens} cached"
         figures = f"{way.ttft_s * 1e3:.1f} ms, then {way.tpot_s * 1e3:.2f} ms a token"
         idle_ttft = self._predictor.idle_ttft_s(computing.candidate)
+        never = _beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms) or _beyond(d.idle_gap_s, demand.gap_ms)
         return Placement(
             prefill=None if p is None else p.candidate.record,
             decode=d.candidate.record,
@@ -301,7 +302,7 @@ class _Choice:
             why=why,
             ground=ground,
             meets_targets=met,
-            attainable=not (_beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms)),
+            attainable=not never,
             retry_after_s=0.0 if met else min(_MOST_RETRY_S, max(_LEAST_RETRY_S, retry)),
         )
 

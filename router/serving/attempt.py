@@ -195,11 +195,12 @@ class Attempt:
         decode = self._decode
         if not await decode.stream.wait_open(min(_STREAM_TIMEOUT_S, self._job.remaining_s())):
             raise WorkerRefused(decode.life, Unavailable(f"decode worker {decode.record.worker_id} does not take a token stream"))
-        tpot_s = self._job.targets.tpot_s
+        targets = self._job.targets
         request = decode_pb2.ReserveRequest(
             router_id=decode.stream.router_id,
             prefill_here=self._prefill is None,
-            tpot_ms=None if tpot_s is None else 1e3 * tpot_s,
+            tpot_ms=None if targets.tpot_s is None else 1e3 * targets.tpot_s,
+            gap_ms=None if targets.gap_s is None else 1e3 * targets.gap_s,
             **self._for_both(computes=self._prefill is None),
         )
         decode.stream.add(self._id, self)

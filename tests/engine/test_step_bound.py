@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_helpers import VOCAB, assert_idle, make_request
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.engine.config import EngineConfig
@@ -106,9 +106,7 @@ def test_prompts_wait_where_a_step_with_some_is_slower_than_the_pace_and_waiting
 )
 def test_more_promises_never_leave_more_time(promised: list[tuple[float, float, float, int]], mixed_s: float, num_waited: int) -> None:
     curve = replace(CURVE, mixed_s=mixed_s)
-    some = [
-        (Promise(tpot_s, gap_s, since_s, last=60) if tpot_s or gap_s else None, number) for tpot_s, gap_s, since_s, number in promised
-    ]
+    some = [(Promise(tpot_s, gap_s, since_s, last=60) if tpot_s or gap_s else None, number) for tpot_s, gap_s, since_s, number in promised]
     bounds = []
     for count in range(len(some) + 1):
         # The same step with all of them: what is compared are the promises alone.
@@ -165,7 +163,7 @@ class Served:
         self._now = 0.0
         self._curve = curve
         config = EngineConfig(
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=2048,
             max_num_seqs=16,
             enable_prefix_caching=False,
             look_ahead=look_ahead,
@@ -199,9 +197,8 @@ class Served:
                 del reserved[name]
                 self.engine.commit(name, [1])
                 self.times[name].append(self._now)
-            gaps = [
-                self.sequences[name].gap_s or float("inf") for name in left if name in reserved or (self.times[name] and name not in prompts)
-            ]
+            here = [name for name in left if name in reserved or self.times[name]]
+            gaps = [self.sequences[name].gap_s or float("inf") for name in here]
             output = self.engine.step()
             seconds = self._curve.step_s(output.workload) if output.tokens or output.progress else 1e-3
             self._now += seconds

@@ -38,14 +38,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @contextmanager
-def graphs_of(model: Decoder, cache: KvCache, ops: TritonOps, sizes: list[int], mixed: Sequence[StepShape] = ()) -> Iterator[StepGraphs]:
+def graphs_of(
+    model: Decoder, cache: KvCache, ops: TritonOps, sizes: list[int], mixed: Sequence[StepShape] = (), **options: Any
+) -> Iterator[StepGraphs]:
     if DEVICE == "cuda":
-        yield StepGraphs(model, cache, ops, sizes, mixed=mixed)
+        yield StepGraphs(model, cache, ops, sizes, mixed=mixed, **options)
         return
     with mock.patch("twostep.model.runner.step_graphs.torch.cuda"):
-        graphs = StepGraphs(model, cache, ops, sizes, mixed=mixed)
+        graphs = StepGraphs(model, cache, ops, sizes, mixed=mixed, **options)
     for captured in [*graphs._graphs.values(), *graphs._sharing.values(), *graphs._mixed.values()]:
-        captured.graph = mock.Mock(replay=mock.Mock(side_effect=lambda c=captured: c.logits.copy_(c._step(model, ops.tokens))))
+        captured.graph = mock.Mock(replay=mock.Mock(side_effect=lambda c=captured: c.logits.copy_(c.step())))
     yield graphs
 
 
@@ -154,6 +156,77 @@ def test_tokens_are_carried_into_a_mixed_step(tmp_path: Path, monkeypatch: pytes
         got = graphs.logits(replace(batch, carried=carried))
         assert got is not None
         torch.testing.assert_close(got.cpu(), runner.forward(replace(batch, carried=carried).with_carried([token])), rtol=0, atol=1e-4)
+
+
+class FailingModel:
+    """A model whose steps fail from one of them on, if they have so many rows."""
+
+    def __init__(self, model: Decoder, told: list[str]) -> None:
+        self._model = model
+        self._told = told
+        self.fails: tuple[int, int] | None = None  # rows, and how many steps of them go well
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def compute(self, plan: Any) -> torch.Tensor:
+        rows = len(plan.token_ids)
+        if self.fails is not None and self.fails == (rows, self._told.count(f"{rows} rows")):
+            raise RuntimeError("no memory on this card")
+        self._told.append(f"{rows} rows")
+        logits: torch.Tensor = self._model.compute(plan)
+        return logits
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> tuple[FailingModel, list[str], KvCache, TritonOps]:
+    save_model("llama", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    told: list[str] = []
+    return FailingModel(model, told), told, KvCache(runner.kv_shape, DEVICE), ops
+
+
+SMALL = [StepShape(6, 0, 1), StepShape(4, 0, 1)]
+
+
+def test_ranks_exchange_in_warm_ups_that_come_before_all_captures(failing: Any) -> None:
+    model, told, cache, ops = failing
+    with torch.inference_mode():
+        noted = {"captured_one": lambda done, total: told.append(f"{done} of {total}"), "meet": lambda: told.append("met")}
+        with graphs_of(model, cache, ops, [2], SMALL, **noted) as graphs:
+            assert graphs.num_mixed == 2
+    steps = ["6 rows", "4 rows", "2 rows"]
+    assert told == [*steps, "met", "6 rows", "1 of 3", "4 rows", "2 of 3", "2 rows", "3 of 3"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_warm_up_that_fails_ends_a_rank_and_costs_one_by_itself_its_mixed_steps(failing: Any, alone: bool) -> None:
+    """Others wait inside the step that failed: they must not be left there for the next one."""
+    model, _, cache, ops = failing
+    model.fails = (4, 0)
+    with torch.inference_mode():
+        if alone:
+            with graphs_of(model, cache, ops, [2], SMALL) as graphs:
+                assert graphs.num_mixed == 0
+            return
+        met: list[int] = []
+        with pytest.raises(RuntimeError, match="no memory"), graphs_of(model, cache, ops, [2], SMALL, meet=lambda: met.append(1)):
+            pass
+        assert not met
+
+
+def test_a_rank_that_cannot_capture_mixed_steps_says_so_and_goes_on(failing: Any) -> None:
+    model, told, cache, ops = failing
+    model.fails = (4, 1)
+    with torch.inference_mode(), graphs_of(model, cache, ops, [2], SMALL, meet=lambda: told.append("met")) as graphs:
+        assert graphs.num_mixed == 0
+        sequence = scattered_sequences([5], BLOCK_SIZE, NUM_BLOCKS, random.Random(0))[0]
+        assert graphs.logits(make_batch([(sequence, 4)], BLOCK_SIZE, every_row=False)) is None
+        sequence.num_computed = 4
+        assert graphs.logits(make_batch([(sequence, 1)], BLOCK_SIZE)) is not None
 
 
 def test_the_ladder_of_mixed_steps_wastes_little() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from twostep.engine.config import EngineConfig
@@ -40,10 +40,11 @@ def real_engine(spec: EngineSpec, clock: Callable[[], float]) -> Engine:
 
 
 class Replay:
-    """Request i goes to the prefill worker i modulo their number, and likewise to a decode worker."""
+    """Request i goes to the prefill worker i modulo their number, and likewise to a decode worker, which computes the prompts of those
+    `alone` by itself."""
 
-    def __init__(self, deployment: SimulatedDeployment) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: SimulatedDeployment, alone: Collection[int] = ()) -> None:
+        self._deployment, self._alone = deployment, alone
         self._now = 0.0
         self._prefill = [_Worker(deployment.prefill, self._clock) for _ in range(deployment.num_prefill)] if deployment.prefill else []
         self._decode = [_Worker(deployment.decode, self._clock) for _ in range(deployment.num_decode)]
@@ -85,7 +86,7 @@ class Replay:
     def _place(self, now: float, i: int) -> bool:
         decode = self._decode[i % len(self._decode)]
         request = _request(i, self._requests[i], decode.spec)
-        if not self._prefill:
+        if not self._prefill or i in self._alone:
             decode.engine.submit(request)
             self._wake(now, decode)
             return True

@@ -397,3 +397,6 @@ def test_a_measured_hand_over_is_believed() -> None:
     after = placed([worker("prefill")], [slow])
     assert after.predicted_tpot_s - before.predicted_tpot_s > 0.25 / 127
     assert after.predicted_gap_s > 0.3
+    only = placed([worker("prefill")], [slow], gap_ms=100.0)
+    assert (only.meets_targets, only.attainable) == (False, False)
+    assert placed([worker("prefill")], [slow], gap_ms=500.0).meets_targets

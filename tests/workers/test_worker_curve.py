@@ -241,6 +241,18 @@ def test_what_is_built_first_and_a_host_that_pauses_spoil_no_curve(monkeypatch: 
         assert found.step_s(each) == pytest.approx(GPU.step_s(each), rel=0.15)
 
 
+@pytest.mark.parametrize("captured_rows", [0, 64, 320])
+def test_steps_that_are_captured_are_not_built_ahead(monkeypatch: pytest.MonkeyPatch, captured_rows: int) -> None:
+    _unfaked(monkeypatch)
+    clock = _Clock()
+    device = _Device(clock)
+    calibrate(device, step_tokens=2048, max_num_seqs=64, captured_rows=captured_rows, budget_s=2.0, clock=clock)
+    mixed = {sum(probe.counts) for probe in mixed_probes(device, 2048, 64)}
+    # As many sequences as beside a prompt's chunk, which are not decodes alone.
+    built = {rows for rows, seqs in device.built if 1 < seqs < rows}
+    assert built == {rows for rows in mixed if rows > captured_rows}
+
+
 def test_a_machine_too_slow_for_the_grid_measures_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     _unfaked(monkeypatch)
     clock = _Clock()

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord, MeasuredHandOver, WorkerRecord
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve, StepWorkload
+from twostep.step_curve import StepCurve, StepWorkload, promised_step_s
 
 # Of a worker that has not measured itself. Only proportions matter then: moving a token's KV takes a fraction of computing it, and a
 # sequence more slows the others, over an answer, by about as much as 64 tokens of prefill.
@@ -46,8 +46,6 @@ ANSWER_TOKENS = 128
 _CONGESTION = 0.5
 # What a second counts that somebody loses within what was promised.
 _SLACK_SHARE = 0.05
-# Of a promised TPOT, what a step with prompts may take: the rest is the host's (twostep/engine/scheduler.py).
-_TPOT_SHARE = 0.9
 # Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
 _MOST_PROMPTS = 0.9
 # A batch request's own time counts for little beside what it costs others.
@@ -131,6 +129,7 @@ class PlacementRequest:
     request_class: RequestClass = RequestClass.STANDARD
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    gap_ms: float | None = None
 
 
 # ---- what would become of it ---------------------------------------------------------------------------------------------
@@ -171,6 +170,7 @@ class Prediction:
     gap_s: float = 0.0
     # The same, were the worker idle.
     idle_tpot_s: float = 0.0
+    idle_gap_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -347,7 +347,8 @@ class Predictor:
         self._fallback = fallback
         self._answer = max(0, min(demand.max_new_tokens, ANSWER_TOKENS) - 1)  # tokens after the first
         self._own = _OWN_WEIGHT[demand.request_class]
-        self._own_bound_s = _TPOT_SHARE * demand.tpot_ms / 1e3 if demand.tpot_ms is not None and self._answer else 0.0
+        # Of steps with prompts beside its tokens, by what it is promised; infinity: the worker's own bound holds.
+        self._own_bound_s = promised_step_s((demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3)
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
         """Describes what a worker is at, and would be with this request."""
@@ -391,7 +392,8 @@ class Predictor:
         rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
         tpot, gap, slower = longer, longer, 0.0
         if answer and record.takes_over and (rate or queued):
-            bounds = [each for each in (bound, record.max_step_s, self._own_bound_s) if each]
+            own = record.max_step_s if self._own_bound_s == math.inf else self._own_bound_s
+            bounds = [each for each in (bound, own) if each]
             most = max(1.0, record.step_tokens - seqs - 1.0)
             chunk = min(most, demand.num_tokens)
             if bounds:
@@ -447,22 +449,25 @@ class Predictor:
         moving = hand_over_s(at.missing_bytes, transport, at.candidate.record.load.hand_overs) + at.host_copy_s
         # The second token waits for the hand-over and for the step under way.
         tpot = at.tpot_s + (moving + at.step_s / 2) / answer
+        gap = max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s)
+        missed = _miss(tpot, self._demand.tpot_ms) + _miss(gap, self._demand.gap_ms)
         return Prediction(
             candidate=at.candidate,
-            cost=self._own * self._answer_cost(tpot) + at.others_s + _miss(tpot, self._demand.tpot_ms) + at.penalty,
+            cost=self._own * self._answer_cost(tpot) + at.others_s + missed + at.penalty,
             load_s=answer * (at.tpot_s - at.idle_step_s) + at.others_s,
             others_s=at.others_s,
             tpot_s=tpot,
-            gap_s=max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s),
+            gap_s=gap,
             idle_tpot_s=at.idle_step_s + moving / answer,
+            idle_gap_s=at.idle_step_s + moving,
         )
 
     def local(self, at: Decoding) -> Prediction:
         """It computes the prompt itself, in chunks beside its decodes, and keeps the sequence."""
         answer, ttft = self._answer, self._ttft(at)
-        tpot = at.tpot_s if answer else 0.0
+        tpot, gap = (at.tpot_s, at.gap_s) if answer else (0.0, 0.0)
         others = at.prompt_others_s + (at.others_s if answer else 0.0)
-        missed = _miss(ttft, self._demand.ttft_ms) + _miss(tpot, self._demand.tpot_ms)
+        missed = _miss(ttft, self._demand.ttft_ms) + _miss(tpot, self._demand.tpot_ms) + _miss(gap, self._demand.gap_ms)
         return Prediction(
             candidate=at.candidate,
             cost=self._own * (ttft + self._answer_cost(tpot)) + others + missed + at.prompt_penalty + at.penalty,
@@ -470,8 +475,9 @@ class Predictor:
             others_s=others,
             ttft_s=ttft,
             tpot_s=tpot,
-            gap_s=at.gap_s if answer else 0.0,
+            gap_s=gap,
             idle_tpot_s=at.idle_step_s if answer else 0.0,
+            idle_gap_s=at.idle_step_s if answer else 0.0,
         )
 
     def idle_ttft_s(self, candidate: Candidate) -> float:

@@ -229,6 +229,16 @@ class FinishedStep:
         return self.sampled
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedSteps:
+    """Says what of a runner's steps was captured as CUDA graphs: how many, the most rows of one with prompts, and the device memory that
+    all of them took."""
+
+    count: int = 0
+    most_prompt_rows: int = 0
+    num_bytes: int = 0
+
+
 class Runner(Protocol):
     """Executes batches on one device, in the order launched. Not thread-safe but for read_blocks and write_blocks, which any thread may
     call for blocks, or layers of blocks, that no launched step writes any more."""

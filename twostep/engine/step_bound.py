@@ -10,12 +10,12 @@ its simulation (twostep/lab/simulator/engine.py).
     tokens   |----|----|----|- a step with prompts -|----|         ahead: it has time left
     tokens   |- a step with prompts -|----|----|----|----|         just begun: it will be late, and back at its pace four tokens later
 
-The least of all these bounds the step. Somebody has always just begun: by what they have left alone, a long prompt would hardly get on. What
-a sequence may make up is little by itself where decoding takes nearly as long as its pace allows.
+The least of all these bounds the step. Somebody has always just begun: by what they have left alone, a long prompt would hardly get on.
+What a sequence may make up is little by itself where decoding takes nearly as long as its pace allows.
 
-Where not even a least chunk fits, prompts wait for some steps if these bring the sequence back to its pace. If they do not, since it is too
-late, or decoding alone too slow, then waiting is of no use: it has its pace from now on, as far as that can be, and prompts get their
-least chunk. So they do after `MOST_WAITED` steps without prompts, whatever was promised.
+Where not even a least chunk fits, it is computed all the same: as a rule a step with so little keeps to the pace, so that nobody gets
+later by it. Where it does not, since steps with prompts take long whatever they hold, prompts wait for some steps, `MOST_WAITED` at most,
+in which the sequence gets back to its pace; but not if that is of no use, because decoding alone is too slow, or it is too late already.
 """
 
 from __future__ import annotations
@@ -93,13 +93,14 @@ def time_limit_of(
             continue
         every_s, num_left = PACE_SHARE * promise.tpot_s, promise.last - number
         left_s = every_s * (number - promise.first) - (begin_s - promise.since_s)
-        helps = decode_step_s < every_s < least_s
+        helps = decode_step_s < every_s < least_s  # waiting does
         if every_s > decode_step_s:
             left_s += (every_s - decode_step_s) * (num_left if num_left < MADE_UP_WITHIN else MADE_UP_WITHIN)
         if left_s < every_s:
             end_s = begin_s + decode_step_s * (num_left + 1)
             if end_s > promise.since_s + promise.tpot_s * (promise.last - promise.first):
-                left_s, helps = every_s, False  # it is broken already
+                # It is broken whatever is done: it has its pace from now on.
+                left_s, helps = every_s, False
         if helps:
             if left_s < kept_s:
                 kept_s = left_s

@@ -18,6 +18,7 @@ OLDEST_LEASE = gauge(
 )
 SEQUENCES = gauge("twostep_worker_sequences", "decode: sequences of all states. prefill: running calls of routers.", _ROLE)
 STREAMS = gauge("twostep_worker_streams", "Token streams open to routers (decode workers).", _ROLE)
+GRAPHS = gauge("twostep_worker_graph_bytes", "Memory that captured steps (CUDA graphs) took of each of its GPUs at the start.", _ROLE)
 TRANSPORT_READY = gauge("twostep_kv_transport_ready", "1: the KV transport works on this worker now.", ["role", "transport"])
 STORED = gauge("twostep_kv_stored_bytes", "KV published and not dropped yet, in the KV agent and the pool.", ["role", "transport"])
 OBJECTS = gauge("twostep_kv_stored_objects", "Published chunks that are not dropped yet.", ["role", "transport"])
@@ -27,7 +28,7 @@ ENGINE_MEMORY = gauge(
     _ROLE,
 )
 
-_FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, TRANSPORT_READY, STORED, OBJECTS, ENGINE_MEMORY)
+_FAMILIES = (READY, LEASES, OLDEST_LEASE, SEQUENCES, STREAMS, GRAPHS, TRANSPORT_READY, STORED, OBJECTS, ENGINE_MEMORY)
 
 
 class HeldByTransport(Protocol):
@@ -56,12 +57,15 @@ class WorkerMetrics:
         for metric in self._gauges.values():
             metric.clear()
 
-    def set(self, *, ready: bool, num_leases: int, oldest_lease_s: float, num_sequences: int, num_streams: int) -> None:
+    def set(
+        self, *, ready: bool, num_leases: int, oldest_lease_s: float, num_sequences: int, num_streams: int, graph_bytes: int = 0
+    ) -> None:
         self._set(READY, ready)
         self._set(LEASES, num_leases)
         self._set(OLDEST_LEASE, oldest_lease_s)
         self._set(SEQUENCES, num_sequences)
         self._set(STREAMS, num_streams)
+        self._set(GRAPHS, graph_bytes)
 
     def set_engine_memory(self, num_bytes: int) -> None:
         self._set(ENGINE_MEMORY, num_bytes)

@@ -81,17 +81,21 @@ def calibrate(
     *,
     step_tokens: int,
     max_num_seqs: int,
+    captured_rows: int = 0,
     budget_s: float = DEFAULT_BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepCurve:
     """The cost curve of the runner's steps. Takes about `budget_s`, and what a GPU needs to build kernels that it lacks; call it before
-    anything else is launched, on a thread that may launch. The fake runner's curve is known. Raises what the device fails with, and
+    anything else is launched, on a thread that may launch. `captured_rows`: steps with prompts of up to so many rows are captured, and
+    build no kernels. The fake runner's curve is known. Raises what the device fails with, and
     SetupError if the pool holds no step at all."""
     if isinstance(runner, FakeRunner):
         return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
     begun = clock()
     if runner.overlaps:
         for probe in (*short_probes(runner, step_tokens), *mixed_probes(runner, step_tokens, max_num_seqs)):
+            if sum(probe.counts) <= captured_rows:
+                continue
             batch = _batch(runner, probe)
             runner.launch(batch).result()
             # As it is served: what the step before sampled is this one's input.

@@ -15,7 +15,7 @@ from twostep.step_curve import StepCurve
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """Holds what does not change while an engine runs. `curve`: how long its steps take, as measured at the start; None: not measured.
-    `gpu_ids`: UUIDs of the GPUs that it computes on, by rank."""
+    `gpu_ids`: UUIDs of the GPUs that it computes on, by rank. `captured_bytes`: memory that its CUDA graphs took of each."""
 
     name: str
     layout: LayoutRecord
@@ -26,6 +26,7 @@ class EngineFacts:
     eos_token_ids: frozenset[int]
     curve: StepCurve | None = None
     gpu_ids: tuple[str, ...] = ()
+    captured_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

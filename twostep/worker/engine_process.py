@@ -195,6 +195,8 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
     setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{config.role}-{config.port}-engine")
     try:
         config = settle(config)
+        # All is imported.
+        gc.enable()
         model = load_model(config, _Told(link))
         config = at_knee(config, model.curve)
         engine = LocalEngine(config, model)

@@ -49,6 +49,7 @@ class LocalEngine:
             eos_token_ids=model.eos_token_ids,
             curve=model.curve,
             gpu_ids=model.gpu_ids,
+            captured_bytes=model.captured.num_bytes,
         )
         self._ranks = model.ranks
         self._preparation = Preparation(model.grammar_compiler(), model.runner.kv_shape.block_size)

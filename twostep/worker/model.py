@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.cluster.records import LayoutRecord
-from twostep.engine.batch import KvShape, Runner
+from twostep.engine.batch import CapturedSteps, KvShape, Runner
 from twostep.engine.config import check_pool
 from twostep.engine.fake import FakeRunner
 from twostep.engine.grammar import GrammarCompiler
@@ -26,6 +26,7 @@ from twostep.worker.calibration import calibrate
 from twostep.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
+    from twostep.model.runner.model_runner import ModelRunner
     from twostep.model.runner.parallel_runner import ParallelRunner
     from twostep.model.step.pool_sizing import PoolSizing
 
@@ -48,6 +49,7 @@ class ServedModel:
     # Its tokenizer.json, for answers held to a grammar; None: there is none.
     tokenizer_dir: Path | None = None
     gpu_ids: tuple[str, ...] = ()  # UUIDs of the GPUs that it is computed on, by rank
+    captured: CapturedSteps = field(default_factory=CapturedSteps)
 
     def grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer_dir, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
@@ -62,14 +64,17 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         revision, cache_dir = config.model_revision, config.cache_dir
         model_dir = resolve(config.model, revision=revision, weights=weights, cache_dir=cache_dir, progress=log.info, bar=progress)
     ranks: ParallelRunner | None = None
+    captured = CapturedSteps()
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
         _check_memory(config, model_dir)
         if config.tensor_parallel_size > 1:
             runner = ranks = _parallel_runner(config, model_dir, progress)
+            captured = ranks.captured
         else:
-            runner = _model_runner(config, model_dir, progress)
+            runner = alone = _model_runner(config, model_dir, progress)
+            captured = alone.captured
     if not gives_tokens(runner):
         if ranks is not None:
             ranks.close()
@@ -92,7 +97,12 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     )
     if config.calibrate:
         progress.phase("curve")
-        curve = calibrate(runner, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+        curve = calibrate(
+            runner,
+            step_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            captured_rows=captured.most_prompt_rows,
+        )
     return ServedModel(
         name=config.served_model_name,
         runner=runner,
@@ -102,6 +112,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         curve=curve,
         tokenizer_dir=model_dir,
         gpu_ids=_gpu_ids(config),
+        captured=captured,
     )
 
 
@@ -175,7 +186,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
     )
 
 
-def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> Runner:
+def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ModelRunner:
     from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
     # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.

@@ -4,6 +4,7 @@ What takes a second to import is imported once the engine's process has begun: t
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ def run_worker(role: str, argv: Sequence[str] | None, load_edge: Callable[[], Ca
     begun = process_start() if argv is None else time.monotonic()
     config = parse_config(role, argv)
     setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{role}-{config.port}")
+    # As in kv_transfer/engine_process.py.
+    gc.disable()
     try:
         secret = load_secret(config.secret_file)
         check_ports(config)

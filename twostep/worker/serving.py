@@ -57,6 +57,7 @@ def serve(config: WorkerConfig, child: EngineChild | None, secret: bytes, make_e
 def _loaded(config: WorkerConfig, child: EngineChild | None, starting: StartUp) -> Iterator[tuple[WorkerConfig, EnginePort]]:
     """Gives the configuration with all settled, and an engine to be started. Raises SetupError and EngineEnded."""
     if child is not None:
+        gc.enable()
         remote = RemoteEngine.launch(config, child, starting)
         try:
             yield remote.config, remote
@@ -64,6 +65,8 @@ def _loaded(config: WorkerConfig, child: EngineChild | None, starting: StartUp) 
             remote.close()
         return
     config = settle(config)
+    # All is imported.
+    gc.enable()
     model = load_model(config, starting)
     config = at_knee(config, model.curve)
     # What is loaded is never garbage: a full collection that looked at all of it would hold up all streams for a tenth of a second.

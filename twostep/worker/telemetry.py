@@ -94,6 +94,7 @@ class Telemetry:
         self._num_computed_tokens = self._num_prompt_tokens = 0
         self._rates = RateMeter()
         self._gpus, self._engine_pid = GpuMeter(gpu_ids), engine.pid
+        self._graph_bytes = engine.facts.captured_bytes
         self._worker = WorkerMetrics(self.registry, role=config.role)
         self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._sampling: asyncio.Task[None] | None = None
@@ -173,6 +174,7 @@ class Telemetry:
                         oldest_lease_s=stats.oldest_lease_s,
                         num_sequences=stats.num_sequences,
                         num_streams=stats.num_streams,
+                        graph_bytes=self._graph_bytes,
                     )
                     for held in stats.transports:
                         self._worker.set_transport(held)

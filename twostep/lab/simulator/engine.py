@@ -1,7 +1,8 @@
 """An engine without tokens: the scheduler, the seats and the blocks of twostep.engine on a clock that a simulation sets.
 
-What is kept of the engine: `plan_step` and `time_limit_of` themselves, the token budget, sequences that take blocks as they grow and leave a watermark to each
-other, who came last giving way when there are none (computed again), and, with `look_ahead`, a step planned while one runs:
+What is kept of the engine: `plan_step` and `time_limit_of` themselves, the token budget, sequences that take blocks as they grow and leave
+a watermark to each other, who came last giving way when there are none (computed again), and, with `look_ahead`, a step planned while one
+runs:
 
     clock    ─ n ──────────────┬─ n+1 ────────────┬─
     plans       ·   ·   n+1          ·   ·   n+2       `ahead_s` before the end; what arrives after that is in n+2
@@ -35,9 +36,10 @@ _MOST_STEP_ENDS = 8192
 class EngineSpec:
     """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. While sequences decode, a step with prompts takes `max_step_s` at most (0: any time), but computes
-    `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends (twostep/engine/pacing.py), or
-    at its beginning if it is shorter. `tpot_s` and `gap_s` are promised to all its sequences, instead of `max_step_s`; 0: are not."""
+    of decodes alone are replayed graphs. `tpot_s` and `gap_s` are promised to all its sequences (0: are not) and bound steps with prompts
+    (twostep/engine/step_bound.py); without either, such a step takes `max_step_s` at most while sequences decode (0: any time), but
+    computes `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends
+    (twostep/engine/pacing.py), or at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerRange, Sampled
+from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
@@ -140,6 +141,7 @@ class ModelRunner:
         part = None if member is None else member.part(config)
         local = config if part is None else part.shard.local
         self._steps: Steps
+        self.captured = CapturedSteps()
         progress = progress or NoProgress()
         progress.phase("device")
         with self._on_device():
@@ -234,6 +236,8 @@ class ModelRunner:
         with torch.inference_mode():
             if not max_num_seqs:
                 return DeviceSteps(self._model, self._cache, ops, None)
+            meeting = None if self._member is None else self._member.meeting
+            free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
                 self._model,
                 self._cache,
@@ -241,14 +245,17 @@ class ModelRunner:
                 ladder(max_num_seqs),
                 lambda done, total: progress.advance(done, total, "graphs"),
                 mixed=mixed_ladder(self._max_graph_tokens, max_num_seqs) if self._max_graph_tokens else (),
-                # Ranks would have to agree on what each of them found.
-                share_prefixes=self._member is None,
+                meet=None if meeting is None else partial(meeting.exchange, b"warm"),
             )
-            if self._member is not None and not self._member.meeting.least(graphs.num_mixed):
+            if meeting is not None and not meeting.least(graphs.num_mixed):
                 graphs.without_mixed()
             trouble = graphs.try_sharing()
             if trouble:
                 log.warning("prefixes that sequences share are read by each for itself: %s", trouble)
+            num_bytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
+            self.captured = CapturedSteps(count=graphs.count, most_prompt_rows=graphs.most_prompt_rows, num_bytes=num_bytes)
+            # What else took memory of the device meanwhile is part of it.
+            log.info("%d steps captured as CUDA graphs, in %.0f MiB", graphs.count, num_bytes / (1 << 20))
         return DeviceSteps(self._model, self._cache, ops, graphs)
 
     def _make_sums(self, config: ModelConfig) -> KvSums | None:
@@ -284,9 +291,9 @@ class ModelRunner:
         item_bytes = DTYPES[self.kv_shape.dtype].itemsize
         heads = 2 * config.num_heads + 2 * config.num_kv_heads
         row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-        return graph_bytes(
-            max_num_seqs, self._max_graph_tokens, vocab_size=self.vocab_size, item_bytes=item_bytes, row_bytes=row * item_bytes
-        )
+        # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
+        logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
+        return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's current device."""

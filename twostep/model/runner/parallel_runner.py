@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, FinishedStep, InFlight, KvShape, LayerMark, LayerRange, Sampled
+from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerMark, LayerRange, Sampled
 from twostep.errors import SetupError, Unavailable
 from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
@@ -148,6 +148,11 @@ class ParallelRunner:
     @property
     def marks_layers(self) -> bool:
         return False
+
+    @property
+    def captured(self) -> CapturedSteps:
+        """Of this rank; the others have captured the same."""
+        return self._local.captured
 
     def launch(self, batch: Batch) -> InFlight:
         self._check()

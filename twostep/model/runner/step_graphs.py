@@ -51,12 +51,16 @@ class StepGraphs:
         captured_one: Callable[[int, int], object] = lambda done, total: None,
         *,
         mixed: Sequence[StepShape] = (),
-        share_prefixes: bool = True,
+        meet: Callable[[], object] | None = None,
     ) -> None:
         """Captures one graph per size of a step of decodes, and per shape of a `mixed` one: takes some hundredths of a second each, and
-        memory for the largest step once. `captured_one` is called with how many of how many are there. `share_prefixes`: more of them, of
-        steps that read shared prefixes once; where these cannot be captured, `try_sharing` says why. Where mixed steps cannot be captured,
-        or over a pool whose chunks no captured kernel attends, they are launched kernel by kernel, and the log says so."""
+        memory for the largest step once. `captured_one` is called with how many of how many are there. Where mixed steps cannot be
+        captured, or over a pool whose chunks no captured kernel attends, they are launched kernel by kernel, and the log says so. There are
+        more graphs, of steps that read shared prefixes once; where these cannot be captured, `try_sharing` says why.
+
+        `meet`: this is one of several ranks, which exchange while they warm up and not while they capture, and waits for all others to
+        have warmed up. A warm-up that fails is raised then, since the others wait inside it; what one rank could not capture, all of them
+        have to do without (`without_mixed`), and no prefixes are shared."""
         assert cache.shape.num_blocks * cache.shape.block_size < 2**31
         self._sizes = sorted(sizes)
         self._cache = cache
@@ -68,46 +72,76 @@ class StepGraphs:
         most_seqs = max([self._sizes[-1], *(shape.num_seqs for shape in mixed)])
         self._tables = torch.zeros(most_seqs, blocks, dtype=torch.int32, device=cache.tensor.device)
         shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows)
-        sharing = sharing_ladder(self._sizes) if shareable and share_prefixes else []
+        sharing = sharing_ladder(self._sizes) if shareable and meet is None else []
         self._pool: Any = None
         self._num_done, self._total = 0, len(self._sizes) + len(sharing) + len(mixed)
         self._captured_one = captured_one
+        self._warming = torch.cuda.Stream(cache.tensor.device)
         # The largest first: the others fit into its memory.
         self._mixed: dict[StepShape, _Captured] = {}
-        rows_seen, seqs_seen = set(), set()
+        trouble: Exception | None = None
+        prepared: list[_Captured] = []
         try:
-            for shape in sorted(mixed, reverse=True):
-                seen = shape.rows in rows_seen and shape.num_seqs in seqs_seen
-                rows_seen.add(shape.rows)
-                seqs_seen.add(shape.num_seqs)
-                self._mixed[shape] = self._capture(model, shape, warm_ups=0 if seen else _WARM_UPS)
-        except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises: this card does without
-            log.warning("steps with prompts are launched kernel by kernel: %s: %s", type(error).__name__, str(error)[:200])
+            prepared = self._prepare_mixed(model, sorted(mixed, reverse=True))
+        except Exception as error:  # whatever a compiler or driver raises: this card does without
+            if meet is not None:
+                raise
+            trouble = error
+        decodes = [self._prepare(model, StepShape(size, size)) for size in reversed(self._sizes)]
+        if meet is not None:
+            meet()
+        try:
+            for step in prepared:
+                self._mixed[step.shape] = self._capture(step)
+        except Exception as error:  # noqa: BLE001 - as above
+            trouble = error
+        if trouble is not None:
+            log.warning("steps with prompts are launched kernel by kernel: %s: %s", type(trouble).__name__, str(trouble)[:200])
             self._mixed = {}
         self._shapes = sorted(self._mixed)
-        self._graphs = {size: self._capture(model, StepShape(size, size)) for size in reversed(self._sizes)}
+        self._graphs = {step.shape.decodes: self._capture(step) for step in decodes}
         self._sharing: dict[int, _Captured] = {}
         self._sharing_trouble = ""
         try:
             for size in reversed(sharing):
-                self._sharing[size] = self._capture(model, StepShape(size, size), sharing=True)
+                self._sharing[size] = self._capture(self._prepare(model, StepShape(size, size), sharing=True))
         except Exception as error:  # noqa: BLE001 - as above
             self._sharing_trouble = f"{type(error).__name__}: {str(error)[:200]}"
             self._sharing = {}
 
-    def _capture(self, model: Decoder, shape: StepShape, *, sharing: bool = False, warm_ups: int | None = None) -> _Captured:
-        warm_ups = _WARM_UPS if warm_ups is None else warm_ups
-        captured = _Captured(
-            model, self._cache, self._ops, shape, self._tables[: shape.num_seqs], self._pool, sharing=sharing, warm_ups=warm_ups
-        )
-        self._pool = captured.graph.pool()
+    def _prepare_mixed(self, model: Decoder, shapes: Sequence[StepShape]) -> list[_Captured]:
+        rows_seen, seqs_seen, prepared = set[int](), set[int](), list[_Captured]()
+        for shape in shapes:
+            seen = shape.rows in rows_seen and shape.num_seqs in seqs_seen
+            rows_seen.add(shape.rows)
+            seqs_seen.add(shape.num_seqs)
+            prepared.append(self._prepare(model, shape, warm_ups=0 if seen else _WARM_UPS))
+        return prepared
+
+    def _prepare(self, model: Decoder, shape: StepShape, *, sharing: bool = False, warm_ups: int | None = None) -> _Captured:
+        step = _Captured(model, self._cache, self._ops, shape, self._tables[: shape.num_seqs], sharing=sharing)
+        step.warm_up(self._warming, _WARM_UPS if warm_ups is None else warm_ups)
+        return step
+
+    def _capture(self, step: _Captured) -> _Captured:
+        step.capture(self._pool)
+        self._pool = step.graph.pool()
         self._num_done += 1
         self._captured_one(self._num_done, self._total)
-        return captured
+        return step
+
+    @property
+    def count(self) -> int:
+        return len(self._graphs) + len(self._sharing) + len(self._mixed)
 
     @property
     def num_mixed(self) -> int:
         return len(self._mixed)
+
+    @property
+    def most_prompt_rows(self) -> int:
+        """Rows of the largest step with prompts; 0: none is captured."""
+        return max((shape.rows for shape in self._mixed), default=0)
 
     def without_mixed(self) -> None:
         """Drops the mixed steps' graphs, where other ranks have not captured the same."""
@@ -196,42 +230,38 @@ class StepGraphs:
 
 
 class _Captured:
-    """One graph."""
+    """One graph, once it is captured."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: KvCache,
-        ops: TritonOps,
-        shape: StepShape,
-        tables: torch.Tensor,
-        pool: Any,
-        *,
-        sharing: bool,
-        warm_ups: int,
-    ) -> None:
-        device = tables.device
+    logits: torch.Tensor
+
+    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, shape: StepShape, tables: torch.Tensor, *, sharing: bool) -> None:
         self.shape = shape
         self.inputs = ops.captured_inputs(shape, cache, model.attention.num_heads)
+        self.graph = torch.cuda.CUDAGraph()
+        self._model = model
+        self._tokens = ops.tokens
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
-        self._plan = plan = ops.plan_captured(self.inputs, tables, cache, model.attention, sharing=sharing)
-        self.shared = plan.shared
-        stream = torch.cuda.Stream(device)
+        self._plan = ops.plan_captured(self.inputs, tables, cache, model.attention, sharing=sharing)
+        self.shared = self._plan.shared
+
+    def warm_up(self, stream: torch.cuda.Stream, count: int) -> None:
+        """Compiles kernels and makes the libraries' workspaces, which a capture must not. The same stream for all: its memory is theirs."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(warm_ups):  # compiles kernels and makes the libraries' workspaces, which a capture must not
-                self._step(model, ops.tokens)
+            for _ in range(count):
+                self.step()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
+
+    def capture(self, pool: Any) -> None:
         # Only this thread is kept from calls that a capture forbids: those of libraries (NCCL's watchdog) may go on.
         with _nothing_collected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            logits = self._step(model, ops.tokens)
+            logits = self.step()
         self.logits = _lent(logits)
 
-    def _step(self, model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-        carry_tokens(self.inputs.tensor("token_ids"), self.inputs.tensor("carried"), tokens)
-        logits = model.compute(self._plan)
-        pick_greedy(logits, tokens[: len(logits)])
+    def step(self) -> torch.Tensor:
+        carry_tokens(self.inputs.tensor("token_ids"), self.inputs.tensor("carried"), self._tokens)
+        logits = self._model.compute(self._plan)
+        pick_greedy(logits, self._tokens[: len(logits)])
         return logits
 
 

@@ -62,13 +62,9 @@ def mixed_ladder(most_rows: int, max_num_seqs: int) -> list[StepShape]:
     ]
 
 
-def graph_bytes(max_num_seqs: int, most_rows: int, *, vocab_size: int, item_bytes: int, row_bytes: int) -> int:
-    """About what captured steps keep: their memory, in which they take turns, and what the driver needs for each. `row_bytes`: what a row
-    has in that memory at once."""
+def graph_bytes(max_num_seqs: int, most_rows: int, *, logits_bytes: int, row_bytes: int) -> int:
+    """About what captured steps keep: their memory, in which they take turns, and what the driver needs for each. `logits_bytes`: of one
+    sampled row's logits; `row_bytes`: what a row has besides in that memory at once."""
     sizes, mixed = ladder(max_num_seqs), mixed_ladder(most_rows, max_num_seqs)
     count = len(sizes) + len(sharing_ladder(sizes)) + len(mixed)
-    return (
-        count * _GRAPH_BYTES
-        + (max_num_seqs + _MOST_CHUNKS) * vocab_size * item_bytes
-        + max([max_num_seqs, *(s.rows for s in mixed)]) * row_bytes
-    )
+    return count * _GRAPH_BYTES + (max_num_seqs + _MOST_CHUNKS) * logits_bytes + max([max_num_seqs, *(s.rows for s in mixed)]) * row_bytes
