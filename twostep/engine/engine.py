@@ -221,18 +221,22 @@ class Engine:
             raise InternalError(f"{SICK}; restart the worker, and look at its GPU if it happens again")
         # After a launch that failed nothing is carried from it: it is settled first.
         while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
+            due = self._clock()
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
                 began = max(running.since, self._ended_at)
                 prompts = running.workload.prompt_tokens > 0 or self._scheduler.has_waiting
-                self._sleep(self._pacing.wait_s(running.workload, self._clock() - began, prompts=prompts))
+                wait_s = self._pacing.wait_s(running.workload, due - began, prompts=prompts)
+                self._sleep(wait_s)
+                due += wait_s
             started = self._clock()
             if not self._launch():
                 break
-            launched = self._launched[-1]
-            launched.launch_s = self._clock() - started
-            self._pacing.launched(launched.launch_s, prompts=launched.workload.prompt_tokens > 0)
+            launched, now = self._launched[-1], self._clock()
+            launched.launch_s = now - started
+            # Who gets the processor or the interpreter late is to be called earlier.
+            self._pacing.launched(now - due, prompts=launched.workload.prompt_tokens > 0)
         return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
 
     def settle_launched(self) -> list[StepOutput]:
