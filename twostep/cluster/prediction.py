@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord, MeasuredHandOver, WorkerRecord
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve, StepWorkload, promised_step_s
+from twostep.step_curve import GAP_SHARE, StepCurve, StepWorkload
 
 # Of a worker that has not measured itself. Only proportions matter then: moving a token's KV takes a fraction of computing it, and a
 # sequence more slows the others, over an answer, by about as much as 64 tokens of prefill.
@@ -46,6 +46,9 @@ ANSWER_TOKENS = 128
 _CONGESTION = 0.5
 # What a second counts that somebody loses within what was promised.
 _SLACK_SHARE = 0.05
+# Of a promised TPOT, how long steps with prompts are taken to be beside the request: less than engines allow (PACE_SHARE), since some
+# of them last longer than foretold.
+_TPOT_SHARE = 0.9
 # Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
 _MOST_PROMPTS = 0.9
 # A batch request's own time counts for little beside what it costs others.
@@ -348,7 +351,8 @@ class Predictor:
         self._answer = max(0, min(demand.max_new_tokens, ANSWER_TOKENS) - 1)  # tokens after the first
         self._own = _OWN_WEIGHT[demand.request_class]
         # Of steps with prompts beside its tokens, by what it is promised; infinity: the worker's own bound holds.
-        self._own_bound_s = promised_step_s((demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3)
+        tpot_s, gap_s = (demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3
+        self._own_bound_s = min(_TPOT_SHARE * tpot_s or math.inf, GAP_SHARE * gap_s or math.inf)
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
         """Describes what a worker is at, and would be with this request."""
