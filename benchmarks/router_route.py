@@ -38,7 +38,7 @@ from twostep.rpc.v1 import inference_pb2
 from twostep.settings.reading import FlagParser
 
 _START_S = 60.0
-_WORKER = str(Path(__file__).with_name("route_worker.py"))
+_WORKER = "route_worker.py"  # the tree's own
 _FAKE = ("--runner", "fake", "--num-blocks", "8192")
 _ROUTER = ("-m", "router", "--http-port", "-1")
 _KINDS = {
@@ -122,7 +122,8 @@ async def system(tree: Path, directory: Path, kind: str, *, as_ids: bool) -> Asy
         await until(socket_path(directory).exists)
         port = free_port()
         for words in _KINDS[kind]:
-            argv = [sys.executable, "-P", *words, "--host", "127.0.0.1", "--health-port", "-1", "--metrics-port", "-1"]
+            given = [str(tree / "benchmarks" / word) if word == _WORKER else word for word in words]
+            argv = [sys.executable, "-P", *given, "--host", "127.0.0.1", "--health-port", "-1", "--metrics-port", "-1"]
             argv += ["--model", str(place.model), "--served-model-name", "m", "--redis-url", place.redis_url]
             argv += ["--secret-file", str(place.secret), "--log-level", "error"]
             argv += ["--port", str(port if "router" in words else free_port())]

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from router_helper import obey
 from router_place import HASH_UNIT, SECRET, RigFiles
 
+from decode_worker.reservations import ReservationCalls
 from twostep.checkpoint.fingerprint import dummy_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.signed import RECORDS, Signer
@@ -108,6 +109,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             "Reserve": unary(self.Reserve, decode_pb2.ReserveRequest.FromString, decode_pb2.ReserveResponse.SerializeToString),
             "Attach": unary(self.Attach, decode_pb2.AttachRequest.FromString, decode_pb2.AttachResponse.SerializeToString),
             "Cancel": unary(self.Cancel, decode_pb2.CancelRequest.FromString, decode_pb2.CancelResponse.SerializeToString),
+            "Reservations": grpc.stream_stream_rpc_method_handler(
+                self.Reservations, decode_pb2.ReservationCall.FromString, decode_pb2.ReservationAnswer.SerializeToString
+            ),
             "Stream": grpc.unary_stream_rpc_method_handler(self.Stream, decode_pb2.StreamRequest.FromString, None),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("twostep.v1.Decode", handlers),))
@@ -115,6 +119,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
         self._reserved[request.request_id, request.attempt] = request
         return decode_pb2.ReserveResponse(lease_s=5.0, epoch=self._epoch)
+
+    async def Reservations(
+        self, calls: AsyncIterator[decode_pb2.ReservationCall], context: Any
+    ) -> AsyncIterator[decode_pb2.ReservationAnswer]:
+        async for answer in ReservationCalls(lambda request, _: self.Reserve(request, None), self._cancel).answers(calls):
+            yield answer
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:
         attempt = (request.request_id, request.attempt)
@@ -128,9 +138,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.AttachResponse()
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelResponse:
-        attempt = (request.request_id, request.attempt)
+        return decode_pb2.CancelResponse(found=await self._cancel(request.request_id, request.attempt))
+
+    async def _cancel(self, request_id: str, number: int) -> bool:
+        attempt = (request_id, number)
         found = [running.pop(attempt, None) for running in self._running.values()]
-        return decode_pb2.CancelResponse(found=self._reserved.pop(attempt, None) is not None or any(found))
+        return self._reserved.pop(attempt, None) is not None or any(found)
 
     async def Stream(self, request: decode_pb2.StreamRequest, context: Any) -> AsyncIterator[Any]:
         outbox = self._outboxes[request.router_id] = asyncio.Queue()

@@ -2,8 +2,9 @@
 
 The life of a request here:
 
- 1. Reserve   sets blocks aside for the prompt, and says how many of the prefix's are here already: those are shared by reference and
-              not moved again. The prefill worker may have begun with the prompt; the router gives that up if there is no room.
+ 1. Reserve   by a call, or over the stream Reservations (decode_worker.reservations), sets blocks aside for the prompt, and says how many
+              of the prefix's are here already: those are shared by reference and not moved again. The prefill worker may have begun with
+              the prompt; the router gives that up if there is no room.
  2. Attach    brings the prefill worker's ticket, usually while the prompt is still queued there. The answer comes at once; from here on
               everything comes on the router's stream.
  3. fetch     in the background (decode_worker.pull): watch the prefill worker, tell it what is here already, pull each chunk as it
@@ -25,17 +26,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
+from decode_worker.reservations import ReservationCalls
 from decode_worker.sequences import Sequences
 from decode_worker.tracing import SequenceSpans
 from kv_transfer.ticket import Ticket
 from twostep.engine.types import EngineRequest
 from twostep.errors import ResourceExhausted, Unavailable
 from twostep.process.log import concerning
-from twostep.process.tracing import metadata_of, trace_id_of
+from twostep.process.tracing import Metadata, metadata_of, trace_id_of
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc
 from twostep.worker.requests import RequestReader
 
@@ -56,9 +59,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self.refusal: str | None = None
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: _Context) -> decode_pb2.ReserveResponse:
+        return await self._reserved(request, metadata_of(context))
+
+    async def Reservations(
+        self, calls: AsyncIterator[decode_pb2.ReservationCall], context: _Context
+    ) -> AsyncIterator[decode_pb2.ReservationAnswer]:
+        """See decode_worker.reservations."""
+        async with aclosing(ReservationCalls(self._reserved, self._sequences.cancel).answers(calls)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _reserved(self, request: decode_pb2.ReserveRequest, metadata: Metadata) -> decode_pb2.ReserveResponse:
         if self.refusal is not None:
             raise Unavailable(self.refusal)
-        metadata = metadata_of(context)
         concerning(request.request_id, trace_id_of(metadata))
         engine_request = await self._reader.read(request)
         if self.refusal is not None:

@@ -28,6 +28,7 @@ from router.request.output import Output
 from router.request.report import RequestReport
 from router.workers.pool import DecodeLink, WorkerLink
 from router.workers.prefix_index import WorkerLife
+from router.workers.reservations import ReserveRefused
 from twostep.errors import InternalError, TwostepError, Unavailable, error_from_grpc
 from twostep.rpc.convert import class_to_proto, sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
@@ -84,6 +85,8 @@ def _call_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise _CallFailed(error.code().name, error.details() or "the peer gave no reason") from error
+    except ReserveRefused as error:
+        raise _CallFailed(error.code, error.message) from error
     except (grpc.aio.UsageError, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -208,7 +211,7 @@ class Attempt:
         timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
         try:
             with _call_errors():
-                response = await decode.decode.Reserve(request, timeout=timeout, metadata=self._job.metadata)
+                response = await decode.reservations.ask(request, timeout=timeout, metadata=self._job.metadata)
         except _CallFailed as error:
             if error.code == "RESOURCE_EXHAUSTED":
                 self._on_decode = False

@@ -19,6 +19,7 @@ import grpc.aio
 from router.request.cleanup import Cleanup
 from router.workers.decode_stream import DecodeStream
 from router.workers.prefix_index import NO_HINTS, NOT_CACHED, CachedPrefix, WorkerLife
+from router.workers.reservations import Reservations
 from twostep.cluster.prediction import RECENT_S, Candidate, MeanLoad, Snapshot
 from twostep.cluster.records import WorkerLoad, WorkerRecord
 from twostep.errors import TwostepError, Unavailable
@@ -104,12 +105,15 @@ class DecodeLink(WorkerLink):
         super().__init__(record, open_to)
         self.full_at = -math.inf  # when it last refused a reservation for want of room
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
+        self.reservations = Reservations(self.decode)
         self.stream = DecodeStream(
             self.decode,
             router_id=router_id,
             worker_id=record.worker_id,
             lease_s=stream_lease_s,
             cleanup=cleanup,
+            on_open=self.reservations.begin,
+            on_closed=self.reservations.end,
             on_message=self.touch,
             on_lost=self.lose,
         )
@@ -120,6 +124,7 @@ class DecodeLink(WorkerLink):
 
     async def close(self) -> None:
         await self.stream.close()
+        await self.reservations.close()
         await super().close()
 
 

@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
                 _registered_method=True)
+        self.Reservations = channel.stream_stream(
+                '/twostep.v1.Decode/Reservations',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReservationCall.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReservationAnswer.FromString,
+                _registered_method=True)
         self.Attach = channel.unary_unary(
                 '/twostep.v1.Decode/Attach',
                 request_serializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
@@ -62,6 +67,15 @@ class DecodeServicer:
     def Reserve(self, request, context):
         """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
         RESOURCE_EXHAUSTED: no room, try another worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reservations(self, request_iterator, context):
+        """Reserve over one stream for each router: a call of its own takes three times as long to get here. Answers come in any order; the
+        first, of number 0, says that the stream is there. A worker that lacks it answers UNIMPLEMENTED, and is asked by Reserve. Its end cancels
+        what is not answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +112,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Reserve,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReserveRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReserveResponse.SerializeToString,
+            ),
+            'Reservations': grpc.stream_stream_rpc_method_handler(
+                    servicer.Reservations,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReservationCall.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_decode__pb2.ReservationAnswer.SerializeToString,
             ),
             'Attach': grpc.unary_unary_rpc_method_handler(
                     servicer.Attach,
@@ -142,6 +161,33 @@ class Decode:
             '/twostep.v1.Decode/Reserve',
             twostep_dot_rpc_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reservations(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/twostep.v1.Decode/Reservations',
+            twostep_dot_rpc_dot_v1_dot_decode__pb2.ReservationCall.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_decode__pb2.ReservationAnswer.FromString,
             options,
             channel_credentials,
             insecure,

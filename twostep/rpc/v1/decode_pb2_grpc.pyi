@@ -35,6 +35,11 @@ class DecodeStub:
     """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
     RESOURCE_EXHAUSTED: no room, try another worker.
     """
+    Reservations: _grpc.StreamStreamMultiCallable[_decode_pb2.ReservationCall, _decode_pb2.ReservationAnswer]
+    """Reserve over one stream for each router: a call of its own takes three times as long to get here. Answers come in any order; the
+    first, of number 0, says that the stream is there. A worker that lacks it answers UNIMPLEMENTED, and is asked by Reserve. Its end cancels
+    what is not answered.
+    """
     Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]
     """Hands over the ticket: the worker pulls the KV, verifies and commits it, then decodes."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
@@ -52,6 +57,11 @@ class DecodeAsyncStub(DecodeStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
     """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
     RESOURCE_EXHAUSTED: no room, try another worker.
+    """
+    Reservations: _aio.StreamStreamMultiCallable[_decode_pb2.ReservationCall, _decode_pb2.ReservationAnswer]  # type: ignore[assignment]
+    """Reserve over one stream for each router: a call of its own takes three times as long to get here. Answers come in any order; the
+    first, of number 0, says that the stream is there. A worker that lacks it answers UNIMPLEMENTED, and is asked by Reserve. Its end cancels
+    what is not answered.
     """
     Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]  # type: ignore[assignment]
     """Hands over the ticket: the worker pulls the KV, verifies and commits it, then decodes."""
@@ -73,6 +83,17 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
         """Sets blocks aside for the prompt, before or while it is computed elsewhere; decoding takes more as it goes. With prefill_here: queues the prompt.
         RESOURCE_EXHAUSTED: no room, try another worker.
+        """
+
+    @_abc_1.abstractmethod
+    def Reservations(
+        self,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.ReservationCall],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.ReservationAnswer], _abc.AsyncIterator[_decode_pb2.ReservationAnswer]]:
+        """Reserve over one stream for each router: a call of its own takes three times as long to get here. Answers come in any order; the
+        first, of number 0, says that the stream is there. A worker that lacks it answers UNIMPLEMENTED, and is asked by Reserve. Its end cancels
+        what is not answered.
         """
 
     @_abc_1.abstractmethod
