@@ -26,8 +26,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,10 @@ def serve(case: Case) -> None:
         _count_steps(steps)
     began = time.perf_counter()
     runner = _runner(case)
-    free = [torch.cuda.mem_get_info(i)[0] / 2**30 for i in range(torch.cuda.device_count())] if case.device != "cpu" else []
-    _say(ready_s=time.perf_counter() - began, free=[round(each, 1) for each in free], blocks=runner.kv_shape.num_blocks)
+    ready_s = time.perf_counter() - began
+    # Of rank 0's device, of which others may hold a part.
+    free = 0.0 if case.device == "cpu" else torch.cuda.mem_get_info(torch.device(case.device))[0] / 2**30
+    _say(ready_s=round(ready_s, 1), free_gib=round(free, 2), blocks=runner.kv_shape.num_blocks)
     if sys.stdin.readline() != _GO:
         return
     if case.what in ("float32", "bfloat16"):
@@ -294,9 +296,11 @@ class CaseProcess:
         text = self._log.read()
         for line in text.splitlines():
             # Warnings, errors, and what the pool's size was worked out from.
-            if line[12:16] in (" W r", " E r") or "memory of" in line:
+            if line[12:16] in (" W r", " E r") or "memory of" in line or "steps captured" in line:
                 print(f"    {line[:230]}", flush=True)
-        if not code and code is not None and any("steps" in words for words in self.said):
+        if self.found("closed") is False:
+            print(f"    {self.case.title}: did not close within {_CLOSE_S:g} s", flush=True)
+        if not code and code is not None and self.found("steps") is not None:
             return ""
         return f"{self.case.what}, {self.case.title}: {'too late' if code is None else f'ended with {code}'}\n{text[-3000:]}"
 
@@ -304,40 +308,54 @@ class CaseProcess:
         return next((words[key] for words in self.said if key in words), None)
 
 
-def run(cases: Sequence[Case], deadline: float, *, together: bool) -> list[CaseProcess]:
-    processes: list[CaseProcess] = []
-    for group in [cases] if together else [[case] for case in cases]:
-        begun = [CaseProcess(case, deadline) for case in group]
-        # Nothing is measured while another one still loads or captures.
-        there = [process for process in begun if process.ready()]
-        for process in there:
-            print(f"{process.case.what}, {process.case.title}: {json.dumps(process.said[0])}", flush=True)
-        for process in begun:
-            if process in there:
-                process.go()
-            if trouble := process.end():
-                print(trouble, flush=True)
-        processes += begun
-    return processes
+class CaseGroups:
+    """Groups of processes: those of one start at once, the first group's now."""
+
+    def __init__(self, groups: Sequence[Sequence[Case]], deadline: float) -> None:
+        self._groups, self._deadline = groups, deadline
+        self._first = [CaseProcess(case, deadline) for case in groups[0]]
+
+    def run(self) -> list[CaseProcess]:
+        """Returns all of them, ended."""
+        processes: list[CaseProcess] = []
+        for n, group in enumerate(self._groups):
+            begun = [CaseProcess(case, self._deadline) for case in group] if n else self._first
+            # Nothing is measured while another one still loads or captures.
+            there = [process for process in begun if process.ready()]
+            for process in there:
+                print(f"{process.case.what}, {process.case.title}: {json.dumps(process.said[0])}", flush=True)
+            for process in begun:
+                if process in there:
+                    process.go()
+                if trouble := process.end():
+                    print(trouble, flush=True)
+            processes += begun
+        return processes
 
 
-def check(args: argparse.Namespace, directory: Path, deadline: float) -> bool:
+def check(args: argparse.Namespace, directory: Path, deadline: float) -> Callable[[], bool]:
+    """Starts it; returns what waits for the end, and says whether all was right."""
     sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "tests" / "system")]
     from oracle import Oracle  # noqa: PLC0415
     from tiny_models import save_tiny_model  # noqa: PLC0415
 
     size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128} if args.tiny else {"hidden_size": 1024, "intermediate_size": 2048}
     fields = size | {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.05}
-    cases, judges = [], {}
+    cases = list[Case]()
+    judges: dict[str, Path] = {}
     for dtype in ("float32", "bfloat16"):
         model = save_tiny_model(directory / dtype, dtype=getattr(torch, dtype), **fields)
         judges[dtype] = model
         cases += [_case(args, dtype, size, str(model)) for size in args.sizes]
-    processes = run(cases, deadline, together=True)
+    groups = CaseGroups([cases], deadline)
+    return lambda: _judged(groups.run(), judges, Oracle)
+
+
+def _judged(processes: Sequence[CaseProcess], judges: Mapping[str, Path], oracle: Callable[[Path], Any]) -> bool:
     good = True
     print(f"{'':24}{'answers':>9}{'equal':>7}{'near-ties':>11}{'wrong':>7}   steps")
     for dtype, model in judges.items():
-        judge: Any = Oracle(model) if dtype == "float32" else ModelRunner(model, dtype="float32", num_blocks=64, block_size=BLOCK_SIZE)
+        judge: Any = oracle(model) if dtype == "float32" else ModelRunner(model, dtype="float32", num_blocks=64, block_size=BLOCK_SIZE)
         for process in processes:
             if process.case.what != dtype:
                 continue
@@ -389,16 +407,21 @@ def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> s
     return "near-tie" if worst > 0 else "equal"
 
 
-def speed(args: argparse.Namespace, directory: Path, deadline: float) -> bool:
+def speed(args: argparse.Namespace, directory: Path, deadline: float) -> Callable[[], bool]:
+    """As `check`."""
     (directory / "config.json").write_text(json.dumps(TINY if args.tiny else SHAPES[args.model]))
     cases = [_case(args, args.model, size, str(directory)) for size in args.sizes]
     if args.nccl:
         cases += [replace(case, one_shot=False) for case in cases if case.size > 1]
     # Three of the 8B shape on four cards, one of which has parts of two of them.
     together = args.tiny or (args.model == "llama-3.1-8b" and torch.cuda.device_count() >= 4 and not args.nccl)
-    processes = run(cases, deadline, together=together)
+    groups = CaseGroups([cases] if together else [[case] for case in cases], deadline)
+    return lambda: _told(args.model, groups.run())
+
+
+def _told(model: str, processes: Sequence[CaseProcess]) -> bool:
     times = [{words["case"]: words["ms"] for words in process.said if "case" in words} for process in processes]
-    print(f"{args.model}, ms:{'':12}" + "".join(f"{process.case.title:>20}" for process in processes))
+    print(f"{model}, ms:{'':12}" + "".join(f"{process.case.title:>20}" for process in processes))
     for name in dict.fromkeys(name for each in times for name in each):
         cells = [(each.get(name), times[0].get(name)) for each in times]
         print(f"{name:24}" + "".join(_cell(value, base) for value, base in cells), flush=True)
@@ -466,13 +489,23 @@ def main() -> None:
     args = parser.parse_args()
     if not args.tiny:
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    good = True
-    parts: dict[str, Callable[[argparse.Namespace, Path, float], bool]] = {"check": check, "speed": speed}
-    for part in args.parts:
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="ts-") as name, _ended_at(began + args.deadline):
-            good &= parts[part](args, Path(name), began + args.deadline)
-        print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+    parts: dict[str, Callable[[argparse.Namespace, Path, float], Callable[[], bool]]] = {"check": check, "speed": speed}
+    began, good = time.monotonic(), True
+    with tempfile.TemporaryDirectory(prefix="ts-") as name, ExitStack() as stack:
+        # What is measured starts beside the check, but where it sizes its pool by what memory is free.
+        beside = args.tiny or args.model == "llama-3.1-8b"
+        begun = []
+        for n, part in enumerate(args.parts):
+            (directory := Path(name) / str(n)).mkdir()
+            deadline = time.monotonic() + args.deadline
+            begun.append((part, parts[part](args, directory, deadline)))
+            stack.enter_context(_ended_at(deadline + (args.deadline if beside else 0)))
+            if beside and n < len(args.parts) - 1:
+                continue
+            while begun:
+                part, finish = begun.pop(0)
+                good &= finish()
+                print(f"{part}: after {time.monotonic() - began:.0f} s", flush=True)
     print("all right" if good else "NOT all right; see above")
     sys.exit(not good)
 

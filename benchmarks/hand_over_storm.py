@@ -2,7 +2,7 @@
 
     python benchmarks/hand_over_storm.py                        1000 in flight, 5 % aborts, a kill every 10 s, for 3 minutes
     make storm STORM_FLAGS="--seconds 20 --concurrency 200"
-    make bench-gpu BENCH=hand_over_storm BENCH_FLAGS="--device auto --both-roles --seconds 30 --concurrency 200 --kill-every 6"
+    make bench-gpu BENCH=hand_over_storm BENCH_FLAGS="--device auto --both-roles --seconds 45 --concurrency 200 --kill-every 8"
 
 `twostep up` on this machine with a small random model in float32: two prefill and two decode workers, on its CPU, where KV goes through
 Ray, or shared out to its GPUs. With `--both-roles` any of them may compute a prompt and go on with it. Every answer is compared with the
@@ -214,11 +214,12 @@ async def _ask(client: AsyncClient, case: StormCase, tally: StormTally, salt: st
 
 
 async def _kill(args: argparse.Namespace, system: System, killed: Counter[str]) -> None:
-    """The workers in turn, a prefill and a decode worker alternately, and of either once its own process and once its engine's; one that
-    is not back yet is passed over."""
+    """The workers in turn, a prefill and a decode worker alternately, once its own process and once its engine's, the other one's of the
+    two the next time; one that is not back yet is passed over."""
     numbers = {"prefill_worker": args.prefill, "decode_worker": args.decode}
     each = [(n, module) for n in range(max(numbers.values())) for module, number in numbers.items() if n < number]
-    turns = itertools.cycle((part, n, module) for part in ("worker", "engine") for n, module in each)
+    parts = ("worker", "engine")
+    turns = itertools.cycle((parts[(i + lap) % 2], n, module) for lap in range(2) for i, (n, module) in enumerate(each))
     ports = {module: sorted(worker.address for worker in system.workers(module)) for module in numbers}
     while True:
         await asyncio.sleep(args.kill_every)

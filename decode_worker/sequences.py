@@ -87,7 +87,7 @@ class DecodeSequence:
     tenant: str
     state: State
     target: BlockTarget | None = None
-    submitted_at: float = field(default_factory=time.monotonic)
+    submitted_at: float
     # What is handed over.
     expires_at: float = 0.0
     ticket: Ticket | None = None
@@ -259,7 +259,7 @@ class Sequences:
         if prefill_here and not self.config.local_prefill:
             raise Incompatible("this decode worker computes no prompts (--no-local-prefill); hand the KV over from a prefill worker")
         self.outbox(router_id)
-        target = None
+        target, submitted_at = None, time.monotonic()
         if prefill_here:
             await self._engine.submit(request)
         else:
@@ -285,6 +285,7 @@ class Sequences:
             tenant=tenant,
             state=State.PREFILLING if target is None else State.RESERVED,
             target=target,
+            submitted_at=submitted_at,
             expires_at=time.monotonic() + self.config.reservation_lease_s,
         )
         return 0 if prefill_here else reservation.num_cached_tokens

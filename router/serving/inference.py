@@ -24,7 +24,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_SALT_CHARS = 256
+# As a rule a request has left for its workers by then.
+_ON_ITS_WAY_S = 0.002
 
 
 class Caller(Protocol):
@@ -181,8 +183,7 @@ class Inference:
         name_request(report, name)
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
-        # While the request is read and placed. Clients that want to go on elsewhere need the seed, however early this call breaks.
-        begun = asyncio.create_task(_begin(caller, request_id, request.sampling.seed))
+        beginning = Beginning(caller, request_id, request.sampling.seed)
         try:
             self.check_model(request.model)
             if len(request.cache_salt) > _MAX_SALT_CHARS:
@@ -204,17 +205,14 @@ class Inference:
                     write = calls
                 try:
                     # What the client has may be all of it but the end.
-                    finish = answer.finish or await self._stream(job, report, answer, caller, write, begun)
+                    finish = answer.finish or await self._stream(job, report, answer, caller, write, beginning)
                     if calls is not None:
                         finish = await calls.end(finish)
                 finally:
                     spending.placed, spending.num_output = report.placed, report.num_output_tokens
             return report.end(answer, finish.reason, finish.stop_reason)
         finally:
-            # grpc cannot end a call that is still being sent its metadata.
-            await asyncio.wait((begun,))
-            if not begun.cancelled():
-                begun.exception()  # of a client that is gone: the next write fails as well
+            await beginning.over()
 
     def _job(self, request: inference_pb2.GenerateRequest, prompt: Prompt, name: str, caller: Caller, report: RequestReport) -> RequestJob:
         request_class, targets = class_of(request), Targets.of(request)
@@ -242,9 +240,9 @@ class Inference:
         )
 
     async def _stream(
-        self, job: RequestJob, report: RequestReport, answer: AnswerReader, caller: Caller, write: Write, begun: asyncio.Task[None]
+        self, job: RequestJob, report: RequestReport, answer: AnswerReader, caller: Caller, write: Write, beginning: Beginning
     ) -> Finish:
-        """Writes the pieces with `write`, after what `begun` sends. They are written here rather than yielded, so that cutting a client
+        """Writes the pieces with `write`. They are written here rather than yielded, so that cutting a client
         that does not read interrupts this coroutine, which then says why."""
         task = asyncio.current_task()
         assert task is not None, "every call runs in a task"
@@ -257,11 +255,13 @@ class Inference:
         try:
             async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, entry, output, report):
                 report.waited_s += time.monotonic() - came
-                await asyncio.shield(begun)
                 if job.sampling.prompt_logprobs is not None and len(job.prompt) == 1:
+                    await beginning.told()
                     await caller.write_prompt(inference_pb2.PromptLogprobs(position=1))  # there are none, and the client is told
                 while True:
                     batch = await output.take()
+                    if not beginning.is_told:
+                        await beginning.told()
                     for part in batch.prompt:
                         await caller.write_prompt(part)
                     if job.prompt_only and batch.tokens:
@@ -352,10 +352,36 @@ class Inference:
         return self._last_pool_tokens
 
 
-async def _begin(caller: Caller, request_id: str, seed: int) -> None:
-    # Behind what was begun with it: of a request that is read at once that is its dispatch, which then waits for others meanwhile.
-    await asyncio.sleep(0)
-    await caller.begin(request_id, seed)
+class Beginning:
+    """Tells a client the name and the seed of its request, before anything else: clients that want to go on elsewhere need them, however
+    early the call breaks. Not at once, since sending takes as long as a good part of the way to the workers: in the time that the request
+    spends there."""
+
+    def __init__(self, caller: Caller, request_id: str, seed: int) -> None:
+        self._due = asyncio.Event()
+        self._task = asyncio.create_task(self._tell(caller, request_id, seed))
+
+    @property
+    def is_told(self) -> bool:
+        return self._task.done()
+
+    async def told(self) -> None:
+        """Raises what sending raises."""
+        self._due.set()
+        await asyncio.shield(self._task)
+
+    async def over(self) -> None:
+        """Returns once it is told, or cannot be: grpc cannot end a call that is still being sent its metadata."""
+        self._due.set()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.exception()  # of a client that is gone: the next write fails as well
+
+    async def _tell(self, caller: Caller, request_id: str, seed: int) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ON_ITS_WAY_S):
+                await self._due.wait()
+        await caller.begin(request_id, seed)
 
 
 def request_id_of(given: str) -> str:

@@ -170,12 +170,12 @@ class WorkerCard {
     this.name = el("span", { class: "name" });
     this.state = el("span", { class: "pill" });
     this.kv = new Bar("KV", "Share of its KV blocks that are in use");
-    this.seqs = new Bar("Seqs", "Sequences that decode here, then prompts for other workers and what waits");
+    this.seqs = new Bar("Seqs", "Sequences that run, and behind them those that wait");
     this.gpu = el("b");
     this.memory = el("span");
     this.tokens = el("b");
     this.second = el("span", { class: "second" });
-    this.moves = el("div", { class: "moves", title: "Sequences a second: prompt and answer both computed here; KV handed over to another worker; KV taken over from one" });
+    this.moves = el("div", { class: "moves", title: "Sequences that decode here; and a second: prompt and answer both computed here, KV handed over to another worker, KV taken over from one" });
     this.spark = el("span", { class: "sparkbox" });
     this.root = el(
       "li",
@@ -198,17 +198,21 @@ class WorkerCard {
     this.root.classList.toggle("away", worker.gone);
     const usage = kvUsage(worker);
     this.kv.set([usage], percent(usage), usage > 0.95 ? "bad" : usage > 0.85 ? "warn" : "");
-    const decoding = worker.num_decoding;
-    const rest = worker.num_running - decoding + worker.num_waiting + worker.num_reserved;
+    const waiting = worker.num_waiting + worker.num_reserved;
     const room = Math.max(1, worker.max_num_seqs);
-    this.seqs.set([decoding / room, rest / room], rest ? `${decoding} + ${rest}` : `${decoding}`, worker.num_waiting > 0 ? "warn" : "");
+    this.seqs.set(
+      [worker.num_running / room, waiting / room],
+      waiting ? `${worker.num_running} + ${waiting}` : `${worker.num_running}`,
+      worker.num_waiting > 0 ? "warn" : "",
+    );
     setText(this.moves, movesOf(worker));
     const { busy, memory } = gpuWords(worker);
     setText(this.gpu, busy);
     setText(this.memory, memory);
     setText(this.tokens, count(worker.gone ? 0 : worker.tokens_per_s));
     const queued = Number(worker.num_queued_tokens);
-    setText(this.second, queued ? `${count(queued)} queued` : `hits ${percent(hitRate(worker))}`);
+    const moving = [queued && `${count(queued)} queued`, worker.fetched_bytes_per_s > 0 && bytesPerSecond(worker.fetched_bytes_per_s)];
+    setText(this.second, moving.filter(Boolean).join(" · ") || `hits ${percent(hitRate(worker))}`);
     this.spark.replaceChildren(sparkline(worker.recent, { tone: this.role, width: 72, height: 18 }));
   }
 }
@@ -216,7 +220,7 @@ class WorkerCard {
 /** What becomes of the sequences of a worker. Pure. */
 export function movesOf(worker) {
   const [kept, out, taken] = ["kept_per_s", "handed_over_per_s", "taken_over_per_s"].map((name) => perSecond(worker.gone ? 0 : worker[name]));
-  return `kept ${kept} · out ${out} · in ${taken}`;
+  return `${worker.gone ? 0 : worker.num_decoding} decode · kept ${kept} · out ${out} · in ${taken}`;
 }
 
 class Bar {
@@ -289,13 +293,12 @@ export class WorkerTable {
   static #COLUMNS = [
     ["Worker", (w) => w.worker_id],
     ["For", (w) => w.role],
-    ["Does", (w) => (w.both_roles ? "both" : w.role === "decode" && w.local_prefill ? "decode, own prompts" : `${w.role} only`)],
     ["State", (w) => conditionOf(w).word],
     ["Running", (w) => w.num_running],
-    ["Decoding", (w) => w.num_decoding],
     ["Waiting", (w) => w.num_waiting],
     ["Reserved", (w) => w.num_reserved],
     ["Held", (w) => w.num_held],
+    ["Decoding", (w) => w.num_decoding],
     ["KV in use", (w) => percent(kvUsage(w))],
     ["Blocks", (w) => w.num_blocks],
     ["GPU busy", (w) => gpuWords(w).busy],
@@ -311,6 +314,7 @@ export class WorkerTable {
     ["KV fetched", (w) => bytesPerSecond(w.fetched_bytes_per_s)],
     ["Transports", (w) => w.transports.join(", ") || "none"],
     ["Address", (w) => w.address],
+    ["Does", (w) => (w.both_roles ? "both" : w.role === "decode" && w.local_prefill ? "decode, own prompts" : `${w.role} only`)],
     ["Engine's process", (w) => w.engine_pid || "none of its own"],
     ["Up", (w) => seconds(Math.max(0, Date.now() / 1e3 - Number(w.epoch) / 1e6))],
   ];

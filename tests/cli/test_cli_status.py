@@ -162,7 +162,7 @@ def test_what_is_kept_and_moved_of_all_and_by_each_worker() -> None:
         worker.both_roles = True
     cluster.load.local_on_prefill_per_s = 0.4
     shown = render([RouterReply("a:1", status=cluster_status(cluster))], 80, plain)
-    assert "decode: 1 of 2 ready; they take any work" in shown
+    assert "decode: 1 of 2 ready, taking any work" in shown
     assert "placed   4.5/s: 11 % kept (9 % on prefill workers), 89 % moved" in shown
 
 

@@ -256,7 +256,7 @@ def test_lines_of_the_map_are_what_flows(run: Run) -> None:
     script = f"""
     const workers = new Map({json.dumps(workers)}.map((worker) => [worker.worker_id, worker]));
     const flows = map.flowsOf({{ workers }}).map(({{ kind, from, to, rate }}) => [kind, from, to, rate]);
-    console.log(JSON.stringify([flows, map.movesOf({{ kept_per_s: 1.5, handed_over_per_s: 0, taken_over_per_s: 2 }})]));
+    console.log(JSON.stringify([flows, map.movesOf({{ num_decoding: 4, kept_per_s: 1.5, handed_over_per_s: 0, taken_over_per_s: 2 }})]));
     """
     flows, moves = run(script, "map.js")
     assert flows == [
@@ -270,7 +270,7 @@ def test_lines_of_the_map_are_what_flows(run: Run) -> None:
         ["kv", "kv", "decode/c", 0],
         ["tokens", "decode/c", "router", 0],
     ]
-    assert moves == "kept 1.5/s · out 0/s · in 2/s"
+    assert moves == "4 decode · kept 1.5/s · out 0/s · in 2/s"
 
 
 @needs_node

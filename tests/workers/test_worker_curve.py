@@ -35,6 +35,8 @@ WORK = [
     *(StepWorkload(decodes=count, context=count * context) for count, context in DECODES),
 ]
 
+BOTH = StepWorkload(prompt_tokens=192, pairs=chunk_pairs(192, 0), decodes=40, context=40 * 600)
+
 curves = st.builds(
     StepCurve,
     fixed_s=st.floats(1e-4, 2e-2),
@@ -160,14 +162,38 @@ def test_calibration_finds_the_curve_in_bounded_time(monkeypatch: pytest.MonkeyP
     runner = _KnownRunner(curve, clock, max_model_len=16_384)
     found = calibrate(runner, step_tokens=step_tokens, max_num_seqs=64, budget_s=2.0, clock=clock)
     assert clock.now < 2.5
-    for work in (StepWorkload(prompt_tokens=300, pairs=45_000), StepWorkload(decodes=32, context=32 * 300)):
+    for work in (StepWorkload(prompt_tokens=300, pairs=45_000), StepWorkload(decodes=32, context=32 * 300), BOTH):
         assert found.step_s(work) == pytest.approx(curve.step_s(work), rel=0.1)
+    assert found.mixed_s == 0
     for batch in runner.batches:
         # No two sequences own a block, so that as much memory is read as would be.
         used = [table[: -(-length // 16)] for table, length in zip(batch.block_tables, batch.seq_lens.tolist(), strict=True)]
         blocks = np.concatenate(used)
         assert len(set(blocks.tolist())) == len(blocks)
         assert batch.seq_lens.max() <= runner.max_model_len
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 0.03])
+def test_steps_with_both_count_for_what_they_take(monkeypatch: pytest.MonkeyPatch, launch_s: float) -> None:
+    """A sixth more than the curve of the others, and what is foretold lies between; or a multiple, whatever they hold, which is a least
+    time for them."""
+    _unfaked(monkeypatch)
+    clock = _Clock()
+
+    class Runner(_KnownRunner):
+        def launch(self, batch: Batch) -> InFlight:
+            before, counts = clock.now, np.diff(batch.query_start)
+            step = super().launch(batch)
+            if counts.min() == 1 < counts.max():
+                clock.now = before + (launch_s or (clock.now - before) * 7 / 6)
+            return step
+
+    found = calibrate(Runner(GPU, clock, max_model_len=16_384), step_tokens=2048, max_num_seqs=256, clock=clock)
+    assert found.mixed_s == pytest.approx(launch_s)
+    assert 1.02 * GPU.step_s(BOTH) < found.step_s(BOTH) <= max(launch_s, 7 / 6 * GPU.step_s(BOTH))
+    for alone in (dataclasses.replace(BOTH, decodes=0, context=0), dataclasses.replace(BOTH, prompt_tokens=0, pairs=0.0)):
+        assert found.step_s(alone) == pytest.approx(GPU.step_s(alone), rel=0.1)
+    assert CurveTracker(found).curve == found
 
 
 class _Device(_KnownRunner):

@@ -116,7 +116,7 @@ def _workers(workers: Sequence[WorkerStatus], width: int, paint: Paint) -> list[
         of_role = sorted((worker for worker in workers if worker.role == role), key=lambda worker: worker.worker_id)
         ready = sum(worker_state(worker) == "ready" for worker in of_role)
         if of_role:
-            any_work = "; they take any work" if all(worker.both_roles for worker in of_role) else ""
+            any_work = ", taking any work" if all(worker.both_roles for worker in of_role) else ""
             lines.append(paint(clipped(f"{role}: {ready} of {len(of_role)} ready{any_work}", width), "bold"))
         else:
             lines.append(paint(clipped(f"{role}: {_without(role, workers)}", width), "yellow"))

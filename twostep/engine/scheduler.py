@@ -275,7 +275,7 @@ class Scheduler:
     def _check_new(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
-        num_blocks = self._blocks.num_in_the_end(sequence)
+        num_blocks = sequence.end_blocks
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
                 f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
@@ -371,9 +371,11 @@ class Scheduler:
         below = self._open_below(active, ready)
         capacity = batch_capacity = Capacity(0, 0)
         if below > RequestClass.INTERACTIVE:
-            capacity = Capacity(self._num_seats(_BATCH), self._pool.num_blocks if unlimited else self._num_free(_BATCH, now))
-            if not unlimited:
-                batch_capacity = Capacity(self._num_seats(_ANY_RANK), self._num_free(_ANY_RANK, now))
+            capacity = self._room(_BATCH, now)
+            if unlimited:
+                capacity = Capacity(capacity.seats, self._pool.num_blocks)
+            else:
+                batch_capacity = self._room(_ANY_RANK, now)
         return plan_step(
             decodes=decodes,
             batch_decodes=batch_decodes,
@@ -478,7 +480,7 @@ class Scheduler:
         with `retry_after_s` if batch sequences give way meanwhile, and their blocks are kept for it for a moment."""
         rank = sequence.priority.rank
         below = _BATCH if rank < _BATCH else _ANY_RANK
-        if self._num_seats(below) <= 0:
+        if self._room(below, now).seats <= 0:
             raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
         if any(s.priority.rank <= rank for s in self._preempted.values()):
             raise ResourceExhausted(f"{len(self._preempted)} sequences wait here for room to go on; try another worker, or later")
@@ -488,7 +490,7 @@ class Scheduler:
             raise ResourceExhausted("a prompt waits here for KV blocks; try another worker, or later")
         for may_preempt in (below == _BATCH, False):
             cached = self._pool.lookup(sequence.block_hashes())
-            room = self._num_free(below, now) - self._pool.num_unowned(cached)
+            room = self._room(below, now).blocks - self._pool.num_unowned(cached)
             missing = self._blocks.num_to_admit(sequence) - len(cached) - room
             if missing <= 0:
                 self._kept.pop(sequence.seq_id, None)
@@ -511,21 +513,18 @@ class Scheduler:
             return _ANY_RANK
         return min(sequence.priority.rank for sequence in {*active}.difference(ready))
 
-    def _num_seats(self, below: int) -> int:
-        """Returns the seats left for sequences of ranks below this, whichever of the others run."""
-        return self._max_num_seqs - sum(1 for _ in self._seated(below))
-
-    def _num_free(self, below: int, now: float) -> int:
-        """Returns the blocks for newcomers of ranks below this, beside what those of such ranks need that are here. For the batch class,
-        beside what is kept for others too."""
-        wanted = [self._blocks.num_in_the_end(sequence) - len(sequence.blocks) for sequence in self._seated(below)]
-        left = watermark(num_blocks=self._pool.num_blocks, num_growing=sum(x > 0 for x in wanted), num_wanted=sum(wanted))
-        return self._pool.num_available - left - (self._num_kept(now) if below == _ANY_RANK else 0)
-
-    def _seated(self, below: int) -> Iterator[EngineSequence]:
+    def _room(self, below: int, now: float) -> Capacity:
+        """Returns what is left for newcomers of ranks below this: the seats that those of such ranks do not take which run or are to come,
+        and the blocks beside what these will need. For the batch class, beside what is kept for others too."""
+        seats, num_growing, num_wanted = self._max_num_seqs, 0, 0
         for sequence in self._sequences.values():
-            if sequence.state in (SequenceState.RUNNING, SequenceState.RESERVED) and sequence.priority.rank < below:
-                yield sequence
+            if sequence.priority.rank < below and (sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.RESERVED):
+                more = sequence.end_blocks - len(sequence.blocks)
+                seats -= 1
+                num_growing += more > 0
+                num_wanted += more
+        left = watermark(num_blocks=self._pool.num_blocks, num_growing=num_growing, num_wanted=num_wanted)
+        return Capacity(seats, self._pool.num_available - left - (self._num_kept(now) if below == _ANY_RANK else 0))
 
     def _num_kept(self, now: float) -> int:
         self._kept = {seq_id: kept for seq_id, kept in self._kept.items() if kept[1] > now}
@@ -567,7 +566,7 @@ class Scheduler:
     def _preempt_for(self, plan: StepPlan[EngineSequence], short: WaitingPrompt[EngineSequence], now: float) -> bool:
         """Makes batch sequences give way for the urgent prompt that is short of blocks, and for as many after it as would be in this step.
         False: none did."""
-        free = self._num_free(_BATCH, now) + self._num_coming
+        free = self._room(_BATCH, now).blocks + self._num_coming
         least = sum(candidate.num_blocks for candidate in plan.admitted) + short.num_blocks
         active = [sequence for sequence in self._running.values() if sequence.is_plannable]
         wanted = sum(candidate.num_blocks for candidate in self._plan(active, active, now, unlimited=True).admitted)

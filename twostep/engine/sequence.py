@@ -80,6 +80,8 @@ class EngineSequence:
     stop_ids: frozenset[int]
     # Longest the sequence can get, sampled tokens included.
     max_len: int
+    # Blocks that it has then: the last token that can be sampled needs no place, and a held sequence ends with those given.
+    end_blocks: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
     # In order: for all its tokens, more are taken as it grows.
@@ -160,11 +162,6 @@ class EngineSequence:
         """Position, among the generated tokens of all attempts, of the token to be sampled next."""
         return len(self.tokens) - self.request.num_prompt_tokens
 
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens whose KV must fit in the end: all but the last one that can be sampled, and for a held sequence only those given."""
-        return len(self.given) if self.hold else max(len(self.given), self.max_len - 1)
-
     def finish_reason(self, token_id: int, position: int) -> FinishReason | None:
         """Returns why a token sampled at `position` is the last one; None: it is not."""
         if token_id in self.stop_ids and (position >= self.request.sampling.min_tokens or self.constraint is not None):
@@ -218,6 +215,7 @@ def make_sequence(
             f"min_tokens is {params.min_tokens}, and each of the model's {vocab_size} tokens ends the answer; give fewer stop_token_ids, "
             "or no min_tokens"
         )
+    max_len = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
     return EngineSequence(
         request=request,
         hold=hold,
@@ -225,7 +223,8 @@ def make_sequence(
         tokens=tokens,
         given=given,
         stop_ids=stop_ids,
-        max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
+        max_len=max_len,
+        end_blocks=-(-(len(tokens) if hold else max(len(tokens), max_len - 1)) // block_size),
         hasher=hasher,
         priority=Priority(request.request_class, request.request_class),
         constraint=constraint,

@@ -2,6 +2,7 @@
 
     prompts   16, 64, 256 ... tokens up to the step's budget, and one more chunk behind a long prefix
     decodes   1, 4, 16, 64 ... sequences up to the worker's bound, with short and with long contexts
+    both      a chunk beside 8, 64 and 128 decodes: what is promised to those is kept by what such steps take
 
 Two sizes of either kind are measured whatever they take; of the others, the cheapest first, and none of which what came before says
 that it would not be over in time: a slow machine measures a coarser grid.
@@ -34,6 +35,10 @@ _REPEATS = 2
 _PIPELINED, _LONG_STEP_S = 4, 0.02
 _LONG_CONTEXTS = (512, 4096)
 _MIXED_SEQS = (1, 2, 3, 5, 16, 17, 64, 65, 256)
+# Those that are timed: decodes, and the tokens of the chunk beside them.
+_TIMED_MIXED, _TIMED_CHUNK = (8, 64, 128), 192
+# By so much steps with both may change what the curve says of others, and take longer than it says.
+_BENT, _MISSED = 0.1, 0.3
 # Ends of prompts: chunks so short are attended by kernels of their own, one for each power of two of rows.
 _SHORT_CHUNKS = (2, 6, 12, 24)
 _SHORT_CONTEXT = 64
@@ -47,21 +52,22 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class StepProbe:
-    """A step to measure: `counts[i]` tokens behind `starts[i]` others, of as many sequences. One token each: a decode step."""
+    """A step to measure: `counts[i]` tokens behind `starts[i]` others, of as many sequences. Those with one token decode."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
 
     @property
-    def decodes(self) -> bool:
-        return max(self.counts) == 1
-
-    @property
     def work(self) -> StepWorkload:
-        if self.decodes:
-            return StepWorkload(decodes=len(self.counts), context=sum(self.starts) + len(self.starts))
-        pairs = sum(chunk_pairs(count, start) for count, start in zip(self.counts, self.starts, strict=True))
-        return StepWorkload(prompt_tokens=sum(self.counts), pairs=pairs)
+        sequences = list(zip(self.starts, self.counts, strict=True))
+        contexts = [start + 1 for start, count in sequences if count == 1]
+        chunks = [(start, count) for start, count in sequences if count > 1]
+        return StepWorkload(
+            prompt_tokens=sum(count for _, count in chunks),
+            pairs=sum(chunk_pairs(count, start) for start, count in chunks),
+            decodes=len(contexts),
+            context=sum(contexts),
+        )
 
     def num_blocks(self, block_size: int) -> int:
         return sum(-(-length // block_size) for length in self.lengths)
@@ -117,7 +123,7 @@ def calibrate(
         spent += clock() - since
     if not samples:
         raise SetupError("the KV pool holds no step that could be measured; give it more blocks (--num-blocks), or --no-calibrate")
-    curve = _with_a_price(fit_curve(samples), samples)
+    curve = _curve_of(samples)
     log.info(
         "%d steps measured in %.2f s: %.2f ms, %.1f us a token beyond %d, decoding %.1f us a sequence and %.3f us a token of its context",
         len(samples),
@@ -145,6 +151,10 @@ def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Step
         for count in (1, 4, 16, 64, max_num_seqs)
         for context in (_SHORT_CONTEXT, *_LONG_CONTEXTS)
     ]
+    for count in _TIMED_MIXED:
+        beside = min(count, max_num_seqs - 1)
+        if beside > 0 and (size := min(_TIMED_CHUNK, longest - beside)) > 1:
+            wanted.append(_mixed(beside, _LONG_CONTEXTS[0], size))
     wanted.sort(key=lambda probe: probe.work.prompt_tokens + 4 * len(probe.counts))
     yield from (probe for probe in dict.fromkeys((*needed, *wanted)) if probe.fits(runner))
 
@@ -155,7 +165,7 @@ def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterato
     for count in sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS}):
         chunks = {min(chunk, max(2, step_tokens - count)) for chunk in (*_SHORT_CHUNKS, _SHORT_CONTEXT)} if count > 0 else ()
         for chunk in sorted(chunks):
-            probe = StepProbe((_SHORT_CONTEXT - 1,) * count + (0,), (1,) * count + (chunk,))
+            probe = _mixed(count, _SHORT_CONTEXT, chunk)
             if probe.fits(runner):
                 yield probe
 
@@ -171,6 +181,24 @@ def short_probes(runner: Runner, step_tokens: int) -> Iterator[StepProbe]:
 
 def _decodes(num_seqs: int, context: int) -> StepProbe:
     return StepProbe((context - 1,) * num_seqs, (1,) * num_seqs)
+
+
+def _mixed(num_seqs: int, context: int, chunk: int) -> StepProbe:
+    return StepProbe((context - 1,) * num_seqs + (0,), (1,) * num_seqs + (chunk,))
+
+
+def _curve_of(samples: Sequence[StepSample]) -> StepCurve:
+    """Fits all samples; or, where no one curve has steps with both and the others, the others alone: then the former take what their
+    launches do, kernel by kernel, and the shortest is what any takes at least."""
+    mixed = [sample for sample in samples if sample.work.prompt_tokens and sample.work.decodes]
+    parts = [sample for sample in samples if not (sample.work.prompt_tokens and sample.work.decodes)]
+    curve = _with_a_price(fit_curve(parts or mixed), samples)
+    if not (parts and mixed):
+        return curve
+    joint = _with_a_price(fit_curve(samples), samples)
+    bent = max(abs(joint.step_s(sample.work) / curve.step_s(sample.work) - 1.0) for sample in parts)
+    missed = max(sample.seconds / joint.step_s(sample.work) - 1.0 for sample in mixed)
+    return joint if bent <= _BENT and missed <= _MISSED else replace(curve, mixed_s=min(sample.seconds for sample in mixed))
 
 
 def _with_a_price(curve: StepCurve, samples: Sequence[StepSample]) -> StepCurve:

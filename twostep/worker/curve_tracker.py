@@ -54,7 +54,7 @@ class CurveTracker:
     def __init__(self, measured: StepCurve | None) -> None:
         self._measured = measured
         self._base = self._prompt = _Factor()
-        self._mixed_s = 0.0
+        self._mixed_s = 0.0 if measured is None else measured.mixed_s
 
     @property
     def base_factor(self) -> float:

@@ -236,7 +236,6 @@ class ModelRunner:
         with torch.inference_mode():
             if not max_num_seqs:
                 return DeviceSteps(self._model, self._cache, ops, None)
-            meeting = None if self._member is None else self._member.meeting
             free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
                 self._model,
@@ -245,9 +244,9 @@ class ModelRunner:
                 ladder(max_num_seqs),
                 lambda done, total: progress.advance(done, total, "graphs"),
                 mixed=mixed_ladder(self._max_graph_tokens, max_num_seqs) if self._max_graph_tokens else (),
-                meet=None if meeting is None else partial(meeting.exchange, b"warm"),
+                meet=None if self._member is None else partial(self._member.meeting.exchange, b"warm"),
             )
-            if meeting is not None and not meeting.least(graphs.num_mixed):
+            if self._member is not None and not self._member.meeting.least(graphs.num_mixed):
                 graphs.without_mixed()
             trouble = graphs.try_sharing()
             if trouble:
