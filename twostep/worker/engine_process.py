@@ -34,6 +34,9 @@ from twostep.worker.step_record import encode, ended
 
 log = logging.getLogger(__name__)
 
+# Objects, more than were freed, after which the youngest are collected.
+_YOUNG = 10_000
+
 
 class Plane(NamedTuple):
     """Holds what else this process does for its edge, by the names of messages; `close` when it ends."""
@@ -206,6 +209,9 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
         return 2
     gc.collect()
     gc.freeze()
+    # Each launch makes some hundred objects that live for a step: of Python's 700 they would be looked at in every other launch, all of
+    # a new prompt's among them. What is new is collected every few seconds all the same (collector.py).
+    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
     link.tell("loaded", config, engine.facts)
     event_loop.run(_serve(link, engine, plane))
     if model.ranks is not None:
