@@ -11,7 +11,7 @@ each with a prompt of `--prompt` tokens and up to `--most` new ones: every promp
 of sequences with the same contexts, replaced without any KV, stepped by EngineLoop on the first GPU, which is free again afterwards.
 
 Steps are compared by the time between consecutive ones: when they ended in the engine, when they were given to the connection at the edge,
-when they came to the router.
+when they came to the router. What they took, and how long the device stood still before them, says whether the device or the host is late.
 
 With `--transport local` or `local_ipc` both workers share this process with the engine, and the prefill worker's runner computes nothing
 but holds KV: `local` copies it out of host memory, `local_ipc` from pool to pool on one GPU. Two workers share one interpreter, which is
@@ -259,6 +259,11 @@ def main() -> None:
                     lines.append((f"{transport}, {place}", got[place]))
                     print(f"{lines[-1][0]}: {_line(got[place])}", flush=True)
                 print(f"    {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)
+                print(
+                    f"    steps took p50 {got['took_p50_ms']:.2f}, p99 {got['took_p99_ms']:.2f} ms; {100 * got['late_share']:.1f} % were planned "
+                    f"after the end of the one before, p99 {got['late_p99_ms']:.2f} ms; {got['most_at_once']} hand-overs at once at most",
+                    flush=True,
+                )
     print(f"{'':20}{'steps':>7}{'sequences':>11}{'p50 ms':>9}{'over alone':>12}{'p99 - p50':>11}{'longest':>9}")
     for what, r in lines:
         over = f"{100 * (r['p50_ms'] / lines[0][1]['p50_ms'] - 1):+.1f} %"

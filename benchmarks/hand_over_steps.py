@@ -61,7 +61,6 @@ _CHUNKS = ((0, 2), (2, 1), (3, 1))
 # How often a launch gives the interpreter away, and a pull.
 _LAUNCH_CALLS, _PULL_CALLS = 24, 12
 _PULL_S = 0.0005
-_PREFILL_S = 0.022
 _PREFILL_MOST = 8
 # From commit to the source's confirmation.
 _CONFIRM_S = 0.0015
@@ -276,7 +275,7 @@ class Edge:
                 step.append(self._to_prefill.get_nowait())
             self.num_begun += len(step)
             # The first ones are there at once.
-            await asyncio.sleep(_PREFILL_S * len(step) if self.num_begun > self._args.streams else 0.0)
+            await asyncio.sleep(self._args.prefill_ms / 1e3 * len(step) if self.num_begun > self._args.streams else 0.0)
             for computed in step:
                 if not computed.done():
                     computed.set_result(None)
@@ -298,7 +297,7 @@ def compare(args: argparse.Namespace) -> None:
     here = Path(__file__).parent
     trees = {"this": here.parent.resolve()} | ({"against": args.against.resolve()} if args.against else {})
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    options = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in ("streams", "prompt", "most", "together", "step_ms", "pull_ms", "seconds")]
+    options = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in ("streams", "prompt", "most", "together", "step_ms", "pull_ms", "prefill_ms", "seconds")]
     for _ in range(args.runs):
         for name, tree in trees.items():
             environment = os.environ | {"PYTHONPATH": f"{tree}:{here}", "OMP_NUM_THREADS": "1"}
@@ -316,6 +315,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=900, help="new tokens of a request")
     parser.add_argument("--together", type=int, default=1, help="sequences that begin and end with each other")
     parser.add_argument("--step-ms", type=float, default=18.2)
+    parser.add_argument("--prefill-ms", type=float, default=22.0, help="of a prompt")
     parser.add_argument("--pull-ms", type=float, default=0.25, help="by which a chunk makes a step longer")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--runs", type=int, default=3)

@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ SECRET = b"sixteen bytes or more"
 
 # Share of the time after which steps are counted: until then the batch fills up, as fast as prompts are computed.
 _SETTLED = 0.4
+_ROUNDED_S = 1e-5
 
 
 class Player:
@@ -100,8 +101,13 @@ class Player:
 
     def _begin(self) -> None:
         """Counts from now on."""
-        self._engine, self._edge, self._router = (Clock(int(self._load.streams * 0.9)) for _ in range(3))
-        self._hand_overs = self._bytes = 0
+        self._least = int(self._load.streams * 0.9)
+        self._engine, self._edge, self._router = (Clock(self._least) for _ in range(3))
+        # Of full steps, by what the engine says: what they took, and how long the device had none before them.
+        self._took: list[float] = []
+        self._without: list[float] = []
+        self._last: decode_pb2.StepRecord | None = None
+        self._hand_overs = self._bytes = self._most_at_once = 0
         self._began = time.perf_counter()
 
     async def play(self) -> dict[str, Any]:
@@ -126,6 +132,11 @@ class Player:
             "engine": self._engine.report(),
             "edge": self._edge.report(),
             "router": self._router.report(),
+            "took_p50_ms": _at(self._took, 0.5) * 1e3,
+            "took_p99_ms": _at(self._took, 0.99) * 1e3,
+            "late_share": sum(seconds > 0.0 for seconds in self._without) / max(1, len(self._without)),
+            "late_p99_ms": _at(self._without, 0.99) * 1e3,
+            "most_at_once": self._most_at_once,
             "hand_overs_per_s": self._hand_overs / seconds,
             "gb_per_s": self._bytes / seconds / 1e9,
             "failed": self._failed,
@@ -156,7 +167,7 @@ class Player:
 
     async def _read(self, stream: Any) -> None:
         async for message in stream:
-            num_tokens = 0
+            num_tokens, before = 0, self._hand_overs
             for event in message.events:
                 if event.HasField("token"):
                     num_tokens += 1
@@ -169,11 +180,26 @@ class Player:
                     self._failed += 1
                     print(event.failed.message, file=sys.stderr)
                     self._ended.pop(event.request_id).set_result(None)
+            self._most_at_once = max(self._most_at_once, self._hand_overs - before)
             for step in message.steps:
                 self._engine.tick(step.decodes, step.ended_s)
+                self._note(step)
             if num_tokens:
                 self._edge.tick(num_tokens, message.sent_s)
                 self._router.tick(num_tokens)
+
+    def _note(self, step: decode_pb2.StepRecord) -> None:
+        """A step that is planned after the end of the one before begins late: the device stood still at least until then."""
+        last, self._last = self._last, step
+        if last is not None and step.step == last.step + 1 and step.decodes >= self._least:
+            self._took.append(step.duration_s)
+            # What is less is the difference of two roundings.
+            without = step.ended_s - last.ended_s - step.duration_s
+            self._without.append(without if without > _ROUNDED_S else 0.0)
+
+
+def _at(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(len(values) * share)] if values else float("nan")
 
 
 def main() -> None:

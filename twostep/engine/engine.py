@@ -309,6 +309,11 @@ class Engine:
         """Tokens of a step at most."""
         return self._config.max_num_batched_tokens
 
+    @property
+    def steps(self) -> int:
+        """Returns how many steps were launched, without a pass over what is here."""
+        return self._steps
+
     def stats(self) -> EngineStats:
         with self._changed:
             since = self._busy_since

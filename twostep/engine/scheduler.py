@@ -157,24 +157,28 @@ class Scheduler:
 
     def stats(self, *, steps: int, stalled_s: float) -> EngineStats:
         """Returns this moment's figures. O(sequences). `steps` were launched; `stalled_s` as EngineStats has it."""
-        states = Counter(sequence.state for sequence in self._sequences.values())
-        decoding = [sequence for sequence in self._running.values() if sequence.decodes]
+        # Few: nearly all run.
+        others = [sequence.state for sequence in self._sequences.values() if sequence.state is not SequenceState.RUNNING]
+        decoding: list[EngineSequence] = []
+        prompts: list[EngineSequence] = []
+        for sequence in self._running.values():
+            (decoding if sequence.decodes else prompts).append(sequence)
         bound = self._usual_step_s([sequence for sequence in decoding if sequence.priority.rank < _BATCH])
         blocks, pool = self._blocks, self._pool
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._preempted),
-            num_reserved=states[SequenceState.RESERVED],
-            num_held=states[SequenceState.HELD],
+            num_reserved=others.count(SequenceState.RESERVED),
+            num_held=others.count(SequenceState.HELD),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             steps=steps,
-            num_queued_tokens=self._num_queued_tokens(RequestClass.INTERACTIVE),
-            num_queued_batch_tokens=self._num_queued_tokens(RequestClass.BATCH),
+            num_queued_tokens=self._num_queued_tokens(prompts, RequestClass.INTERACTIVE),
+            num_queued_batch_tokens=self._num_queued_tokens(prompts, RequestClass.BATCH),
             max_step_s=0.0 if self.curve is None or bound == math.inf else bound,
             num_context_tokens=sum(len(sequence.tokens) for sequence in decoding),
-            num_handing_over=sum(sequence.hold for sequence in self._running.values()),
+            num_handing_over=sum(1 for sequence in self._running.values() if sequence.hold),
             tpot_s=min((s.request.tpot_s for s in decoding if s.request.tpot_s is not None), default=0.0),
             num_preemptions=self._num_preemptions,
             swapped_bytes=blocks.tier.copied_bytes,
@@ -185,11 +189,11 @@ class Scheduler:
             stalled_s=stalled_s,
         )
 
-    def _num_queued_tokens(self, least: RequestClass) -> int:
+    def _num_queued_tokens(self, prompts: Sequence[EngineSequence], least: RequestClass) -> int:
         """Returns the tokens that are here and not computed, nor found, but for those that decoding adds: of requests no
-        more urgent than `least`."""
+        more urgent than `least`. `prompts`: those that run and do not decode."""
         waiting = (s for s in chain(self._waiting.values(), self._preempted.values()) if s.request.request_class >= least)
-        running = (s for s in self._running.values() if not s.decodes and s.request.request_class >= least)
+        running = (s for s in prompts if s.request.request_class >= least)
         return sum(len(s.tokens) - s.num_matched for s in waiting) + sum(len(s.tokens) - s.num_computed for s in running)
 
     # ---- in and out -------------------------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ from twostep.worker.step_record import encode, ended
 
 log = logging.getLogger(__name__)
 
+# Objects, more than were freed, after which the youngest are collected.
+_YOUNG = 10_000
+
 
 class Plane(NamedTuple):
     """Holds what else this process does for its edge, by the names of messages; `close` when it ends."""
@@ -119,7 +122,7 @@ class EngineServer:
                 return
             failure = self._port.refusal_of(seq_id, output_ids, exact=exact, confirmed=confirmed)
             if failure is not None:
-                output = StepOutput(step=self._engine.stats().steps, failures=[failure])
+                output = StepOutput(step=self._engine.steps, failures=[failure])
                 self._link.send(STEP, encode(output, self._handles))
                 self._forget(seq_id)
 
@@ -150,7 +153,7 @@ class EngineServer:
         """Never returns."""
         told, waited_s = -1, FIGURES_LATE_S
         while True:
-            steps = self._engine.stats().steps
+            steps = self._engine.steps
             if steps != told or waited_s >= FIGURES_LATE_S / 2:
                 delta = self._engine.take_prefix_delta()
                 changed = delta.added or delta.removed or delta.host_added or delta.host_removed
@@ -206,6 +209,9 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
         return 2
     gc.collect()
     gc.freeze()
+    # Each launch makes some hundred objects that live for a step: of Python's 700 they would be looked at in every other launch, all of
+    # a new prompt's among them. What is new is collected every few seconds all the same (collector.py).
+    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
     link.tell("loaded", config, engine.facts)
     event_loop.run(_serve(link, engine, plane))
     if model.ranks is not None:
@@ -231,7 +237,7 @@ async def _serve(link: Link, engine: LocalEngine, plane: Plane) -> None:
     link.start(tells={**server.tells, **plane.tells}, calls={**server.calls, **plane.calls, "stop": stop}, on_end=lost)
     engine.run(server)
     telling = asyncio.create_task(server.tell_figures(), name="figures")
-    collecting = asyncio.create_task(collect_in_quiet_moments(lambda: engine.stats().steps), name="collector")
+    collecting = asyncio.create_task(collect_in_quiet_moments(lambda: engine.engine.steps), name="collector")
     await stopped.wait()
     for task in (telling, collecting):
         task.cancel()

@@ -110,7 +110,7 @@ class LocalEngine:
     def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool = True, confirmed: bool = True) -> None:
         if (failure := self.refusal_of(seq_id, output_ids, exact=exact, confirmed=confirmed)) is not None:
             assert self._events is not None
-            output = StepOutput(step=self.engine.stats().steps, failures=[failure])
+            output = StepOutput(step=self.engine.steps, failures=[failure])
             asyncio.get_running_loop().call_soon(self._events.on_step, output)
 
     def refusal_of(self, seq_id: str, output_ids: Sequence[int], *, exact: bool, confirmed: bool) -> SequenceFailure | None:
