@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -41,6 +43,7 @@ from twostep.version_skew import together
 
 __all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementRequest", "Shortage", "Snapshot", "place"]
 
+MARGIN = float(os.environ.get('MARGIN', '2'))
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
 # Gained by less than that, and that share of what hangs on the loads in which they differ, KV is not moved.
@@ -167,6 +170,11 @@ class _Choice:
             for c in (*prefill, *decode)
             if not (skip_excluded and c.excluded)
         }
+        seqs = 1.0 + sum(each.busy_seqs for each in at.values())
+        if seqs + MARGIN * math.sqrt(seqs) <= sum(each.most_seqs for each in at.values() if each.candidate.record.role == "decode"):
+            for each in at.values():
+                if each.candidate.record.role == "prefill":
+                    each.others_s += each.opening_s
         computes = {key for key, each in at.items() if not (skip_excluded and each.candidate.no_prompts)}
         self._sources = [at[id(c)] for c in prefill if id(c) in computes]
         self._targets = [at[id(c)] for c in decode if id(c) in at]

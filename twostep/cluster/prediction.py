@@ -45,9 +45,12 @@ ANSWER_TOKENS = 128
 # How much of the prompt's computing is paid by those who come behind.
 _CONGESTION = 0.5
 # What a second counts that somebody loses within what was promised.
-_SLACK_SHARE = 0.05
+import os
+_SLACK_SHARE = float(os.environ.get('SLACK','0.05'))
+_KEEP=float(os.environ.get('KEEP','1.5'))
 # Of a promised TPOT, what a step with prompts may take: the rest is the host's (twostep/engine/scheduler.py).
-_TPOT_SHARE = 0.9
+_TPOT_SHARE = 0.95
+_MADE_UP_WITHIN = 16
 # Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
 _MOST_PROMPTS = 0.9
 # A batch request's own time counts for little beside what it costs others.
@@ -104,6 +107,7 @@ class Candidate:
     recent_tokens: float = 0.0
     # Attempts of this router that are there now.
     num_attempts: int = 0
+    num_coming: int = 0
     # It refused this request in this round, or lost an earlier attempt of it.
     excluded: bool = False
     # It computes no prompt for this request in this round: it has refused to, or has enough of this router's. It may still take KV.
@@ -190,6 +194,9 @@ class Decoding:
     prompt_penalty: float
     others_s: float  # what everybody there loses if it decodes the answer
     penalty: float
+    opening_s: float
+    most_seqs: float
+    busy_seqs: float
     host_copy_s: float
     missing_bytes: float
 
@@ -366,51 +373,75 @@ class Predictor:
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
 
         # Prompts there: those that wait, and this one.
-        bound = load.max_step_s if seqs else 0.0
-        fits = curve.chunk_within(bound, decodes=seqs, context=context, before=demand.num_tokens / 2) if bound else math.inf
-        room = max(1, record.step_tokens - int(seqs))
+        now = max(0.0, seqs - candidate.num_coming)
+        context_now = context * now / seqs if seqs else 0.0
+        bound = load.max_step_s if now else 0.0
+        fits = curve.chunk_within(bound, decodes=now, context=context_now, before=demand.num_tokens / 2) if bound else math.inf
+        room_of_step = room = max(1, record.step_tokens - int(now))
         room = min(room, int(max(_LEAST_CHUNK, min(fits, room))))
         queued = queued_now(candidate, mean, share, demand.request_class)
-        waiting = stall = 0.0
+        waiting, stall = step / 2, 0.0
         if queued:
-            # They are taken for ones like this.
-            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=seqs, context=context)
+            # They are taken for ones like this, the first of them half computed.
+            queued -= min(queued, room, demand.num_tokens) / 2
+            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=now, context=context_now)
         # The last token is always computed: its logits are what the first new token is sampled from.
         cached = min(candidate.cached_tokens, demand.num_tokens - 1)
         pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
-        computing, own_stall = prompt_s(curve, demand.num_tokens - cached, pairs, room, decodes=seqs, context=context)
+        uncached = demand.num_tokens - cached
+        first = 0
+        if bound and not queued and bound >= 0.99 * _TPOT_SHARE * load.tpot_s > step:
+            # Nobody has used what those who decode make up for.
+            ahead = bound + _MADE_UP_WITHIN * (bound - step)
+            first = int(min(uncached, room_of_step, curve.chunk_within(ahead, decodes=now, context=context_now, before=cached)))
+        computing = own_stall = 0.0
+        if first > room:
+            first_pairs = first * (cached + first / 2)
+            computing, own_stall = prompt_s(curve, first, first_pairs, first, decodes=now, context=context_now)
+            uncached, pairs = uncached - first, pairs - first_pairs
+        more, more_stall = prompt_s(curve, uncached, pairs, room, decodes=now, context=context_now)
+        computing, own_stall = computing + more, own_stall + more_stall
         # A decode worker that is idle does not stay so: others come while a long prompt is computed.
         held_up = max(1.0, seqs) if record.role == "decode" else seqs
-        charge, prompt_penalty = (_SLACK_SHARE, 0.0) if bound else (1.0, 0.0)
+        prompt_penalty = 0.0
         if fits < _LEAST_CHUNK:
-            least = StepWorkload(prompt_tokens=_LEAST_CHUNK, decodes=int(seqs), context=int(context))
-            charge, prompt_penalty = 1.0, _miss(curve.step_s(least), bound * 1e3)
-        prompt_others = charge * held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
+            least = StepWorkload(prompt_tokens=_LEAST_CHUNK, decodes=int(now), context=int(context_now))
+            prompt_penalty = _miss(curve.step_s(least), (load.tpot_s or bound) * 1e3)
+        charge = (step - fixed) / step * _CONGESTION if bound else held_up
+        prompt_others = charge * own_stall + _CONGESTION * (own_stall if seqs else computing)
 
         # Its tokens, among the prompts that pass.
         rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
-        tpot, gap, slower = longer, longer, 0.0
+        bound = min((each for each in (bound, record.max_step_s, self._own_bound_s) if each), default=0.0)
+        tpot, gap, slower, opening = longer, longer, 0.0, 0.0
         if answer and record.takes_over and (rate or queued):
-            bounds = [each for each in (bound, record.max_step_s, self._own_bound_s) if each]
-            most = max(1.0, record.step_tokens - seqs - 1.0)
-            chunk = min(most, demand.num_tokens)
-            if bounds:
-                fits = curve.chunk_within(min(bounds), decodes=seqs + 1.0, context=context + own_context, before=demand.num_tokens / 2)
-                chunk = min(chunk, max(_LEAST_CHUNK, fits))
-            beside, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, int(chunk) + 1, decodes=seqs + 1.0, context=context)
+            chunk, beside, added = self._mixed(curve, record, bound, seqs + 1.0, context + own_context)
             gap = max(longer, beside)
             # For as long as it lasts, or what waits there now, if that is more.
             tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
-            if record.role == "prefill":
-                # Beside tokens prompts are cut smaller, for as long as anybody decodes; alone they fill the budget. All that decode there
-                # share that: if one goes elsewhere nothing is gained, if all do it is all of it.
-                lost = beside / chunk - prompt_s(curve, most, most * demand.num_tokens / 2, int(most))[0] / most
-                slower = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost) / (seqs + 1.0)
+            if bound:
+                # Prompts give way where they would stretch steps beyond their bound.
+                tpot = min(tpot, gap)
+            # What prompts that pass lose by one more, and by all that decode there.
+            stays = _KEEP * answer * tpot * rate
+            alone = self._mixed(curve, record, 0.0, 0.0, 0.0)
+            fewer = self._mixed(curve, record, bound, seqs, context)
+            slower = stays * max(0.0, beside / chunk - fewer[1] / fewer[0])
+            opening = stays * max(0.0, fewer[1] / fewer[0] - alone[1] / alone[0])
+            if record.role == "prefill" and not seqs:
+                slower, opening = slower + opening, 0.0
         later, others_penalty = answer * seqs * (longer - step), 0.0
         if load.tpot_s and seqs:
             others_penalty = _miss(tpot, load.tpot_s * 1e3)
             later *= 1.0 if others_penalty else _SLACK_SHARE
 
+        most_seqs = float(record.max_num_seqs)
+        if bound:
+            each = per_sequence + per_context * (context + own_context) / (seqs + 1.0)
+            fit = (bound - fixed) / each if each else math.inf
+            if fit > knee:
+                fit = (bound - fixed + per_row * knee) / (each + per_row)
+            most_seqs = max(0.0, min(most_seqs, fit))
         # New tokens get their blocks as they come; those in host memory need one each.
         new = demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1
         full = max(seqs, load.num_seqs) >= record.max_num_seqs
@@ -428,10 +459,22 @@ class Predictor:
             prompt_others_s=prompt_others,
             prompt_penalty=prompt_penalty,
             others_s=later + slower,
+            opening_s=opening,
+            most_seqs=most_seqs,
+            busy_seqs=seqs * max(1.0, bound / tpot) if bound else seqs,
             penalty=(FULL_COST if full else 0.0) + others_penalty,
             host_copy_s=_host_copy_s(candidate),
             missing_bytes=max(0, demand.num_tokens - candidate.cached_tokens) * token_bytes(record.layout),
         )
+
+    def _mixed(self, curve, record, bound: float, decodes: float, context: float) -> tuple[float, float, float]:
+        """Returns the prompt tokens of a step beside so many decodes, how long it takes, and what of that it takes for them."""
+        most = max(1.0, record.step_tokens - decodes)
+        chunk = most if not decodes and not bound else min(most, self._demand.num_tokens)
+        if bound:
+            fits = curve.chunk_within(bound, decodes=decodes, context=context, before=self._demand.num_tokens / 2)
+            chunk = min(chunk, max(_LEAST_CHUNK, fits))
+        return chunk, *prompt_s(curve, chunk, chunk * self._demand.num_tokens / 2, int(chunk) + 1, decodes=decodes, context=context)
 
     def prefill(self, at: Decoding) -> Prediction:
         """It computes the prompt, and hands it over."""
@@ -483,7 +526,7 @@ class Predictor:
         return computing + _host_copy_s(candidate)
 
     def _ttft(self, at: Decoding) -> float:
-        return at.step_s / 2 + at.waiting_s + at.computing_s + at.host_copy_s
+        return at.waiting_s + at.computing_s + at.host_copy_s
 
     def _answer_cost(self, tpot_s: float) -> float:
         """Seconds of its own tokens, of which those within its target count for little."""
