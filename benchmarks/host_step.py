@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
     engine = Engine(
         IdleRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=args.prompt + 2 * args.steps),
         EngineConfig(
-            max_num_batched_tokens=16384, max_num_seqs=args.sequences, max_waiting=args.sequences, look_ahead=True, max_step_s=1.0
+            max_num_batched_tokens=16384, max_num_seqs=args.sequences, max_waiting=args.sequences + 1, look_ahead=True, max_step_s=1.0
         ),
     )
     engine.set_curve(StepCurve(fixed_s=0.004, per_row_s=3e-5, per_sequence_s=1e-5, per_context_s=1e-8, mixed_s=0.006))
@@ -104,11 +105,15 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
             sampling=SamplingParams(max_tokens=2 * args.steps, temperature=1.0, seed=i),
             eos_token_ids=frozenset((999,)),
             prefix_key=b"key",
+            tpot_s=10.0 if args.promised else None,
         )
         # Trees before the engine had a port answer at once.
         reserved: Any = sequences.reserve(request, request_id=request.seq_id[:-2], attempt=1, router_id="router", prefill_here=True)
         if inspect.isawaitable(reserved):
             await reserved
+    if args.promised:
+        # No seat is free for it, so that each step is bounded for its sake and none is another than without it.
+        engine.submit(replace(request, seq_id="waits"))
     gc.collect()
     gc.freeze()
     sent = parts.spent["edge, serialized"] = []
@@ -140,6 +145,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, tree in trees.items():
             command = [sys.executable, __file__, "--child", *(f"--{key}={getattr(args, key)}" for key in ("sequences", "prompt", "steps"))]
+            command += ["--promised"] if args.promised else []
             done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, check=True, capture_output=True, text=True)
             figures[name].append(json.loads(done.stdout))
     print(f"{args.sequences} decodes, prompts of {args.prompt}, {args.repeats} turns; µs a step, medians")
@@ -155,6 +161,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=2600)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--promised", action="store_true", help="all have a TPOT, and a prompt waits: each step's bound is reckoned")
     parser.add_argument("--against", type=Path, help="another tree, to be measured in turns with this one")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -121,7 +121,7 @@ def _page(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "Simulated, not measured ([planning.md](planning.md) says how far the simulation is off), by `benchmarks/plan_regimes.py`:"
     yield f"preset `{cells[0]['preset']}`, lengths ± 30 %, Poisson arrivals. `twostep plan` answers the same for other lengths."
     yield ""
-    yield "Steps are bounded by what targets leave ([decision](decisions/40-plan-by-work.md)), beyond what the engine does today;"
+    yield "Every request states its targets, and steps are bounded by them ([scheduling](scheduling.md#what-bounds-a-step));"
     yield "rates are known to some 4 %, those of prompts of 512 and 2600 from 40 s of arrivals, those of 8000 from 400 s."
     yield ""
     yield "Each cell: requests/s per GPU at which 95 % keep the targets (TTFT / TPOT / gap in ms), of **workers that take both roles**"

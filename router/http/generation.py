@@ -74,7 +74,7 @@ def request_of(body: ChatBody | CompletionBody, headers: Mapping[str, str], *, s
         request_class=_class(body, headers),
         keep_special_tokens=body.skip_special_tokens is False,
     )
-    for name in ("ttft_ms", "tpot_ms"):
+    for name in ("ttft_ms", "tpot_ms", "gap_ms"):
         value = getattr(body, name)
         if value is None:
             value = _number(headers, f"x-twostep-{name.replace('_', '-')}", _MAX_TARGET_MS)
@@ -241,6 +241,7 @@ HEADERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("x-twostep-class", "how urgent it is", {"type": "string", "enum": list(_CLASSES)}),
     ("x-twostep-ttft-ms", "the first token is promised within so many milliseconds", _NUMBER),
     ("x-twostep-tpot-ms", "each further token is promised within so many milliseconds", _NUMBER),
+    ("x-twostep-gap-ms", "no two tokens are promised to be further apart than so many milliseconds", _NUMBER),
     ("x-twostep-timeout-ms", "the request ends after so many milliseconds", _NUMBER),
     ("x-twostep-seed", "an answer's header: repeats a request without `seed`", {"type": "string", "pattern": "^-?[0-9]{1,19}$"}),
     ("x-twostep-phases", "1: the answer says how long each phase took", {"type": "string", "enum": ["0", "1"]}),

@@ -224,6 +224,8 @@ class CommonBody(Body):
     """The first token is promised within so many milliseconds, or the request refused at once; header `x-twostep-ttft-ms`."""
     tpot_ms: float | None = Field(default=None, gt=0, le=3_600_000)
     """Each further token, on average; header `x-twostep-tpot-ms`."""
+    gap_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+    """The longest time between two tokens; header `x-twostep-gap-ms`."""
     timeout: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
     """Seconds after which the request ends with 504; header `x-twostep-timeout-ms`."""
     return_phases: bool | None = None

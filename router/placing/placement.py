@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -32,6 +30,7 @@ from twostep.cluster.prediction import (
     Prediction,
     Predictor,
     Snapshot,
+    charge_openings,
     conversion_cost,
     fallback_curve,
     hand_over_s,
@@ -43,7 +42,6 @@ from twostep.version_skew import together
 
 __all__ = ["Candidate", "MeanLoad", "NoPlacement", "Placement", "PlacementRequest", "Shortage", "Snapshot", "place"]
 
-MARGIN = float(os.environ.get('MARGIN', '2'))
 # Of what hangs on the load of the best one: what comes within it is as good.
 _NEAR = 0.05
 # Gained by less than that, and that share of what hangs on the loads in which they differ, KV is not moved.
@@ -170,11 +168,7 @@ class _Choice:
             for c in (*prefill, *decode)
             if not (skip_excluded and c.excluded)
         }
-        seqs = 1.0 + sum(each.busy_seqs for each in at.values())
-        if seqs + MARGIN * math.sqrt(seqs) <= sum(each.most_seqs for each in at.values() if each.candidate.record.role == "decode"):
-            for each in at.values():
-                if each.candidate.record.role == "prefill":
-                    each.others_s += each.opening_s
+        charge_openings(at.values())
         computes = {key for key, each in at.items() if not (skip_excluded and each.candidate.no_prompts)}
         self._sources = [at[id(c)] for c in prefill if id(c) in computes]
         self._targets = [at[id(c)] for c in decode if id(c) in at]
@@ -268,7 +262,7 @@ class _Choice:
     def _placement(self, served: _Served, compared: Sequence[_Served], why: str) -> Placement:
         demand, p, d = self._demand, served.prefill, served.decode
         computing, way = p or d, served.way
-        late = _beyond(way.ttft_s, demand.ttft_ms), _beyond(way.tpot_s, demand.tpot_ms)
+        late = _beyond(way.ttft_s, demand.ttft_ms), _beyond(way.tpot_s, demand.tpot_ms), _beyond(way.gap_s, demand.gap_ms)
         met = not any(late)
         # A queue becomes shorter by a second each second. Steps become shorter as answers end.
         retry = late[0] + demand.max_new_tokens * late[1]
@@ -276,6 +270,7 @@ class _Choice:
         prefill = "the prompt computed there" if p is None else f"prefill {way.prefill}: {p.candidate.cached_tokens} cached"
         figures = f"{way.ttft_s * 1e3:.1f} ms, then {way.tpot_s * 1e3:.2f} ms a token"
         idle_ttft = self._predictor.idle_ttft_s(computing.candidate)
+        never = _beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms) or _beyond(d.idle_gap_s, demand.gap_ms)
         return Placement(
             prefill=None if p is None else p.candidate.record,
             decode=d.candidate.record,
@@ -288,7 +283,7 @@ class _Choice:
             compared=tuple(each.way for each in compared),
             why=why,
             meets_targets=met,
-            attainable=not (_beyond(idle_ttft, demand.ttft_ms) or _beyond(d.idle_tpot_s, demand.tpot_ms)),
+            attainable=not never,
             retry_after_s=0.0 if met else min(_MOST_RETRY_S, max(_LEAST_RETRY_S, retry)),
         )
 

@@ -321,7 +321,7 @@ def _observe_targets(report: RequestReport, status: str) -> None:
     metrics.slo.labels(name).inc()
     # There from the first request on: where no targets are kept, the share is 0, and not unknown.
     attained = metrics.slo_attained.labels(name)
-    missed = job.targets.missed(report.ttft_s, report.tpot_s)
+    missed = job.targets.missed(report.ttft_s, report.tpot_s, report.longest_gap_s)
     for reason in missed:
         metrics.slo_missed.labels(reason.value, name).inc()
     if status == "OK" and not missed:
@@ -428,6 +428,7 @@ def _attributes(report: RequestReport, job: RequestJob, ended_at: float) -> Attr
         "twostep.request_class": report.class_name,
         "twostep.target_ttft_s": targets.ttft_s,
         "twostep.target_tpot_s": targets.tpot_s,
+        "twostep.target_gap_s": targets.gap_s,
     }
     if report.answer is not None:
         found |= {

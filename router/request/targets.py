@@ -2,7 +2,8 @@
 
 A request with targets is refused as soon as they cannot be met any more: what it has waited, what it would still wait in the router's
 queue, and what placement predicts on the workers, add up to more than its time to the first token; or a token would take longer than its
-time per token. Batch requests are not refused for that: they wait. Nor is an answer that has begun: its client holds a part of it.
+time per token, or than its longest gap. Batch requests are not refused for that: they wait. Nor is an answer that has begun: its client
+holds a part of it.
 
 The refusal says after how long to come again: by then what is too much should be gone.
 """
@@ -32,6 +33,7 @@ class Reason(StrEnum):
     BOUNDED = "bounded"
     TARGET_TTFT = "target_ttft"
     TARGET_TPOT = "target_tpot"
+    TARGET_GAP = "target_gap"
     DEADLINE = "deadline"
     QUOTA = "quota"
 
@@ -61,6 +63,7 @@ class Targets:
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    gap_s: float | None = None
 
     @classmethod
     def of(cls, request: inference_pb2.GenerateRequest) -> Targets:
@@ -68,16 +71,23 @@ class Targets:
         return cls(
             ttft_s=_seconds("ttft_ms", request.ttft_ms) if request.HasField("ttft_ms") else None,
             tpot_s=_seconds("tpot_ms", request.tpot_ms) if request.HasField("tpot_ms") else None,
+            gap_s=_seconds("gap_ms", request.gap_ms) if request.HasField("gap_ms") else None,
         )
 
     def __bool__(self) -> bool:
-        return self.ttft_s is not None or self.tpot_s is not None
+        return self.ttft_s is not None or self.tpot_s is not None or self.gap_s is not None
 
-    def missed(self, ttft_s: float | None, tpot_s: float | None) -> frozenset[Reason]:
-        """Those that an answer did not keep. A `ttft_s` of None: no token came; a `tpot_s` of None: there was but one."""
-        late = self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s)
-        slow = self.tpot_s is not None and tpot_s is not None and tpot_s > self.tpot_s
-        return frozenset({Reason.TARGET_TTFT} if late else ()) | frozenset({Reason.TARGET_TPOT} if slow else ())
+    def missed(self, ttft_s: float | None, tpot_s: float | None, gap_s: float) -> frozenset[Reason]:
+        """Those that an answer did not keep. A `ttft_s` of None: no token came; a `tpot_s` of None: there was but one. `gap_s`: its
+        longest."""
+        missed: set[Reason] = set()
+        if self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s):
+            missed.add(Reason.TARGET_TTFT)
+        if self.tpot_s is not None and tpot_s is not None and tpot_s > self.tpot_s:
+            missed.add(Reason.TARGET_TPOT)
+        if self.gap_s is not None and gap_s > self.gap_s:
+            missed.add(Reason.TARGET_GAP)
+        return frozenset(missed)
 
 
 NO_TARGETS = Targets()
@@ -118,6 +128,13 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Placem
             Reason.TARGET_TPOT,
             f"a token would take {placed.predicted_tpot_s * 1e3:.1f} ms and tpot_ms is {targets.tpot_s * 1e3:g}; "
             f"{_advice('tpot_ms', attainable=attainable)}",
+            retry_after_s=retry_after(placed.retry_after_s) if attainable else None,
+        )
+    if targets.gap_s is not None and placed.predicted_gap_s > targets.gap_s and not placed.meets_targets:
+        return Refused(
+            Reason.TARGET_GAP,
+            f"a token would come {placed.predicted_gap_s * 1e3:.1f} ms after another and gap_ms is {targets.gap_s * 1e3:g}; "
+            f"{_advice('gap_ms', attainable=attainable)}",
             retry_after_s=retry_after(placed.retry_after_s) if attainable else None,
         )
     if targets.ttft_s is None:

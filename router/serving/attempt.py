@@ -147,6 +147,7 @@ class Attempt:
         self._report.begin_attempt("" if prefill is None else prefill.record.worker_id, self._decode.record.worker_id)
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
+        self._decode.num_coming += 1
         accepting = None
         if prefill is not None and decode_cached_tokens is not None and self._decode.stream.open:
             accepting = asyncio.create_task(self._accept(prefill, decode_cached_tokens))
@@ -197,11 +198,12 @@ class Attempt:
         decode = self._decode
         if not await decode.stream.wait_open(min(_STREAM_TIMEOUT_S, self._job.remaining_s())):
             raise WorkerRefused(decode.life, Unavailable(f"decode worker {decode.record.worker_id} does not take a token stream"))
-        tpot_s = self._job.targets.tpot_s
+        targets = self._job.targets
         request = decode_pb2.ReserveRequest(
             router_id=decode.stream.router_id,
             prefill_here=self._prefill is None,
-            tpot_ms=None if tpot_s is None else 1e3 * tpot_s,
+            tpot_ms=None if targets.tpot_s is None else 1e3 * targets.tpot_s,
+            gap_ms=None if targets.gap_s is None else 1e3 * targets.gap_s,
             **self._for_both(computes=self._prefill is None),
         )
         decode.stream.add(self._id, self)
@@ -423,8 +425,10 @@ class Attempt:
             self._fail(self._computing, "INTERNAL", message, retryable=False)
 
     def _unqueue(self) -> None:
-        self._computing.queue(-self._queued_tokens, self._job.request_class)
-        self._queued_tokens = 0
+        if self._queued_tokens:
+            self._computing.queue(-self._queued_tokens, self._job.request_class)
+            self._decode.num_coming -= 1
+            self._queued_tokens = 0
 
 
 def _refusal(link: WorkerLink, error: _CallFailed) -> Exception:

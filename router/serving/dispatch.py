@@ -62,6 +62,7 @@ class _Dispatch:
             request_class=job.request_class,
             ttft_ms=None if targets.ttft_s is None or done else max(0.0, 1e3 * (targets.ttft_s - waited_s)),
             tpot_ms=None if targets.tpot_s is None else 1e3 * targets.tpot_s,
+            gap_ms=None if targets.gap_s is None else 1e3 * targets.gap_s,
         )
 
 

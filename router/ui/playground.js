@@ -18,6 +18,7 @@ export class Playground {
     this.maxTokens = numeric("max-tokens", { min: 1, step: 1, value: 256 });
     this.ttft = numeric("target-ttft", { min: 1, step: 1, placeholder: "none" });
     this.tpot = numeric("target-tpot", { min: 1, step: 1, placeholder: "none" });
+    this.gap = numeric("target-gap", { min: 1, step: 1, placeholder: "none" });
     this.seed = numeric("seed", { step: 1, placeholder: "drawn" });
     this.requestClass = el(
       "select",
@@ -56,7 +57,7 @@ export class Playground {
   #settings() {
     const field = (label, input, hint) =>
       el("div", { class: "field" }, el("label", { for: input.id, text: label }), input, hint && el("small", { id: `${input.id}-hint`, text: hint }));
-    for (const input of [this.ttft, this.tpot, this.requestClass]) input.setAttribute("aria-describedby", `${input.id}-hint`);
+    for (const input of [this.ttft, this.tpot, this.gap, this.requestClass]) input.setAttribute("aria-describedby", `${input.id}-hint`);
     return el(
       "form",
       { class: "settings panel", "aria-label": "Settings", onsubmit: (event) => event.preventDefault() },
@@ -64,7 +65,7 @@ export class Playground {
       el("div", { class: "pair" }, field("Temperature", this.temperature), field("Max tokens", this.maxTokens)),
       field("Class", this.requestClass, "who goes first where requests wait"),
       el("div", { class: "pair" }, field("TTFT target, ms", this.ttft, "kept, or refused at once"), field("TPOT target, ms", this.tpot, "of each further token")),
-      field("Seed", this.seed),
+      el("div", { class: "pair" }, field("Gap target, ms", this.gap, "longest between tokens"), field("Seed", this.seed)),
     );
   }
 
@@ -161,6 +162,7 @@ export class Playground {
       request_class: this.requestClass.value || undefined,
       ttft_ms: number(this.ttft),
       tpot_ms: number(this.tpot),
+      gap_ms: number(this.gap),
     };
     return body;
   }

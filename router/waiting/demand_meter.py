@@ -66,7 +66,7 @@ class DemandMeter(RedisExchange):
         if cancelled or job.resumed:
             return
         held_to = job.targets if job.targets or job.request_class is RequestClass.BATCH else self._default
-        missed = held_to.missed(report.ttft_s, report.tpot_s)
+        missed = held_to.missed(report.ttft_s, report.tpot_s, report.longest_gap_s)
         if held_to.ttft_s is not None:
             totals["ttft_total"] += 1
             totals["ttft_met"] += Reason.TARGET_TTFT not in missed

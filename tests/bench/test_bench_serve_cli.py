@@ -89,7 +89,20 @@ def test_what_the_base_install_lacks_is_said(words: tuple[str, ...], said: str) 
 def test_rates_json_saved_requests_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "requests.jsonl"
     with server() as (address, servicer):
-        words = ("--target", address, *FAST, "--rate", "300,600", "--num-requests", "15", "--goodput", "ttft:60000", "--gpus", "1+1")
+        words = (
+            "--target",
+            address,
+            *FAST,
+            "--rate",
+            "300,600",
+            "--num-requests",
+            "15",
+            "--goodput",
+            "ttft:60000",
+            "gap:60000",
+            "--gpus",
+            "1+1",
+        )
         files = ("--json", "--output", str(tmp_path / "out.json"), "--save-requests", str(saved), "--plots", str(tmp_path / "plots"))
         page = tmp_path / "page.html"
         assert bench(*words, *files, "--page", str(page), "--send-targets", "--request-class", "batch") == 0
@@ -101,7 +114,7 @@ def test_rates_json_saved_requests_and_a_plot(tmp_path: Path, capsys: pytest.Cap
     assert report["points"][0]["goodput"]["num_gpus"] == 2
     assert (tmp_path / "plots" / "load.png").read_bytes().startswith(b"\x89PNG")
     assert len({r.cache_salt for r in servicer.requests}) == 2, "rates find nothing of each other in a cache"
-    assert {r.ttft_ms for r in servicer.requests} == {60000}
+    assert {(r.ttft_ms, r.gap_ms, r.HasField("tpot_ms")) for r in servicer.requests} == {(60000, 60000, False)}
     assert "prefill: 250 ms" in page.read_text()
     assert [list(p["gaps_by_cause"]) for p in report["points"]] == [["untold"], ["untold"]], "this server tells of no gaps"
     with pytest.raises(SystemExit) as done:

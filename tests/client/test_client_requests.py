@@ -39,12 +39,13 @@ def test_what_is_sent() -> None:
         prompt=None,
         token_ids=[1, 2, 3],
         **{"model": "scripted", "cache_salt": "s", "max_tokens": 9, "temperature": 0.0, "stop": "END", "stop_token_ids": [4]},
-        **{"ignore_eos": True, "seed": -5, "request_class": "batch", "ttft_ms": 250, "tpot_ms": 12.5, "tenant": "alice"},
+        **{"ignore_eos": True, "seed": -5, "request_class": "batch", "ttft_ms": 250, "tpot_ms": 12.5, "gap_ms": 30, "tenant": "alice"},
         keep_special_tokens=True,
     )
     assert list(sent.token_ids.ids) == [1, 2, 3]
     assert (sent.model, sent.cache_salt, sent.keep_special_tokens) == ("scripted", "s", True)
-    assert (sent.request_class, sent.ttft_ms, sent.tpot_ms, sent.tenant) == (pb.REQUEST_CLASS_BATCH, 250.0, 12.5, "alice")
+    assert (sent.request_class, sent.ttft_ms, sent.tpot_ms, sent.gap_ms) == (pb.REQUEST_CLASS_BATCH, 250.0, 12.5, 30.0)
+    assert sent.tenant == "alice"
     sampling = sent.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.ignore_eos) == (9, 0.0, -5, True)
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["END"], [4])
@@ -52,7 +53,7 @@ def test_what_is_sent() -> None:
     assert not sampling.HasField("top_p")
     plain = request(model=None, seed=None, ttft_ms=None, resume=None)
     assert (plain.request_class, plain.keep_special_tokens) == (pb.REQUEST_CLASS_STANDARD, False)
-    assert not any(map(plain.HasField, ("ttft_ms", "tpot_ms")))  # type: ignore[arg-type]
+    assert not any(map(plain.HasField, ("ttft_ms", "tpot_ms", "gap_ms")))  # type: ignore[arg-type]
 
 
 class Schema:
@@ -126,7 +127,7 @@ def test_the_other_grammars() -> None:
         ({"ttft_ms": float("nan")}, "ttft_ms"),
         ({"tpot_ms": float("inf")}, "tpot_ms"),
         ({"tpot_ms": "10"}, "tpot_ms"),
-        ({"tpot_ms": True}, "tpot_ms"),
+        ({"gap_ms": True}, "gap_ms"),
         ({"tenant": 7}, "tenant"),
         ({"tenant": "\ud800"}, "lone surrogate"),
         ({"regex": "a", "json_object": True}, "json_object and regex are given"),

@@ -30,6 +30,7 @@ def make_request(
     key: bytes = KEY,
     request_class: RequestClass = RequestClass.STANDARD,
     tpot_s: float | None = None,
+    gap_s: float | None = None,
     **sampling: Any,
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
@@ -42,6 +43,7 @@ def make_request(
         prefix_key=key,
         request_class=request_class,
         tpot_s=tpot_s,
+        gap_s=gap_s,
     )
 
 

@@ -352,20 +352,42 @@ def chunks(run: Run, clock: Clock | None = None) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("how", ["max_step_s", "tpot_s", "both"])
+@pytest.mark.parametrize("how", ["max_step_s", "tpot_s", "gap_s", "reserved"])
 def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: str) -> None:
-    bound = {"max_step_s": 2e-3, "tpot_s": 1.0, "both": 5e-3}[how]
+    """By what was promised to some, and by the worker's own bound for those who were promised nothing."""
     clock = Clock()
-    run = Run(make_engine(clock=clock, max_num_batched_tokens=100, max_step_s=0.0 if how == "tpot_s" else bound, min_chunk_tokens=2))
-    tpot_s = None if how == "max_step_s" else 2e-3 / 0.9
-    run.submit(request("d", STANDARD, 5, max_tokens=40, tpot_s=tpot_s), request("e", STANDARD, 5, max_tokens=40, tpot_s=1.0))
+    run = Run(make_engine(clock=clock, max_num_batched_tokens=100, max_step_s=2e-3 if how == "max_step_s" else 5e-3, min_chunk_tokens=2))
+    # The last token of two leaves nothing to make up: the pace alone counts.
+    promised = {"tpot_s": {"tpot_s": 2e-3 / 0.95}, "gap_s": {"gap_s": 6e-3 + 1e-9}}.get(how, {})
+    run.submit(request("d", STANDARD, 5, max_tokens=2 if how == "tpot_s" else 40, **promised))
+    run.submit(request("e", STANDARD, 5, max_tokens=40, tpot_s=1.0) if how != "max_step_s" else request("e", STANDARD, 5, max_tokens=40))
     run.step()
+    if how == "reserved":
+        run.engine.reserve(request("r", STANDARD, 5, gap_s=6e-3 + 1e-9))
     run.engine.set_curve(CURVE)
     run.submit(request("p", STANDARD, 30))
-    assert chunks(run, clock) == [8, 8, 8, 6], "1 ms and ten rows of which two are decodes"
+    if how == "tpot_s":
+        assert chunks(run, clock) == [8, 22], "d has ended, and e has time"
+    else:
+        assert chunks(run, clock) == [8, 8, 8, 6], "1 ms and ten rows of which two are decodes"
+    run.engine.cancel("r")
     run.engine.set_curve(None)
     run.submit(request("q", STANDARD, 30))
     assert chunks(run) == [30]
+    run.finish()
+
+
+def test_the_bound_of_a_sequence_that_is_to_come_ends_with_its_reservation() -> None:
+    run = Run(make_engine(max_num_batched_tokens=100, min_chunk_tokens=2))
+    run.engine.set_curve(CURVE)
+    coming = request("r", STANDARD, 5, gap_s=6e-3 + 1e-9)
+    run.engine.reserve(coming)
+    run.submit(request("p", STANDARD, 60, max_tokens=1))
+    assert run.step().num_prefill_tokens == 10, "nobody decodes, and yet 2 ms"
+    assert run.engine.stats().max_step_s == pytest.approx(2e-3)
+    run.engine.cancel("r")
+    assert run.step().num_prefill_tokens == 50
+    assert run.engine.stats().max_step_s == 0
     run.finish()
 
 
@@ -382,19 +404,21 @@ def test_chunks_are_no_smaller_than_what_a_mixed_step_takes_anyway() -> None:
 def test_a_promise_is_kept_beside_prompts_whose_steps_are_long_whatever_they_hold() -> None:
     """A step without prompts takes 1.1 ms, one with any 3: there is room for a chunk in every third one or so."""
     clock = Clock()
-    run = Run(make_engine(clock=clock, max_num_batched_tokens=100, max_step_s=4e-3, min_chunk_tokens=2))
+    run = Run(make_engine(clock=clock, max_num_batched_tokens=20, min_chunk_tokens=2))
     run.submit(request("d", STANDARD, 5, max_tokens=60, tpot_s=2e-3))
     run.step()
     curve = dataclasses.replace(CURVE, mixed_s=3e-3)
     run.engine.set_curve(curve)
-    run.submit(request("p", STANDARD, 70, max_tokens=1))
+    # Without a curve its pace would count from the first step that is planned with one.
+    run.submit(*(request(f"p{i}", STANDARD, 70, max_tokens=1) for i in range(4)))
     sizes = []
-    while sum(sizes) < 70:
+    while len(sizes) < 59:
         output = run.step()
         sizes.append(output.num_prefill_tokens)
         clock.now += curve.step_s(output.workload)
-        assert clock.now <= 2e-3 * len(sizes)
-    assert min([size for size in sizes if size][:-1]) >= 19, "what fits in 3 ms, each time"
+    assert clock.now <= 2e-3 * len(sizes)
+    assert sum(sizes) == 280
+    assert min([size for size in sizes if size][:-1]) >= 9, "what fits in 3 ms, each time, or is left of a prompt"
     run.finish()
 
 

@@ -81,7 +81,7 @@ def test_what_bounds_steps_is_told_while_it_does() -> None:
     engine.submit(dataclasses.replace(make_request("b", range(1, 6), max_tokens=4), tpot_s=0.1))
     assert engine.stats().max_step_s == 0.5, "it has no token yet"
     engine.step()
-    assert engine.stats().max_step_s == 0.1 * 0.9
+    assert engine.stats().max_step_s == 0.1 * 0.95
     drain(engine)
     assert engine.stats().max_step_s == 0
     assert_idle(engine)

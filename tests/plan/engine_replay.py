@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from twostep.engine.config import EngineConfig
@@ -22,7 +22,7 @@ from twostep.lab.simulator.engine import EngineSpec
 from twostep.sampling_params import SamplingParams
 
 
-def real_engine(spec: EngineSpec) -> Engine:
+def real_engine(spec: EngineSpec, clock: Callable[[], float]) -> Engine:
     runner = FakeRunner(num_blocks=spec.num_blocks, block_size=spec.block_size)
     config = EngineConfig(
         max_num_batched_tokens=spec.step_tokens,
@@ -31,19 +31,23 @@ def real_engine(spec: EngineSpec) -> Engine:
         enable_prefix_caching=False,
         look_ahead=spec.look_ahead,
         hash_unit=spec.block_size,
+        max_step_s=spec.max_step_s,
+        min_chunk_tokens=spec.min_chunk,
     )
-    engine = Engine(runner, config)
+    engine = Engine(runner, config, clock=clock)
     engine.set_curve(spec.prompt_curve)
     return engine
 
 
 class Replay:
-    """Request i goes to the prefill worker i modulo their number, and likewise to a decode worker."""
+    """Request i goes to the prefill worker i modulo their number, and likewise to a decode worker, which computes the prompts of those
+    `alone` by itself."""
 
-    def __init__(self, deployment: SimulatedDeployment) -> None:
-        self._deployment = deployment
-        self._prefill = [_Worker(deployment.prefill) for _ in range(deployment.num_prefill)] if deployment.prefill else []
-        self._decode = [_Worker(deployment.decode) for _ in range(deployment.num_decode)]
+    def __init__(self, deployment: SimulatedDeployment, alone: Collection[int] = ()) -> None:
+        self._deployment, self._alone = deployment, alone
+        self._now = 0.0
+        self._prefill = [_Worker(deployment.prefill, self._clock) for _ in range(deployment.num_prefill)] if deployment.prefill else []
+        self._decode = [_Worker(deployment.decode, self._clock) for _ in range(deployment.num_decode)]
         self._link_free_at = [0.0] * deployment.num_decode
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._num_events = 0
@@ -57,8 +61,8 @@ class Replay:
         for i, request in enumerate(requests):
             self._at(request.arrival_s, self._arrive, i)
         while self._events:
-            now, _, act, argument = heapq.heappop(self._events)
-            act(now, argument)
+            self._now, _, act, argument = heapq.heappop(self._events)
+            act(self._now, argument)
         for worker in (*self._prefill, *self._decode):
             worker.engine.check_integrity()
             assert worker.engine.stats().num_available_blocks == worker.engine.stats().num_blocks
@@ -67,6 +71,9 @@ class Replay:
     @property
     def num_preemptions(self) -> int:
         return sum(worker.engine.stats().num_preemptions for worker in self._decode)
+
+    def _clock(self) -> float:
+        return self._now
 
     def _at(self, time: float, act: Callable[[float, Any], None], argument: Any) -> None:
         self._num_events += 1
@@ -78,8 +85,8 @@ class Replay:
 
     def _place(self, now: float, i: int) -> bool:
         decode = self._decode[i % len(self._decode)]
-        request = _request(i, self._requests[i])
-        if not self._prefill:
+        request = _request(i, self._requests[i], decode.spec)
+        if not self._prefill or i in self._alone:
             decode.engine.submit(request)
             self._wake(now, decode)
             return True
@@ -138,17 +145,19 @@ class Replay:
 
 
 class _Worker:
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, clock: Callable[[], float]) -> None:
         self.spec = spec
-        self.engine = real_engine(spec)
+        self.engine = real_engine(spec, clock)
         self.stepping = False
 
 
-def _request(i: int, request: Request) -> EngineRequest:
+def _request(i: int, request: Request, spec: EngineSpec) -> EngineRequest:
     tokens = random.Random(i).choices(range(1000), k=request.num_prompt)
     return EngineRequest(
         seq_id=str(i),
         token_ids=tokens,
         num_prompt_tokens=request.num_prompt,
         sampling=SamplingParams(max_tokens=request.num_output, temperature=0.0),
+        tpot_s=spec.tpot_s or None,
+        gap_s=spec.gap_s or None,
     )

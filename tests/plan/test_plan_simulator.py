@@ -90,12 +90,15 @@ def test_promises_bound_steps_with_prompts() -> None:
         ({"tpot_s": 0.020, "gap_s": 0.060}, 100, 0.020),
     ):
         engine = SimulatedEngine(EngineSpec(curve=PLAIN, **promise))
-        assert engine.longest_step_s(0.0) == inf
+        assert engine.time_limit(0.0) is None
         coming = SimulatedSequence(num_prompt=10, num_output=num_output, num_uncached=10)
         assert engine.reserve(coming)
-        assert engine.longest_step_s(0.0) == (0.020 if "gap_s" in promise else inf)
+        limit = engine.time_limit(0.0)
+        assert (None if limit is None else limit.max_step_s) == (pytest.approx(0.020) if "gap_s" in promise else None)
         engine.commit(coming, 0.0)
-        assert engine.longest_step_s(0.0) == pytest.approx(longest)
+        limit = engine.time_limit(0.0)
+        assert limit is not None
+        assert limit.max_step_s == pytest.approx(longest)
 
 
 def test_the_edge_has_a_tail_and_keeps_the_order_of_tokens() -> None:

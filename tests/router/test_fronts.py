@@ -56,7 +56,9 @@ class GrpcFront:
 
     async def ask(self, *, headers: dict[str, str] | None = None, on_piece: Callable[[], None] = lambda: None, **fields: Any) -> Answer:
         answer = Answer()
-        own = {name: fields.pop(name) for name in ("model", "ttft_ms", "tpot_ms", "cache_salt", "resume_token_ids") if name in fields}
+        own = {
+            name: fields.pop(name) for name in ("model", "ttft_ms", "tpot_ms", "gap_ms", "cache_salt", "resume_token_ids") if name in fields
+        }
         messages, prompt = fields.pop("messages", None), fields.pop("prompt", PROMPT)
         try:
             request = pb.GenerateRequest(sampling=pb.SamplingParams(**fields), **own)
@@ -263,6 +265,7 @@ BAD: list[tuple[dict[str, Any], type[TwostepError]]] = [
             ("cache_salt", "a" * 257),
             ("ttft_ms", 0.0),
             ("tpot_ms", -3.0),
+            ("gap_ms", 0.0),
         )
     ),
 ]

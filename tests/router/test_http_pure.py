@@ -212,9 +212,9 @@ def test_sampling_values_have_their_names() -> None:
 
 
 def test_targets_and_timeouts_come_from_body_or_headers() -> None:
-    headers = {"x-twostep-ttft-ms": "250", "x-twostep-tpot-ms": "40.5", "x-twostep-timeout-ms": "1500"}
+    headers = {"x-twostep-ttft-ms": "250", "x-twostep-tpot-ms": "40.5", "x-twostep-gap-ms": "90", "x-twostep-timeout-ms": "1500"}
     request = request_of(chat_body(ttft_ms=100), headers, seed=1)
-    assert (request.ttft_ms, request.tpot_ms) == (100, 40.5)
+    assert (request.ttft_ms, request.tpot_ms, request.gap_ms) == (100, 40.5, 90)
     assert timeout_of(chat_body(), headers) == 1.5
     assert timeout_of(chat_body(timeout=3), headers) == 3
     assert timeout_of(chat_body(), {}) == float("inf")

@@ -273,6 +273,9 @@ async def test_a_token_that_would_take_too_long_is_a_reason_of_its_own(cluster: 
         assert not decode.requests
         assert told_by(cluster)("twostep_requests_refused_total", reason="target_tpot") == 1
         await cluster.ask(with_targets(asking(cluster), tpot_ms=10_000))
+        error = await refused(cluster, with_targets(asking(cluster, max_tokens=100), gap_ms=30))
+        assert "gap_ms is 30" in error.message
+        assert told_by(cluster)("twostep_requests_refused_total", reason="target_gap") == 1
 
 
 async def test_a_target_that_idle_workers_would_miss_gets_no_false_hope(cluster: Cluster) -> None:
@@ -304,7 +307,7 @@ async def test_attainment_is_counted_by_class(cluster: Cluster) -> None:
         # Four tokens that take a fifth of a second from the first one on.
         decode.script = Script(hold_at=4)
         hold = decode.script.go_on
-        request = with_targets(asking(cluster, request_class=INTERACTIVE, max_tokens=5), ttft_ms=600_000, tpot_ms=20)
+        request = with_targets(asking(cluster, request_class=INTERACTIVE, max_tokens=5), ttft_ms=600_000, tpot_ms=20, gap_ms=150)
         async for _ in cluster.stub.Generate(request, timeout=60):
             asyncio.get_running_loop().call_later(0.2, hold.set)
         prefill.before_first.append(after(0.2))
@@ -314,6 +317,7 @@ async def test_attainment_is_counted_by_class(cluster: Cluster) -> None:
         assert told("twostep_request_slo_total", request_class="interactive") == 3
         assert told("twostep_request_slo_attained_total", request_class="interactive") == 1
         assert told("twostep_request_slo_missed_total", request_class="interactive", reason="target_tpot") == 1
+        assert told("twostep_request_slo_missed_total", request_class="interactive", reason="target_gap") == 1
         assert told("twostep_request_slo_missed_total", request_class="interactive", reason="target_ttft") == 1
         assert told("twostep_request_slo_attained_total", request_class="batch") == 1
         assert told("twostep_request_slo_total", request_class="standard") is None

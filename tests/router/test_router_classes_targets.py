@@ -16,10 +16,10 @@ WORKER = worker_record("d0")
 SECONDS = st.floats(0.0, 100.0)
 
 
-def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, retry_s: float = 0.0) -> Placement:
+def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, gap_s: float, retry_s: float = 0.0) -> Placement:
     """Returns a placement whose targets are checked as placement does: against what is left of the time."""
     late = targets.ttft_s is not None and ttft_s > max(0.0, targets.ttft_s - waited_s)
-    slow = targets.tpot_s is not None and tpot_s > targets.tpot_s
+    slow = (targets.tpot_s is not None and tpot_s > targets.tpot_s) or (targets.gap_s is not None and gap_s > targets.gap_s)
     return Placement(
         prefill=None,
         decode=WORKER,
@@ -27,30 +27,45 @@ def choice(targets: Targets, waited_s: float, ttft_s: float, tpot_s: float, retr
         reason="",
         predicted_ttft_s=ttft_s,
         predicted_tpot_s=tpot_s,
+        predicted_gap_s=gap_s,
         meets_targets=not late and not slow,
         retry_after_s=retry_s if late or slow else 0.0,
     )
 
 
-@example(target_ttft=0.01, target_tpot=None, waited=1.0, queue=0.0, ttft=0.0, tpot=0.0, attainable=True)
-@given(st.none() | st.floats(0.01, 10.0), st.none() | st.floats(0.001, 1.0), SECONDS, SECONDS, SECONDS, SECONDS, st.booleans())
+@example(targets=Targets(ttft_s=0.01), waited=1.0, queue=0.0, ttft=0.0, tpot=0.0, gap=0.0, attainable=True)
+@given(
+    st.builds(
+        Targets,
+        ttft_s=st.none() | st.floats(0.01, 10.0),
+        tpot_s=st.none() | st.floats(0.001, 1.0),
+        gap_s=st.none() | st.floats(0.001, 1.0),
+    ),
+    SECONDS,
+    SECONDS,
+    SECONDS,
+    SECONDS,
+    SECONDS,
+    st.booleans(),
+)
 def test_exactly_what_cannot_be_kept_is_refused(
-    target_ttft: float | None, target_tpot: float | None, waited: float, queue: float, ttft: float, tpot: float, attainable: bool
+    targets: Targets, waited: float, queue: float, ttft: float, tpot: float, gap: float, attainable: bool
 ) -> None:
-    targets = Targets(ttft_s=target_ttft, tpot_s=target_tpot)
-    placed = choice(targets, waited, ttft, tpot, retry_s=3.0)
+    target_ttft = targets.ttft_s
+    placed = choice(targets, waited, ttft, tpot, gap, retry_s=3.0)
     refused = refusal(targets, waited_s=waited, queue_s=queue, placed=placed, attainable=attainable)
     # Sums in another order may round to the other side of a target.
     margin = 1e-9
     if target_ttft is not None and abs(waited + queue + ttft - target_ttft) < margin:
         return
     late = target_ttft is not None and waited + queue + ttft > target_ttft
-    slow = target_tpot is not None and tpot > target_tpot
-    assert (refused is not None) == (late or slow)
+    slow = targets.tpot_s is not None and tpot > targets.tpot_s
+    far = targets.gap_s is not None and gap > targets.gap_s
+    assert (refused is not None) == (late or slow or far)
     if refused is None:
         return
     assert status_of(refused).grpc == "RESOURCE_EXHAUSTED"
-    assert refused.reason is (Reason.TARGET_TPOT if slow else Reason.TARGET_TTFT)
+    assert refused.reason is (Reason.TARGET_TPOT if slow else Reason.TARGET_GAP if far else Reason.TARGET_TTFT)
     assert ("idle workers would not" in refused.message) == (not attainable)
     if not attainable:
         assert refused.retry_after_s is None
@@ -69,15 +84,17 @@ def test_nobody_is_told_to_come_at_once_or_never(seconds: float) -> None:
 
 
 def test_a_promise_is_kept_or_missed_part_by_part() -> None:
-    both = Targets(ttft_s=0.5, tpot_s=0.01)
-    assert both.missed(0.5, 0.01) == frozenset()
-    assert both.missed(0.51, 0.01) == {Reason.TARGET_TTFT}
-    assert both.missed(0.4, 0.02) == {Reason.TARGET_TPOT}
-    assert both.missed(None, None) == {Reason.TARGET_TTFT}, "no token came"
-    assert both.missed(0.1, None) == frozenset(), "there was but one"
-    assert Targets().missed(None, None) == frozenset()
+    some = Targets(ttft_s=0.5, tpot_s=0.01, gap_s=0.03)
+    assert some.missed(0.5, 0.01, 0.03) == frozenset()
+    assert some.missed(0.51, 0.01, 0.03) == {Reason.TARGET_TTFT}
+    assert some.missed(0.4, 0.02, 0.02) == {Reason.TARGET_TPOT}
+    assert some.missed(0.4, 0.01, 0.04) == {Reason.TARGET_GAP}
+    assert some.missed(None, None, 0.0) == {Reason.TARGET_TTFT}, "no token came"
+    assert some.missed(0.1, None, 0.0) == frozenset(), "there was but one"
+    assert Targets().missed(None, None, 9.0) == frozenset()
     assert not Targets()
     assert Targets(tpot_s=0.1)
+    assert Targets(gap_s=0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.01, 1.0)), min_size=3, max_size=60), st.floats(1.0, 1e6))

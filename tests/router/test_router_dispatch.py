@@ -59,10 +59,15 @@ async def asked_for(one: RequestJob, shortage: Shortage, **config: Any) -> tuple
 
 
 async def test_placement_is_asked_for_what_is_left_to_do_and_of_the_time() -> None:
-    waited = {"arrived": time.monotonic() - 2.0, "targets": Targets(ttft_s=5.0, tpot_s=0.05), "request_class": RequestClass.BATCH}
+    waited = {
+        "arrived": time.monotonic() - 2.0,
+        "targets": Targets(ttft_s=5.0, tpot_s=0.05, gap_s=0.2),
+        "request_class": RequestClass.BATCH,
+    }
     (demand, *_), error = await asked_for(job(**waited), Shortage.TOO_LARGE)
     assert isinstance(error, ContextExceeded)
-    assert (demand.num_tokens, demand.max_new_tokens, demand.tpot_ms, demand.request_class) == (100, 20, 50.0, RequestClass.BATCH)
+    assert (demand.num_tokens, demand.max_new_tokens, demand.request_class) == (100, 20, RequestClass.BATCH)
+    assert (demand.tpot_ms, demand.gap_ms) == (50.0, 200.0)
     assert demand.ttft_ms == pytest.approx(3000.0, abs=500.0)
     (late, *_), _ = await asked_for(job(**waited | {"arrived": time.monotonic() - 60.0}), Shortage.TOO_LARGE)
     assert late.ttft_ms == 0.0

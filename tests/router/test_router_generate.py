@@ -126,6 +126,7 @@ BAD: list[tuple[pb.GenerateRequest, str]] = [
     (pb.GenerateRequest(text="x", tenant="a\nb"), "tenant"),
     (pb.GenerateRequest(text="x", request_class=77), "request_class is 77"),  # type: ignore[arg-type]
     (pb.GenerateRequest(text="x", tpot_ms=float("inf")), "tpot_ms"),
+    (pb.GenerateRequest(text="x", gap_ms=-1.0), "gap_ms"),
 ]
 
 

@@ -199,11 +199,12 @@ async def test_a_batch_reservation_pushes_nobody_out(redis_url: str) -> None:
         assert pair.decode_worker.engine.stats().num_preemptions == 0
 
 
-async def test_a_promised_tpot_reaches_the_engine_and_must_be_one(redis_url: str) -> None:
+async def test_what_was_promised_reaches_the_engine_and_must_be_milliseconds(redis_url: str) -> None:
     async with started(redis_url) as pair, routed(pair) as router:
         await refused(reserving(router, "r", prompt_of(20), 4, tpot_ms=0.0), Code.INVALID_ARGUMENT)
-        await reserving(router, "r", prompt_of(20), 4, tpot_ms=12.5)
+        await refused(reserving(router, "r", prompt_of(20), 4, gap_ms=-1.0), Code.INVALID_ARGUMENT)
+        await reserving(router, "r", prompt_of(20), 4, tpot_ms=12.5, gap_ms=30.0)
         sequence = engine_of(pair.decode_worker)._scheduler.live("r/1")
         assert sequence is not None
-        assert sequence.request.tpot_s == 0.0125
+        assert (sequence.request.tpot_s, sequence.request.gap_s) == (0.0125, 0.03)
         assert await router.cancel("r")

@@ -94,7 +94,7 @@ def add_flags(command: FlagParser) -> None:
     asked = command.add_argument_group("what each request says")
     asked.add_argument("--request-class", default="", choices=["interactive", "standard", "batch"], help="how urgent")
     asked.add_argument("--tenant", default="", metavar="NAME", help="whose share is used")
-    asked.add_argument("--send-targets", action="store_true", help="tell ttft and tpot of --goodput: what cannot be kept is refused")
+    asked.add_argument("--send-targets", action="store_true", help="tell ttft, tpot and gap of --goodput: what cannot be kept is refused")
 
     judged = command.add_argument_group("how it is judged")
     judged.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="targets that count together: ttft, tpot, gap, e2e")

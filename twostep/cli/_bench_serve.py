@@ -181,8 +181,8 @@ def _targets(args: argparse.Namespace) -> LatencyTargets:
     targets = LatencyTargets.parse(args.goodput)
     if args.sweep and not targets:
         raise InvalidRequest("--sweep needs targets to keep: give --goodput, as in --goodput ttft:500 tpot:30")
-    if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None:
-        raise InvalidRequest("--send-targets tells the router ttft and tpot of --goodput: give at least one of these")
+    if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None and targets.gap_ms is None:
+        raise InvalidRequest("--send-targets tells the router ttft, tpot and gap of --goodput: give at least one of these")
     return targets
 
 
@@ -214,6 +214,7 @@ def _target(args: argparse.Namespace, targets: LatencyTargets) -> RouterTarget:
             request_class=args.request_class,
             ttft_ms=targets.ttft_ms if args.send_targets else None,
             tpot_ms=targets.tpot_ms if args.send_targets else None,
+            gap_ms=targets.gap_ms if args.send_targets else None,
             tenant=args.tenant,
         )
     )

@@ -46,6 +46,7 @@ class Urgency(TypedDict):
     request_class: Literal["interactive", "standard", "batch"]
     ttft_ms: float | None
     tpot_ms: float | None
+    gap_ms: float | None
     tenant: str
 
 
@@ -252,11 +253,18 @@ def _urgency(command: FlagParser, default: str) -> None:
     )
     command.add_argument("--ttft-ms", type=float, metavar="MS", help="refuse at once what cannot get its first token within so long")
     command.add_argument("--tpot-ms", type=float, metavar="MS", help="and what cannot get each token after it within so long")
+    command.add_argument("--gap-ms", type=float, metavar="MS", help="and what would have to wait longer between two tokens")
     command.flag("--tenant", default="", metavar="NAME", help="whose share of the system is used")
 
 
 def urgency_of(args: argparse.Namespace) -> Urgency:
-    return {"request_class": args.request_class, "ttft_ms": args.ttft_ms, "tpot_ms": args.tpot_ms, "tenant": args.tenant}
+    return {
+        "request_class": args.request_class,
+        "ttft_ms": args.ttft_ms,
+        "tpot_ms": args.tpot_ms,
+        "gap_ms": args.gap_ms,
+        "tenant": args.tenant,
+    }
 
 
 def _system(command: FlagParser) -> None:

@@ -83,7 +83,9 @@ class RequestOptions(SamplingOptions, total=False):
     """Sets the time within which the first token is needed. If that cannot be kept, the request is refused at once with ResourceExhausted,
     whose `retry_after_s` says when to come again; retries do (batch requests wait instead)."""
     tpot_ms: float | None
-    """And each token after it."""
+    """And each token after it, on average."""
+    gap_ms: float | None
+    """And the longest time between two tokens. Older routers do not know of it."""
     tenant: str
     """Whose share of the system it uses; where API keys or a front name the tenants, their word counts."""
     keep_special_tokens: bool

@@ -126,6 +126,7 @@ def _request(options: RequestOptions, kind: type[RequestOptions]) -> pb.Generate
         request_class=_request_class(given.get("request_class", "standard")),
         ttft_ms=_milliseconds("ttft_ms", given.get("ttft_ms")),
         tpot_ms=_milliseconds("tpot_ms", given.get("tpot_ms")),
+        gap_ms=_milliseconds("gap_ms", given.get("gap_ms")),
         tenant=text("tenant", given.get("tenant", "")),
         keep_special_tokens=bool(given.get("keep_special_tokens", False)),
         n=n if n > 1 else 0,

@@ -28,13 +28,13 @@ load is worth what has happened since. tests/router/placement_simulation.py show
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord, MeasuredHandOver, WorkerRecord
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve, StepWorkload
+from twostep.step_curve import MADE_UP_WITHIN, PACE_SHARE, StepCurve, chunk_pairs, promised_step_s
 
 # Of a worker that has not measured itself. Only proportions matter then: moving a token's KV takes a fraction of computing it, and a
 # sequence more slows the others, over an answer, by about as much as 64 tokens of prefill.
@@ -45,12 +45,7 @@ ANSWER_TOKENS = 128
 # How much of the prompt's computing is paid by those who come behind.
 _CONGESTION = 0.5
 # What a second counts that somebody loses within what was promised.
-import os
-_SLACK_SHARE = float(os.environ.get('SLACK','0.05'))
-_KEEP=float(os.environ.get('KEEP','1.5'))
-# Of a promised TPOT, what a step with prompts may take: the rest is the host's (twostep/engine/scheduler.py).
-_TPOT_SHARE = 0.95
-_MADE_UP_WITHIN = 16
+_SLACK_SHARE = 0.05
 # Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
 _MOST_PROMPTS = 0.9
 # A batch request's own time counts for little beside what it costs others.
@@ -105,7 +100,7 @@ class Candidate:
     # And how many it has sent it lately, computed or not, the longer ago the less: about as many as records do not tell of yet. Batch
     # requests' are none of them.
     recent_tokens: float = 0.0
-    # Attempts of this router that are there now.
+    # Attempts of this router that are there now, and those among them whose first token has not come: they do not decode yet.
     num_attempts: int = 0
     num_coming: int = 0
     # It refused this request in this round, or lost an earlier attempt of it.
@@ -135,6 +130,7 @@ class PlacementRequest:
     request_class: RequestClass = RequestClass.STANDARD
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    gap_ms: float | None = None
 
 
 # ---- what would become of it ---------------------------------------------------------------------------------------------
@@ -175,6 +171,7 @@ class Prediction:
     gap_s: float = 0.0
     # The same, were the worker idle.
     idle_tpot_s: float = 0.0
+    idle_gap_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,9 +264,9 @@ def load_now(own_now: float, mean_total: float, share: float) -> float:
     return own_now + (1.0 - share) * max(mean_total, own_now / share)
 
 
-def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass) -> float:
-    """Returns the prompt tokens to be computed there. Queues are over before a record shows them: where this router has sent more lately
-    than elsewhere, the others have too."""
+def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass, chunk: float) -> float:
+    """Returns the prompt tokens to be computed there, in steps of `chunk`. Queues are over before a record shows them: where this router has
+    sent more lately than elsewhere, the others have too."""
     own, total, running = candidate.queued_tokens, mean.queued_tokens, 0.0
     batch = load_now(candidate.batch_tokens, mean.batch_tokens, share.tokens)
     if batch and request_class is not RequestClass.BATCH:
@@ -277,7 +274,8 @@ def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_clas
         own, total = own - candidate.batch_tokens, max(0.0, total - mean.batch_tokens)
         running = min(batch, candidate.record.step_tokens) / 2
     if share.tokens == 1.0:
-        return own + running
+        # Of the step under way, half is over.
+        return own - min(own, chunk) / 2 + running
     queued = load_now(own, total, share.tokens) + running
     more = candidate.recent_tokens - share.recent_tokens
     return queued + _GROWTH * more * (1.0 / share.tokens - 1.0) if more > 0.0 else queued
@@ -287,7 +285,7 @@ def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_clas
 
 
 def prompt_s(
-    curve: StepCurve, num_tokens: float, pairs: float, room: int, *, decodes: float = 0.0, context: float = 0.0
+    curve: StepCurve, num_tokens: float, pairs: float, room: float, *, decodes: float = 0.0, context: float = 0.0
 ) -> tuple[float, float]:
     """Seconds that `num_tokens` of prompts with `pairs` query-key pairs take in steps of `room` tokens among `decodes` that go on, and how
     many of these seconds the steps would not have taken without them. `StepCurve.prefill_s` in closed form."""
@@ -342,6 +340,20 @@ def _miss(predicted_s: float, target_ms: float | None) -> float:
     return _MISS_COST * min(_MAX_MISS, predicted_s * 1e3 / target_ms - 1.0) if target_ms > 0 else _MISS_COST * _MAX_MISS
 
 
+def charge_openings(workers: Collection[Decoding]) -> None:
+    """Makes prefill workers dearer to those who would stay where their prompts are computed.
+
+    A worker of which nobody needs tokens computes prompts in steps as long as it likes. Who stays there takes that from it for as long as
+    somebody does, unless others stay there anyway: because decode workers have no room for all within what was promised. How many there
+    would be if prompts filled every step to its bound is what counts, and three standard deviations more: room that is there only between
+    prompts is none, and to find that out with full decode workers is worse than to spread."""
+    seqs = 1.0 + sum(each.busy_seqs for each in workers)
+    room = sum(each.most_seqs for each in workers if each.candidate.record.role == "decode")
+    for each in workers:
+        if each.opening_s and (seqs + 3.0 * math.sqrt(seqs) <= room or not each.seqs):
+            each.others_s += each.opening_s
+
+
 # ---- the parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +366,8 @@ class Predictor:
         self._fallback = fallback
         self._answer = max(0, min(demand.max_new_tokens, ANSWER_TOKENS) - 1)  # tokens after the first
         self._own = _OWN_WEIGHT[demand.request_class]
-        self._own_bound_s = _TPOT_SHARE * demand.tpot_ms / 1e3 if demand.tpot_ms is not None and self._answer else 0.0
+        # Of steps with prompts beside its tokens, by what it is promised; infinity: the worker's own bound holds.
+        self._own_bound_s = promised_step_s((demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3)
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
         """Describes what a worker is at, and would be with this request."""
@@ -372,64 +385,57 @@ class Predictor:
         rows = seqs + 1.0 - knee if seqs + 1.0 > knee else 0.0
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
 
-        # Prompts there: those that wait, and this one.
-        now = max(0.0, seqs - candidate.num_coming)
-        context_now = context * now / seqs if seqs else 0.0
-        bound = load.max_step_s if now else 0.0
-        fits = curve.chunk_within(bound, decodes=now, context=context_now, before=demand.num_tokens / 2) if bound else math.inf
-        room_of_step = room = max(1, record.step_tokens - int(now))
-        room = min(room, int(max(_LEAST_CHUNK, min(fits, room))))
-        queued = queued_now(candidate, mean, share, demand.request_class)
-        waiting, stall = step / 2, 0.0
+        # Prompts there now, those that wait and this one, beside those that decode already: the others wait for theirs.
+        coming = candidate.num_coming and candidate.num_coming / max(candidate.num_coming, candidate.num_attempts)
+        begun = seqs * (1.0 - coming)
+        beside = {"decodes": begun, "context": context * begun / seqs if seqs else 0.0}
+        bound = load.max_step_s if begun else 0.0
+        room = self._room(curve, record, bound, **beside)
+        queued = queued_now(candidate, mean, share, demand.request_class, min(room, demand.num_tokens))
+        waiting, stall = step / 2 if begun else 0.0, 0.0
         if queued:
-            # They are taken for ones like this, the first of them half computed.
-            queued -= min(queued, room, demand.num_tokens) / 2
-            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=now, context=context_now)
+            # They are taken for ones like this.
+            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, **beside)
         # The last token is always computed: its logits are what the first new token is sampled from.
         cached = min(candidate.cached_tokens, demand.num_tokens - 1)
-        pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
-        uncached = demand.num_tokens - cached
-        first = 0
-        if bound and not queued and bound >= 0.99 * _TPOT_SHARE * load.tpot_s > step:
-            # Nobody has used what those who decode make up for.
-            ahead = bound + _MADE_UP_WITHIN * (bound - step)
-            first = int(min(uncached, room_of_step, curve.chunk_within(ahead, decodes=now, context=context_now, before=cached)))
-        computing = own_stall = 0.0
-        if first > room:
-            first_pairs = first * (cached + first / 2)
-            computing, own_stall = prompt_s(curve, first, first_pairs, first, decodes=now, context=context_now)
-            uncached, pairs = uncached - first, pairs - first_pairs
-        more, more_stall = prompt_s(curve, uncached, pairs, room, decodes=now, context=context_now)
-        computing, own_stall = computing + more, own_stall + more_stall
-        # A decode worker that is idle does not stay so: others come while a long prompt is computed.
-        held_up = max(1.0, seqs) if record.role == "decode" else seqs
+        uncached, first = demand.num_tokens - cached, 0.0
+        if bound and not queued and step < PACE_SHARE * load.tpot_s <= bound:
+            # Nobody has used what those who decode make up for (twostep/engine/step_bound.py).
+            first = min(uncached, self._room(curve, record, bound + MADE_UP_WITHIN * (bound - step), **beside))
+        computing, own_stall = prompt_s(curve, first, chunk_pairs(first, cached), first, **beside)
+        later, later_stall = prompt_s(curve, uncached - first, chunk_pairs(uncached - first, cached + first), room, **beside)
+        computing, own_stall = computing + later, own_stall + later_stall
+        if bound:
+            # Within what they were promised, those who decode there lose nothing, but stay longer, and take their part of later steps.
+            prompt_others = _CONGESTION * own_stall * (2.0 - fixed / step)
+        else:
+            # A decode worker that is idle does not stay so: others come while a long prompt is computed.
+            held_up = max(1.0, seqs) if record.role == "decode" else seqs
+            prompt_others = held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
         prompt_penalty = 0.0
-        if fits < _LEAST_CHUNK:
-            least = StepWorkload(prompt_tokens=_LEAST_CHUNK, decodes=int(now), context=int(context_now))
-            prompt_penalty = _miss(curve.step_s(least), (load.tpot_s or bound) * 1e3)
-        charge = (step - fixed) / step * _CONGESTION if bound else held_up
-        prompt_others = charge * own_stall + _CONGESTION * (own_stall if seqs else computing)
+        if load.tpot_s and bound and room <= _LEAST_CHUNK:
+            prompt_penalty = _miss(prompt_s(curve, room, room * demand.num_tokens / 2, room, **beside)[0], load.tpot_s * 1e3)
 
         # Its tokens, among the prompts that pass.
         rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
-        bound = min((each for each in (bound, record.max_step_s, self._own_bound_s) if each), default=0.0)
-        tpot, gap, slower, opening = longer, longer, 0.0, 0.0
+        own_bound = record.max_step_s if self._own_bound_s == math.inf else self._own_bound_s
+        bound = min((each for each in (load.max_step_s if seqs else 0.0, own_bound) if each), default=0.0)
+        beside = {"decodes": seqs + 1.0, "context": context + own_context}
+        tpot, gap, opening = longer, longer, 0.0
         if answer and record.takes_over and (rate or queued):
-            chunk, beside, added = self._mixed(curve, record, bound, seqs + 1.0, context + own_context)
-            gap = max(longer, beside)
-            # For as long as it lasts, or what waits there now, if that is more.
+            room = self._room(curve, record, bound, **beside)
+            chunk = min(room, demand.num_tokens)
+            mixed, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, chunk, **beside)
+            gap = max(longer, mixed)
+            # For as long as it lasts, or what waits there now, if that is more; but no step takes longer than its bound.
             tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
             if bound:
-                # Prompts give way where they would stretch steps beyond their bound.
-                tpot = min(tpot, gap)
-            # What prompts that pass lose by one more, and by all that decode there.
-            stays = _KEEP * answer * tpot * rate
-            alone = self._mixed(curve, record, 0.0, 0.0, 0.0)
-            fewer = self._mixed(curve, record, bound, seqs, context)
-            slower = stays * max(0.0, beside / chunk - fewer[1] / fewer[0])
-            opening = stays * max(0.0, fewer[1] / fewer[0] - alone[1] / alone[0])
-            if record.role == "prefill" and not seqs:
-                slower, opening = slower + opening, 0.0
+                full = mixed if chunk == room else prompt_s(curve, room, room * demand.num_tokens / 2, room, **beside)[0]
+                tpot = min(tpot, max(longer, full))
+            if record.role == "prefill":
+                # Beside tokens prompts are cut smaller; alone they fill the budget.
+                lost = self._token_s(curve, record, bound, **beside) - self._token_s(curve, record, 0.0, decodes=0.0, context=0.0)
+                opening = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost)
         later, others_penalty = answer * seqs * (longer - step), 0.0
         if load.tpot_s and seqs:
             others_penalty = _miss(tpot, load.tpot_s * 1e3)
@@ -438,10 +444,9 @@ class Predictor:
         most_seqs = float(record.max_num_seqs)
         if bound:
             each = per_sequence + per_context * (context + own_context) / (seqs + 1.0)
-            fit = (bound - fixed) / each if each else math.inf
-            if fit > knee:
-                fit = (bound - fixed + per_row * knee) / (each + per_row)
-            most_seqs = max(0.0, min(most_seqs, fit))
+            left = bound - fixed if bound - fixed <= each * knee else bound - fixed + per_row * knee
+            each += per_row if left > bound - fixed else 0.0
+            most_seqs = min(most_seqs, max(0.0, left) / each) if each else most_seqs
         # New tokens get their blocks as they come; those in host memory need one each.
         new = demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1
         full = max(seqs, load.num_seqs) >= record.max_num_seqs
@@ -458,7 +463,7 @@ class Predictor:
             computing_s=computing,
             prompt_others_s=prompt_others,
             prompt_penalty=prompt_penalty,
-            others_s=later + slower,
+            others_s=later,
             opening_s=opening,
             most_seqs=most_seqs,
             busy_seqs=seqs * max(1.0, bound / tpot) if bound else seqs,
@@ -467,14 +472,19 @@ class Predictor:
             missing_bytes=max(0, demand.num_tokens - candidate.cached_tokens) * token_bytes(record.layout),
         )
 
-    def _mixed(self, curve, record, bound: float, decodes: float, context: float) -> tuple[float, float, float]:
-        """Returns the prompt tokens of a step beside so many decodes, how long it takes, and what of that it takes for them."""
+    def _room(self, curve: StepCurve, record: WorkerRecord, bound_s: float, *, decodes: float, context: float) -> float:
+        """Returns how many tokens of prompts like this a step takes beside so many decodes. 0 seconds: it may take any time."""
         most = max(1.0, record.step_tokens - decodes)
-        chunk = most if not decodes and not bound else min(most, self._demand.num_tokens)
-        if bound:
-            fits = curve.chunk_within(bound, decodes=decodes, context=context, before=self._demand.num_tokens / 2)
-            chunk = min(chunk, max(_LEAST_CHUNK, fits))
-        return chunk, *prompt_s(curve, chunk, chunk * self._demand.num_tokens / 2, int(chunk) + 1, decodes=decodes, context=context)
+        if not bound_s:
+            return most
+        return min(
+            most, max(_LEAST_CHUNK, curve.chunk_within(bound_s, decodes=decodes, context=context, before=self._demand.num_tokens / 2))
+        )
+
+    def _token_s(self, curve: StepCurve, record: WorkerRecord, bound_s: float, *, decodes: float, context: float) -> float:
+        """Returns the seconds that a token of prompts takes in such steps, where there are enough of them."""
+        room = self._room(curve, record, bound_s, decodes=decodes, context=context)
+        return prompt_s(curve, room, room * self._demand.num_tokens / 2, room, decodes=decodes, context=context)[0] / room
 
     def prefill(self, at: Decoding) -> Prediction:
         """It computes the prompt, and hands it over."""
@@ -490,22 +500,25 @@ class Predictor:
         moving = hand_over_s(at.missing_bytes, transport, at.candidate.record.load.hand_overs) + at.host_copy_s
         # The second token waits for the hand-over and for the step under way.
         tpot = at.tpot_s + (moving + at.step_s / 2) / answer
+        gap = max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s)
+        missed = _miss(tpot, self._demand.tpot_ms) + _miss(gap, self._demand.gap_ms)
         return Prediction(
             candidate=at.candidate,
-            cost=self._own * self._answer_cost(tpot) + at.others_s + _miss(tpot, self._demand.tpot_ms) + at.penalty,
+            cost=self._own * self._answer_cost(tpot) + at.others_s + missed + at.penalty,
             load_s=answer * (at.tpot_s - at.idle_step_s) + at.others_s,
             others_s=at.others_s,
             tpot_s=tpot,
-            gap_s=max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s),
+            gap_s=gap,
             idle_tpot_s=at.idle_step_s + moving / answer,
+            idle_gap_s=at.idle_step_s + moving,
         )
 
     def local(self, at: Decoding) -> Prediction:
         """It computes the prompt itself, in chunks beside its decodes, and keeps the sequence."""
         answer, ttft = self._answer, self._ttft(at)
-        tpot = at.tpot_s if answer else 0.0
+        tpot, gap = (at.tpot_s, at.gap_s) if answer else (0.0, 0.0)
         others = at.prompt_others_s + (at.others_s if answer else 0.0)
-        missed = _miss(ttft, self._demand.ttft_ms) + _miss(tpot, self._demand.tpot_ms)
+        missed = _miss(ttft, self._demand.ttft_ms) + _miss(tpot, self._demand.tpot_ms) + _miss(gap, self._demand.gap_ms)
         return Prediction(
             candidate=at.candidate,
             cost=self._own * (ttft + self._answer_cost(tpot)) + others + missed + at.prompt_penalty + at.penalty,
@@ -513,8 +526,9 @@ class Predictor:
             others_s=others,
             ttft_s=ttft,
             tpot_s=tpot,
-            gap_s=at.gap_s if answer else 0.0,
+            gap_s=gap,
             idle_tpot_s=at.idle_step_s if answer else 0.0,
+            idle_gap_s=at.idle_step_s if answer else 0.0,
         )
 
     def idle_ttft_s(self, candidate: Candidate) -> float:

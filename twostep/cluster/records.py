@@ -162,7 +162,7 @@ class WorkerRecord:
     local_prefill: bool = False
     # It takes work of either role, whichever it is for; False: older workers, and those with --fixed-roles.
     both_roles: bool = False
-    max_step_s: FiniteFloat = 0.0  # longest that a step which computes prompts may take while others decode, whoever they are; 0: any time
+    max_step_s: FiniteFloat = 0.0  # longest that a step which computes prompts may take beside those who were promised nothing; 0: any time
     # The Kubernetes pod it runs in, and the role of the Deployment that the pod is counted for, which a change of roles leaves as it is, or
     # NO_OWNER.
     pod_name: str = ""

@@ -38,13 +38,10 @@ class BlockManager:
         """Returns the blocks that its tokens take."""
         return -(-len(sequence.tokens) // self.block_size)
 
-    def num_in_the_end(self, sequence: EngineSequence) -> int:
-        return -(-sequence.num_kv_tokens // self.block_size)
-
     def num_to_admit(self, sequence: EngineSequence) -> int:
         """Returns the blocks that there must be to let it in: room for one more if it will grow."""
         num_blocks = self.num_now(sequence)
-        return num_blocks + (self.num_in_the_end(sequence) > num_blocks)
+        return num_blocks + (sequence.end_blocks > num_blocks)
 
     def num_exclusive(self, sequence: EngineSequence) -> int:
         """Returns how many blocks come free with it."""

@@ -169,7 +169,7 @@ class Engine:
         if any(not 0 <= token < self._runner.vocab_size for token in ids):
             raise InvalidRequest(f"output_ids of {seq_id} must be from 0 to {self._runner.vocab_size - 1}, the model's vocabulary")
         with self._changed:
-            self._scheduler.commit(seq_id, ids, exact=exact, confirmed=confirmed)
+            self._scheduler.commit(seq_id, ids, self._clock(), exact=exact, confirmed=confirmed)
             self._note_work()
 
     def confirm(self, seq_id: str) -> None:

@@ -51,17 +51,8 @@ from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_plan import (
-    BatchDecode,
-    Capacity,
-    Promise,
-    RunningPrompt,
-    StepPlan,
-    WaitingPrompt,
-    plan_step,
-    time_limit_of,
-    watermark,
-)
+from twostep.engine.step_bound import time_limit_of
+from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, WaitingPrompt, plan_step, watermark
 from twostep.engine.step_work import StepResult, StepWork, plan_chunks
 from twostep.engine.types import (
     EngineStats,
@@ -75,10 +66,8 @@ from twostep.engine.types import (
 )
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve, StepWorkload
+from twostep.step_curve import GAP_SHARE, StepCurve, StepWorkload, promised_step_s
 
-# Of the tightest TPOT of those that decode: the rest is the host's, and the steps that last longer than foretold.
-_TPOT_SHARE = 0.9
 # How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
 _KEPT_S = 1.0
 # When a reservation for which they give way is worth trying again.
@@ -129,8 +118,9 @@ class Scheduler:
         self._planned_at = 0.0
         # When the steps planned so far are likely done.
         self._busy_until = 0.0
-        # Prompts are left out of the step planned last for the sake of a promise; and how many steps in a row they were.
-        self._withheld = False
+        # Gaps that were promised to urgent sequences whose KV is to come.
+        self._coming_gaps: dict[str, float] = {}
+        # How many steps in a row prompts were left out for the sake of a promise.
         self._num_waited = 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
@@ -169,7 +159,7 @@ class Scheduler:
         """Returns this moment's figures. O(sequences). `steps` were launched; `stalled_s` as EngineStats has it."""
         states = Counter(sequence.state for sequence in self._sequences.values())
         decoding = [sequence for sequence in self._running.values() if sequence.decodes]
-        bound = self._max_step_s([sequence for sequence in decoding if sequence.priority.rank < _BATCH])
+        bound = self._usual_step_s([sequence for sequence in decoding if sequence.priority.rank < _BATCH])
         blocks, pool = self._blocks, self._pool
         return EngineStats(
             num_running=len(self._running),
@@ -228,9 +218,11 @@ class Scheduler:
         self._blocked = False  # some may give way
         self._blocks.reserve(sequence, self._room_for(sequence, now))
         self._arrive(sequence)
+        if sequence.promise is not None and sequence.promise.gap_s and sequence.priority.rank < _BATCH:
+            self._coming_gaps[sequence.seq_id] = sequence.promise.gap_s
         return Reservation(seq_id=sequence.seq_id, block_ids=list(sequence.blocks), num_cached_tokens=sequence.num_cached)
 
-    def commit(self, seq_id: str, output_ids: Sequence[int], *, exact: bool, confirmed: bool) -> None:
+    def commit(self, seq_id: str, output_ids: Sequence[int], now: float, *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
         sequence is made findable, now or later; not `confirmed`: not before `confirm`. Raises NotFound, InvalidRequest."""
         sequence = self.live(seq_id)
@@ -248,6 +240,8 @@ class Scheduler:
         self._register(sequence)
         sequence.tokens.extend(output_ids)
         self._constrained.advance(sequence, output_ids)
+        self._coming_gaps.pop(seq_id, None)
+        sequence.begin_pace(now)
         self._run(sequence)
         self._blocked = False
 
@@ -266,6 +260,7 @@ class Scheduler:
         for queue in (self._running, self._waiting, self._preempted, self._yielding):
             queue.pop(seq_id, None)
         self._kept.pop(seq_id, None)
+        self._coming_gaps.pop(seq_id, None)
         sequence.gives_way = False
         self._constrained.ended(sequence)
         sequence.state = SequenceState.ENDED
@@ -276,7 +271,7 @@ class Scheduler:
     def _check_new(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
-        num_blocks = self._blocks.num_in_the_end(sequence)
+        num_blocks = sequence.end_blocks
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
                 f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
@@ -331,7 +326,7 @@ class Scheduler:
             # A device with nothing else to do keeps nothing for others.
             self._kept.clear()
             plan = self._plan(active, ready, now)
-        self._num_waited = self._num_waited + 1 if self._withheld else 0
+        self._num_waited = self._num_waited + 1 if plan.withheld else 0
         self._short = None if plan.short is None else plan.short.item
         work = self._work_of(plan, active, now)
         self._blocked = work is None
@@ -339,6 +334,9 @@ class Scheduler:
             self._planned.append(work)
             if self.curve is not None:
                 self._busy_until = self._free_at(now) + self.curve.step_s(work.workload)
+            for sequence in work.sequences[work.num_decodes :]:
+                if sequence.decodes:
+                    sequence.begin_pace(self._free_at(now))
         return work
 
     def _free_at(self, now: float) -> float:
@@ -350,37 +348,40 @@ class Scheduler:
     ) -> StepPlan[EngineSequence]:
         """Changes nothing but what BlockManager.match notes. `unlimited`: as if there were blocks enough, for urgent prompts alone."""
         decodes, batch_decodes, prompts = self._split(ready)
-        limit, self._withheld = None, False
-        # Without urgent decodes there is none whose gap a long step lengthens.
-        if self.curve is not None and decodes and (prompts or batch_decodes or self.has_waiting):
-            promise = self._tightest(decodes, now)
-            if promise is not None or self._config.max_step_s:
-                limit = time_limit_of(
-                    self.curve,
-                    StepWorkload(decodes=len(decodes), context=sum(len(sequence.tokens) for sequence in decodes)),
-                    # Without a bound of its own, a gap is no longer than two promised ones.
-                    max_step_s=self._config.max_step_s or (2 * promise.every_s if promise is not None else math.inf),
-                    promise=promise,
-                    min_chunk=self._config.min_chunk_tokens,
-                    num_waited=self._num_waited,
-                )
-                self._withheld = limit is None
+        limit, num_context = None, 0
+        if self.curve is not None and (prompts or batch_decodes or self.has_waiting) and (decodes or self._coming_gaps):
+            lengths = [len(sequence.tokens) + sequence.num_pending for sequence in decodes]
+            work = StepWorkload(decodes=len(decodes), context=(num_context := sum(lengths)))
+            limit = time_limit_of(
+                [sequence.promise for sequence in decodes],
+                lengths,
+                begin_s=self._free_at(now),
+                curve=self.curve,
+                decodes=work,
+                decode_step_s=self.curve.step_s(work),
+                min_chunk=self._config.min_chunk_tokens,
+                num_waited=self._num_waited,
+                max_step_s=self._config.max_step_s,
+                coming_gap_s=min(self._coming_gaps.values(), default=math.inf),
+            )
         below = self._open_below(active, ready)
         capacity = batch_capacity = Capacity(0, 0)
         if below > RequestClass.INTERACTIVE:
-            capacity = Capacity(self._num_seats(_BATCH), self._pool.num_blocks if unlimited else self._num_free(_BATCH, now))
-            if not unlimited:
-                batch_capacity = Capacity(self._num_seats(_ANY_RANK), self._num_free(_ANY_RANK, now))
+            capacity = self._room(_BATCH, now)
+            if unlimited:
+                capacity = Capacity(capacity.seats, self._pool.num_blocks)
+            else:
+                batch_capacity = self._room(_ANY_RANK, now)
         return plan_step(
             decodes=decodes,
             batch_decodes=batch_decodes,
-            prompts=() if self._withheld else prompts,
-            waiting=self._candidates(now, below=below) if capacity.seats > 0 and not self._withheld else (),
+            prompts=prompts,
+            waiting=self._candidates(now, below=below) if capacity.seats > 0 else (),
             budget=self._config.max_num_batched_tokens,
             max_seqs=self._max_num_seqs,
             capacity=capacity,
             batch_capacity=batch_capacity,
-            num_context=0 if limit is None else sum(len(sequence.tokens) for sequence in decodes),
+            num_context=num_context,
             time_limit=limit,
         )
 
@@ -404,29 +405,13 @@ class Scheduler:
             decodes.sort(key=_entitlement)
         return decodes, batch_decodes, prompts
 
-    def _tightest(self, decodes: Sequence[EngineSequence], now: float) -> Promise | None:
-        """Returns the promise that leaves the next step the least time. A sequence's pace counts from the first time that this is asked."""
-        tightest: Promise | None = None
-        start = self._free_at(now)
-        for sequence in decodes:
-            if sequence.request.tpot_s is None:
-                continue
-            num_tokens = len(sequence.tokens) + sequence.num_pending
-            if sequence.paced_from is None:
-                sequence.paced_from = start, num_tokens
-            since, num_before = sequence.paced_from
-            every_s = _TPOT_SHARE * sequence.request.tpot_s
-            due_s = since + (num_tokens - num_before + 1) * every_s - start
-            if tightest is None or due_s < tightest.due_s:
-                tightest = Promise(every_s=every_s, due_s=due_s)
-        return tightest
-
-    def _max_step_s(self, decodes: Sequence[EngineSequence]) -> float:
-        """Returns how long a step with prompts beside these urgent decodes may take, on the whole."""
-        if not decodes:
-            return math.inf
-        tpot_s = min((s.request.tpot_s for s in decodes if s.request.tpot_s is not None), default=math.inf)
-        bound = min(self._config.max_step_s or math.inf, _TPOT_SHARE * tpot_s)
+    def _usual_step_s(self, decodes: Sequence[EngineSequence]) -> float:
+        """Returns how long a step with prompts may take beside these urgent decodes, on the whole."""
+        bounds = [
+            (self._config.max_step_s or math.inf) if s.promise is None else promised_step_s(s.promise.tpot_s, s.promise.gap_s)
+            for s in decodes
+        ]
+        bound = min([*bounds, *(GAP_SHARE * gap_s for gap_s in self._coming_gaps.values())], default=math.inf)
         # A step that takes so long anyway may as well compute what fits: smaller chunks would only make more such steps.
         return bound if self.curve is None else max(bound, self.curve.mixed_s)
 
@@ -491,7 +476,7 @@ class Scheduler:
         with `retry_after_s` if batch sequences give way meanwhile, and their blocks are kept for it for a moment."""
         rank = sequence.priority.rank
         below = _BATCH if rank < _BATCH else _ANY_RANK
-        if self._num_seats(below) <= 0:
+        if self._room(below, now).seats <= 0:
             raise ResourceExhausted(f"all {self._max_num_seqs} seats are taken; try another worker, or later")
         if any(s.priority.rank <= rank for s in self._preempted.values()):
             raise ResourceExhausted(f"{len(self._preempted)} sequences wait here for room to go on; try another worker, or later")
@@ -501,7 +486,7 @@ class Scheduler:
             raise ResourceExhausted("a prompt waits here for KV blocks; try another worker, or later")
         for may_preempt in (below == _BATCH, False):
             cached = self._pool.lookup(sequence.block_hashes())
-            room = self._num_free(below, now) - self._pool.num_unowned(cached)
+            room = self._room(below, now).blocks - self._pool.num_unowned(cached)
             missing = self._blocks.num_to_admit(sequence) - len(cached) - room
             if missing <= 0:
                 self._kept.pop(sequence.seq_id, None)
@@ -524,21 +509,18 @@ class Scheduler:
             return _ANY_RANK
         return min(sequence.priority.rank for sequence in {*active}.difference(ready))
 
-    def _num_seats(self, below: int) -> int:
-        """Returns the seats left for sequences of ranks below this, whichever of the others run."""
-        return self._max_num_seqs - sum(1 for _ in self._seated(below))
-
-    def _num_free(self, below: int, now: float) -> int:
-        """Returns the blocks for newcomers of ranks below this, beside what those of such ranks need that are here. For the batch class,
-        beside what is kept for others too."""
-        wanted = [self._blocks.num_in_the_end(sequence) - len(sequence.blocks) for sequence in self._seated(below)]
-        left = watermark(num_blocks=self._pool.num_blocks, num_growing=sum(x > 0 for x in wanted), num_wanted=sum(wanted))
-        return self._pool.num_available - left - (self._num_kept(now) if below == _ANY_RANK else 0)
-
-    def _seated(self, below: int) -> Iterator[EngineSequence]:
+    def _room(self, below: int, now: float) -> Capacity:
+        """Returns what is left for newcomers of ranks below this: the seats that those of such ranks do not take which run or are to come,
+        and the blocks beside what these will need. For the batch class, beside what is kept for others too."""
+        seats, num_growing, num_wanted = self._max_num_seqs, 0, 0
         for sequence in self._sequences.values():
-            if sequence.state in (SequenceState.RUNNING, SequenceState.RESERVED) and sequence.priority.rank < below:
-                yield sequence
+            if sequence.priority.rank < below and (sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.RESERVED):
+                more = sequence.end_blocks - len(sequence.blocks)
+                seats -= 1
+                num_growing += more > 0
+                num_wanted += more
+        left = watermark(num_blocks=self._pool.num_blocks, num_growing=num_growing, num_wanted=num_wanted)
+        return Capacity(seats, self._pool.num_available - left - (self._num_kept(now) if below == _ANY_RANK else 0))
 
     def _num_kept(self, now: float) -> int:
         self._kept = {seq_id: kept for seq_id, kept in self._kept.items() if kept[1] > now}
@@ -580,7 +562,7 @@ class Scheduler:
     def _preempt_for(self, plan: StepPlan[EngineSequence], short: WaitingPrompt[EngineSequence], now: float) -> bool:
         """Makes batch sequences give way for the urgent prompt that is short of blocks, and for as many after it as would be in this step.
         False: none did."""
-        free = self._num_free(_BATCH, now) + self._num_coming
+        free = self._room(_BATCH, now).blocks + self._num_coming
         least = sum(candidate.num_blocks for candidate in plan.admitted) + short.num_blocks
         active = [sequence for sequence in self._running.values() if sequence.is_plannable]
         wanted = sum(candidate.num_blocks for candidate in self._plan(active, active, now, unlimited=True).admitted)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.grammar import Constraint
+from twostep.engine.step_bound import Promise
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
 from twostep.prefix import PrefixHasher, token_bytes
@@ -79,6 +80,8 @@ class EngineSequence:
     stop_ids: frozenset[int]
     # Longest the sequence can get, sampled tokens included.
     max_len: int
+    # Blocks that it has then: the last token that can be sampled needs no place, and a held sequence ends with those given.
+    end_blocks: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
     # In order: for all its tokens, more are taken as it grows.
@@ -100,8 +103,8 @@ class EngineSequence:
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks
-    # Since when the pace of its tokens counts, and how many there were then; None: nothing has hung on it yet.
-    paced_from: tuple[float, int] | None = None
+    # What its tokens were promised; None: nothing.
+    promise: Promise | None = None
     # After how many layers of its steps somebody asks for its KV, ascending.
     mark_layers: Sequence[int] = ()
     # Its blocks are handed over while steps still write them: they are not exchanged for others of the same prefix.
@@ -144,6 +147,11 @@ class EngineSequence:
         num_tokens = len(self.tokens) + self.num_pending
         return num_tokens - self.num_planned == 1 and num_tokens > len(self.given)
 
+    def begin_pace(self, now: float) -> None:
+        """Its last token, sampled or in flight, comes then, and it decodes from there on: what it was promised counts."""
+        if self.promise is not None:
+            self.promise.begin(now, len(self.tokens) + self.num_pending - 1, self.max_len - 1)
+
     @property
     def wants_scores(self) -> bool:
         """Returns whether log probabilities of its prompt are still to be computed: only tokens that are computed have logits."""
@@ -153,11 +161,6 @@ class EngineSequence:
     def position(self) -> int:
         """Position, among the generated tokens of all attempts, of the token to be sampled next."""
         return len(self.tokens) - self.request.num_prompt_tokens
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens whose KV must fit in the end: all but the last one that can be sampled, and for a held sequence only those given."""
-        return len(self.given) if self.hold else max(len(self.given), self.max_len - 1)
 
     def finish_reason(self, token_id: int, position: int) -> FinishReason | None:
         """Returns why a token sampled at `position` is the last one; None: it is not."""
@@ -212,6 +215,7 @@ def make_sequence(
             f"min_tokens is {params.min_tokens}, and each of the model's {vocab_size} tokens ends the answer; give fewer stop_token_ids, "
             "or no min_tokens"
         )
+    max_len = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
     return EngineSequence(
         request=request,
         hold=hold,
@@ -219,8 +223,10 @@ def make_sequence(
         tokens=tokens,
         given=given,
         stop_ids=stop_ids,
-        max_len=min(request.num_prompt_tokens + params.max_tokens, max_model_len),
+        max_len=max_len,
+        end_blocks=-(-(len(tokens) if hold else max(len(tokens), max_len - 1)) // block_size),
         hasher=hasher,
         priority=Priority(request.request_class, request.request_class),
         constraint=constraint,
+        promise=Promise(request.tpot_s or 0.0, request.gap_s or 0.0) if request.tpot_s or request.gap_s else None,
     )

@@ -8,8 +8,7 @@ Every step computes about the same number of tokens. Decode tokens go first, one
 prompts: interactive ones, then standard ones, within a class those already begun, then those waiting, in the order they came. A prompt
 longer than the rest is split anywhere (not only between blocks), short ones are fused. Batch decodes and batch prompts get what the
 others leave, so batch work gives way within a step. While urgent sequences decode, prompts get no more tokens than a step of bounded time
-has room for, by the step curve; but always a least chunk, so that they end, unless a promise (a TPOT) leaves no room for that: then they
-wait for some steps, in which the promise gets ahead.
+has room for (step_bound.py), by the step curve; but always a least chunk, so that they end, unless they are to wait for some steps.
 
 No request starves: within a class, prompts are strictly first in, first out; with max_num_seqs <= budget the decodes never fill the budget
 while a prompt is running or could be admitted; and a sequence that waits long rises by a class (sequence.py, Priority).
@@ -23,13 +22,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from twostep.engine.step_bound import StepTimeLimit
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+from twostep.step_curve import StepWorkload, chunk_pairs
 
 T = TypeVar("T")
 
-# Steps without prompts between two with some, at most.
-_MOST_WAITED = 8
 # Share of the pool that admission leaves for those that run.
 _WATERMARK = 0.01
 
@@ -78,44 +76,6 @@ class Capacity:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeLimit:
-    """Longest a mixed step may take. A prompt that alone would break it gets `min_chunk` tokens all the same."""
-
-    curve: StepCurve
-    max_step_s: float
-    min_chunk: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """The tightest one of those that decode. `every_s`: a token of it comes so often; `due_s`: the next one is due so long from now, later
-    than `every_s` if the sequence has been faster so far, and earlier, even below 0, if it has been slower."""
-
-    every_s: float
-    due_s: float
-
-
-def time_limit_of(
-    curve: StepCurve, decodes: StepWorkload, *, max_step_s: float, promise: Promise | None, min_chunk: int, num_waited: int
-) -> StepTimeLimit | None:
-    """Returns the bound of the next step of these decodes, where there are prompts to compute too. None: it is to have none, for the sake
-    of the promise: the steps without prompts are faster than it asks, so that it soon leaves room for one.
-
-    The promise is broken, by the least chunk, where it cannot be kept whatever is done, and after `num_waited` steps without prompts
-    since there was one last. `max_step_s` is no promise: what a mixed step takes anyway may as well be filled."""
-    bound = max(max_step_s, curve.mixed_s)
-    if promise is not None:
-        least_s = curve.step_s(replace(decodes, prompt_tokens=min_chunk))
-        if least_s <= promise.due_s:
-            bound = min(bound, promise.due_s)
-        elif curve.step_s(decodes) < promise.every_s < least_s and num_waited < _MOST_WAITED:
-            return None
-        else:
-            bound = min(bound, least_s)
-    return StepTimeLimit(curve=curve, max_step_s=bound, min_chunk=min_chunk)
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[T]):
     """The next `num_tokens` (at least 1) of a sequence."""
@@ -127,12 +87,13 @@ class Chunk(Generic[T]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan(Generic[T]):
     """`decodes` (one token each) and `prompts` are this step's work; `admitted`, the waiting prompts among `prompts`, in order. `short`:
-    the one that ended admission for want of blocks."""
+    the one that ended admission for want of blocks. `withheld`: there are no prompts, because their least chunk is to wait."""
 
     decodes: Sequence[T]
     prompts: Sequence[Chunk[T]]
     admitted: Sequence[WaitingPrompt[T]]
     short: WaitingPrompt[T] | None = None
+    withheld: bool = False
 
 
 def plan_step(
@@ -167,7 +128,9 @@ def plan_step(
     queue.fill(step, chunks, admitted, below=RequestClass.BATCH, capacity=capacity)
     filling = [decode.item for decode in batch_decodes if step.add_decode(decode.num_context)]
     queue.fill(step, chunks, admitted, below=RequestClass.BATCH + 1, capacity=capacity if batch_capacity is None else batch_capacity)
-    return StepPlan(decodes=[*taken, *filling] if filling else taken, prompts=chunks, admitted=admitted, short=queue.short)
+    return StepPlan(
+        decodes=[*taken, *filling] if filling else taken, prompts=chunks, admitted=admitted, short=queue.short, withheld=step.withheld
+    )
 
 
 class _Step:
@@ -179,6 +142,7 @@ class _Step:
         self._work = work
         self._limit = time_limit
         self._out_of_time = False
+        self.withheld = False
 
     @property
     def is_open(self) -> bool:
@@ -202,6 +166,9 @@ class _Step:
             least = min(self._limit.min_chunk, num_remaining)
             if fits < least:
                 if self._work.prompt_tokens or rank >= RequestClass.BATCH:
+                    return 0
+                if self._limit.waits:
+                    self.withheld = True
                     return 0
                 fits = least
             count = min(count, fits)

@@ -44,8 +44,10 @@ class EngineRequest:
     prefix_key: bytes = b""
     hasher: PrefixHasher | None = field(default=None, repr=False, compare=False)
     request_class: RequestClass = RequestClass.STANDARD
-    # Mean seconds between its tokens that it is promised: bounds the steps that compute prompts beside it. None: no promise.
+    # Mean seconds between its tokens that it is promised, and the longest: they bound the steps that compute prompts beside it. None: no
+    # promise.
     tpot_s: float | None = None
+    gap_s: float | None = None
     # sampling.grammar, compiled, after the tokens generated before (twostep/engine/grammar.py). None: the answer is any text.
     grammar: GrammarState | None = None
 

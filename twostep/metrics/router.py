@@ -18,18 +18,19 @@ REQUESTS = counter(
 REFUSED = counter(
     "twostep_requests_refused_total",
     "Requests refused, or out of time, before any worker had begun with them: bounded (too many wait, or too many of the tenant's), "
-    "target_ttft and target_tpot (could not be kept), deadline (passed in the queue), quota (an API key's tokens were used up).",
+    "target_ttft, target_tpot and target_gap (could not be kept), deadline (passed in the queue), quota (an API key's tokens were used "
+    "up).",
     ["reason", "request_class"],
 )
 SLO = counter(
     "twostep_request_slo_total",
-    "Ended requests with targets (ttft_ms, tpot_ms), refused ones included, cancelled ones not.",
+    "Ended requests with targets (ttft_ms, tpot_ms, gap_ms), refused ones included, cancelled ones not.",
     ["request_class"],
 )
 SLO_ATTAINED = counter("twostep_request_slo_attained_total", "Those of them that ended OK within all of their targets.", ["request_class"])
 SLO_MISSED = counter(
     "twostep_request_slo_missed_total",
-    "Targets that were missed: target_ttft (also if no token came), target_tpot.",
+    "Targets that were missed: target_ttft (also if no token came), target_tpot, target_gap.",
     ["reason", "request_class"],
 )
 TTFT = histogram("twostep_time_to_first_token_seconds", "From the whole request at the router to a worker's first token.", REQUEST_SECONDS)

@@ -95,7 +95,7 @@ class WorkerSettings(TracedServiceSettings):
     max_waiting: int = setting(256, "prompts that may wait; more are refused", Whole(1, 1 << 20))
     max_step_ms: float | None = setting(
         None,
-        "longest a step may take that computes prompts beside others' tokens; 0: as those requests' promised TPOT says. "
+        "longest a step may take that computes prompts beside tokens of requests without a tpot_ms or gap_ms of their own; 0: any time. "
         f"If not given: 0, on a GPU {GPU_MAX_STEP_MS:g}",
         Number(0, 3_600_000, unit="milliseconds"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -51,9 +52,6 @@ class RequestReader:
         """At once, but for a long prompt. Raises InvalidRequest naming the field."""
         if not proto.token_ids:
             raise InvalidRequest("token_ids is empty; give the prompt's tokens")
-        tpot_ms = proto.tpot_ms if isinstance(proto, decode_pb2.ReserveRequest) and proto.HasField("tpot_ms") else None
-        if tpot_ms is not None and not tpot_ms > 0:
-            raise InvalidRequest(f"tpot_ms is {tpot_ms}; give the milliseconds that may pass between tokens, or leave it unset")
         seq_id, sampling = attempt_id(proto.request_id, proto.attempt), sampling_from_proto(proto.sampling)
         prefix_key = derive_key(
             self.secret,
@@ -73,9 +71,20 @@ class RequestReader:
             sampling=sampling,
             eos_token_ids=self.eos_token_ids,
             request_class=class_from_proto(proto.request_class),
-            tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+            tpot_s=_promised_s(proto, "tpot_ms"),
+            gap_s=_promised_s(proto, "gap_ms"),
             prefix_key=prefix_key,
         )
+
+
+def _promised_s(proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest, field: Literal["tpot_ms", "gap_ms"]) -> float | None:
+    """Returns what a decode worker is to keep; None: nothing was promised. Raises InvalidRequest."""
+    if not isinstance(proto, decode_pb2.ReserveRequest) or not proto.HasField(field):
+        return None
+    milliseconds: float = getattr(proto, field)
+    if not milliseconds > 0:
+        raise InvalidRequest(f"{field} is {milliseconds}; give the milliseconds that may pass between tokens, or leave it unset")
+    return milliseconds / 1e3
 
 
 def _taken(token_ids: Sequence[int]) -> tuple[int, ...]:

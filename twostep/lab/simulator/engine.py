@@ -1,7 +1,8 @@
 """An engine without tokens: the scheduler, the seats and the blocks of twostep.engine on a clock that a simulation sets.
 
-What is kept of the engine: `plan_step` itself, the token budget, sequences that take blocks as they grow and leave a watermark to each
-other, who came last giving way when there are none (computed again), and, with `look_ahead`, a step planned while one runs:
+What is kept of the engine: `plan_step` and `time_limit_of` themselves, the token budget, sequences that take blocks as they grow and leave
+a watermark to each other, who came last giving way when there are none (computed again), and, with `look_ahead`, a step planned while one
+runs:
 
     clock    ─ n ──────────────┬─ n+1 ────────────┬─
     plans       ·   ·   n+1          ·   ·   n+2       `ahead_s` before the end; what arrives after that is in n+2
@@ -23,22 +24,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, StepTimeLimit, WaitingPrompt, plan_step, watermark
-from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
+from twostep.engine.step_bound import Promise, StepTimeLimit, time_limit_of
+from twostep.engine.step_plan import Capacity, Chunk, RunningPrompt, WaitingPrompt, plan_step, watermark
+from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs, promised_step_s
 
 # Ends of steps that no sequence refers to any more are dropped when there are so many.
 _MOST_STEP_ENDS = 8192
-# Share of a promised TPOT that steps may take, and the tokens within which a sequence that is late makes up for it.
-_PROMISED_SHARE, _MADE_UP_WITHIN = 0.95, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
     reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. While sequences decode, a step with prompts takes `max_step_s` at most (0: any time), but computes
-    `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends (twostep/engine/pacing.py), or
-    at its beginning if it is shorter. `tpot_s` and `gap_s` are promised to all its sequences, instead of `max_step_s`; 0: are not."""
+    of decodes alone are replayed graphs. `tpot_s` and `gap_s` are promised to all its sequences (0: are not) and bound steps with prompts
+    (twostep/engine/step_bound.py); without either, such a step takes `max_step_s` at most while sequences decode (0: any time), but
+    computes `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends
+    (twostep/engine/pacing.py), or at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
@@ -61,7 +62,7 @@ class EngineSpec:
     @property
     def usual_step_s(self) -> float:
         """How long steps with prompts may take beside others' tokens, on the whole; 0: any time."""
-        return min((s for s in (_PROMISED_SHARE * self.tpot_s, self.gap_s / 3) if s), default=self.max_step_s)
+        return promised_step_s(self.tpot_s, self.gap_s) if self.tpot_s or self.gap_s else self.max_step_s
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +89,7 @@ class SimulatedSequence:
     end_blocks: int = 0  # blocks that it has in the end
     arrival: int = 0
     joined: int = 0  # the number of its first decode step
-    since: float = 0.0  # when it began to decode here
+    promise: Promise | None = None
     last_step: int = -1  # the number of its last one, once it has left
     grows_at: int = -1  # the number of the step for which it needs another block
     ends_at: int = 0  # the number of the step that gives its last token
@@ -126,7 +127,7 @@ class SimulatedEngine:
         self._ending: dict[int, list[SimulatedSequence]] = {}
         self._growing: dict[int, list[SimulatedSequence]] = {}
         self._num_arrived = 0
-        self._left = (0, 0.0, 0), math.inf  # what promises of a TPOT leave for a step, and at which moment
+        self._num_waited = 0  # steps since prompts last got something, in which they waited
         self.free_blocks = spec.num_blocks
         self.num_running = 0  # those that end in a launched step included
         self.num_reserved = 0
@@ -208,10 +209,10 @@ class SimulatedEngine:
 
     def commit(self, sequence: SimulatedSequence, now: float) -> None:
         """The reserved sequence's KV is there and its first token is known: it decodes from the next step planned on."""
-        sequence.since = now
         self.num_reserved -= 1
         self.num_running += 1
         sequence.length += 1
+        self._begin(sequence, now)
         self._join(sequence)
 
     def cancel(self, sequence: SimulatedSequence) -> None:
@@ -253,36 +254,25 @@ class SimulatedEngine:
             return None
         return self._launched[0].end_s - min(self.spec.ahead_s, self._launched[0].duration_s)
 
-    def longest_step_s(self, now: float) -> float:
-        """Returns how long the next step may take if it computes prompts; infinity: any time.
-
-        Of a gap, a third: the first one after a hand-over is the hand-over, the rest of a step, and a step. It holds while a sequence is to
-        come, too. Of a TPOT, what each sequence has left of it, and what it makes up within the next tokens at the pace of steps without
-        prompts: so a prompt may delay those who have begun just now."""
-        spec = self.spec
-        if not spec.tpot_s and not spec.gap_s:
-            return spec.max_step_s if spec.max_step_s and self._decoding else math.inf
-        bound = spec.gap_s / 3 if spec.gap_s and (self._decoding or self.num_reserved) else math.inf
-        if not spec.tpot_s or not self._decoding:
-            return bound
-        begin = max(now, self.free_at_s)
-        moment = self._next_step, begin, len(self._decoding)
-        if self._left[0] != moment:
-            self._left = moment, self._left_s(begin)
-        return max(0.0, min(bound, self._left[1]))
-
-    def _left_s(self, begin: float) -> float:
-        """Of a step that begins then."""
-        tpot_s, number = _PROMISED_SHARE * self.spec.tpot_s, self._next_step
-        made_up_s = max(0.0, tpot_s - self.spec.curve.decode_step_s(len(self._decoding), self.context))
-        left_s = math.inf
-        for s in self._decoding:
-            num_left = s.ends_at - number
-            within = num_left if num_left < _MADE_UP_WITHIN else _MADE_UP_WITHIN
-            each_s = tpot_s * (number - s.joined + 1) - (begin - s.since) + made_up_s * within
-            if each_s < left_s:
-                left_s = each_s
-        return left_s
+    def time_limit(self, now: float) -> StepTimeLimit | None:
+        """Of the next step, if it computes prompts."""
+        spec, number = self.spec, self._next_step
+        coming = bool(spec.gap_s and self.num_reserved)
+        if not (coming or (self._decoding and (spec.tpot_s or spec.gap_s or spec.max_step_s))):
+            return None
+        num_decodes = len(self._decoding)
+        return time_limit_of(
+            [s.promise for s in self._decoding],
+            [s.length - s.joined + number for s in self._decoding],
+            begin_s=max(now, self.free_at_s),
+            curve=spec.prompt_curve,
+            decodes=StepWorkload(decodes=num_decodes, context=self.context),
+            decode_step_s=spec.curve.decode_step_s(num_decodes, self.context),
+            min_chunk=spec.min_chunk,
+            num_waited=self._num_waited,
+            max_step_s=spec.max_step_s,
+            coming_gap_s=spec.gap_s if coming else math.inf,
+        )
 
     def launch(self, now: float) -> bool:
         """Plans a step and launches it. False: there is nothing to do."""
@@ -312,10 +302,8 @@ class SimulatedEngine:
         num_decodes = len(self._decoding)
         open_ = not self._stalled and not self._yielding and bool(self._preempted or self._waiting)
         if not (open_ or self._prompts):
+            self._num_waited = 0
             return self._launched_step(now, num_decodes, ()) if num_decodes else None  # nothing to choose
-        limit, bound = None, self.longest_step_s(now)
-        if bound < math.inf:
-            limit = StepTimeLimit(curve=self.spec.prompt_curve, max_step_s=bound, min_chunk=self.spec.min_chunk)
         plan = plan_step(
             decodes=list(self._decoding),  # all will be planned: there are no more than seats, and no more seats than the budget
             prompts=[RunningPrompt(s, s.remaining, s.planned) for s in self._prompts],
@@ -326,9 +314,10 @@ class SimulatedEngine:
                 self._max_num_seqs - self.num_running - self.num_reserved if open_ else 0,
                 self.free_blocks - self._watermark() if open_ else 0,
             ),
-            num_context=self.context + sum(s.length for s in self._stalled),
-            time_limit=limit,
+            num_context=self.context,
+            time_limit=self.time_limit(now),
         )
+        self._num_waited = self._num_waited + 1 if plan.withheld else 0
         for candidate in plan.admitted:
             self._admit(candidate.item)
         if not num_decodes and not plan.prompts:
@@ -366,7 +355,7 @@ class SimulatedEngine:
         self.queued_tokens -= num_prompt_tokens
         self.queued_pairs -= pairs
         for sequence in resumed:
-            self._resume(sequence)
+            self._resume(sequence, end_s)
         return SimulatedStep(end_s, duration, num_decodes, num_prompt_tokens, [chunk.item for chunk in chunks], ended)
 
     def _decode_step(self, end_s: float) -> list[SimulatedSequence]:
@@ -388,17 +377,24 @@ class SimulatedEngine:
         for sequence in completed:
             self._prompts.remove(sequence)
             sequence.times.append(end_s)
-            sequence.since = end_s
             sequence.length += 1
             if sequence.length >= sequence.max_length:
                 ended.append(sequence)
             else:
+                self._begin(sequence, end_s)
                 self._join(sequence)
 
-    def _resume(self, sequence: SimulatedSequence) -> None:
+    def _resume(self, sequence: SimulatedSequence, end_s: float) -> None:
         """A sequence that gave way has all but its last token computed again: what is left is a decode."""
         self._unqueue(sequence)
+        self._begin(sequence, end_s)
         self._join(sequence)
+
+    def _begin(self, sequence: SimulatedSequence, now: float) -> None:
+        """It has its first token here, or goes on: what it was promised counts from then on."""
+        if self.spec.tpot_s or self.spec.gap_s:
+            first, last = sequence.length - 1, sequence.max_length - 1
+            sequence.promise = Promise(self.spec.tpot_s, self.spec.gap_s, now, first, last)
 
     def _unqueue(self, sequence: SimulatedSequence) -> None:
         self._prompts.remove(sequence)

@@ -87,6 +87,7 @@ class RoutedPlacement:
                 max_new_tokens=request.num_output,
                 ttft_ms=self._targets.ttft_ms,
                 tpot_ms=self._targets.tpot_ms,
+                gap_ms=self._targets.gap_ms,
             ),
         )
         if not isinstance(placed, Placement):

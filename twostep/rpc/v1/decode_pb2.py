@@ -27,7 +27,7 @@ from twostep.rpc.v1 import kv_pb2 as twostep_dot_rpc_dot_v1_dot_kv__pb2
 from twostep.rpc.v1 import prefill_pb2 as twostep_dot_rpc_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwostep/rpc/v1/decode.proto\x12\ntwostep.v1\x1a\x1etwostep/rpc/v1/inference.proto\x1a\x17twostep/rpc/v1/kv.proto\x1a\x1ctwostep/rpc/v1/prefill.proto\"\xb1\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.twostep.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12/\n\rrequest_class\x18\t \x01(\x0e\x32\x18.twostep.v1.RequestClass\x12\x14\n\x0cprefill_here\x18\n \x01(\x08\x12\x14\n\x07tpot_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_tpot_ms\"L\n\x0fReserveResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"X\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x06ticket\x18\x03 \x01(\x0b\x32\x12.twostep.v1.Ticket\"\x10\n\x0e\x41ttachResponse\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"Q\n\rStreamRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12-\n\tpositions\x18\x02 \x03(\x0b\x32\x1a.twostep.v1.StreamPosition\"\x90\x01\n\x0eStreamPosition\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rnext_position\x18\x03 \x01(\r\x12\x11\n\tcommitted\x18\x04 \x01(\x08\x12\x11\n\treserving\x18\x05 \x01(\x08\x12\x1c\n\x14next_prompt_position\x18\x06 \x01(\r\"z\n\nStepEvents\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\'\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x17.twostep.v1.DecodeEvent\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.twostep.v1.StepRecord\x12\x0e\n\x06sent_s\x18\x04 \x01(\x01\"g\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07\x65nded_s\x18\x02 \x01(\x01\x12\x12\n\nduration_s\x18\x03 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x65\x63odes\x18\x05 \x01(\r\"\x9d\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x05token\x18\x03 \x01(\x0b\x32\x11.twostep.v1.TokenH\x00\x12*\n\tcommitted\x18\x04 \x01(\x0b\x32\x15.twostep.v1.CommittedH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.twostep.v1.DecodeFailedH\x00\x12-\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x16.twostep.v1.FirstTokenH\x00\x12\x35\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1a.twostep.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"{\n\tCommitted\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_moved\x18\x04 \x01(\r\x12\x15\n\rblocks_reused\x18\x05 \x01(\r\x12\x0f\n\x07\x66\x65tch_s\x18\x06 \x01(\x01\"@\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x32\x8d\x02\n\x06\x44\x65\x63ode\x12\x42\n\x07Reserve\x12\x1a.twostep.v1.ReserveRequest\x1a\x1b.twostep.v1.ReserveResponse\x12?\n\x06\x41ttach\x12\x19.twostep.v1.AttachRequest\x1a\x1a.twostep.v1.AttachResponse\x12?\n\x06\x43\x61ncel\x12\x19.twostep.v1.CancelRequest\x1a\x1a.twostep.v1.CancelResponse\x12=\n\x06Stream\x12\x19.twostep.v1.StreamRequest\x1a\x16.twostep.v1.StepEvents0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwostep/rpc/v1/decode.proto\x12\ntwostep.v1\x1a\x1etwostep/rpc/v1/inference.proto\x1a\x17twostep/rpc/v1/kv.proto\x1a\x1ctwostep/rpc/v1/prefill.proto\"\xd1\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.twostep.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12/\n\rrequest_class\x18\t \x01(\x0e\x32\x18.twostep.v1.RequestClass\x12\x14\n\x0cprefill_here\x18\n \x01(\x08\x12\x14\n\x07tpot_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06gap_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_tpot_msB\t\n\x07_gap_ms\"L\n\x0fReserveResponse\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"X\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x06ticket\x18\x03 \x01(\x0b\x32\x12.twostep.v1.Ticket\"\x10\n\x0e\x41ttachResponse\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"Q\n\rStreamRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12-\n\tpositions\x18\x02 \x03(\x0b\x32\x1a.twostep.v1.StreamPosition\"\x90\x01\n\x0eStreamPosition\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rnext_position\x18\x03 \x01(\r\x12\x11\n\tcommitted\x18\x04 \x01(\x08\x12\x11\n\treserving\x18\x05 \x01(\x08\x12\x1c\n\x14next_prompt_position\x18\x06 \x01(\r\"z\n\nStepEvents\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\'\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x17.twostep.v1.DecodeEvent\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.twostep.v1.StepRecord\x12\x0e\n\x06sent_s\x18\x04 \x01(\x01\"g\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07\x65nded_s\x18\x02 \x01(\x01\x12\x12\n\nduration_s\x18\x03 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x65\x63odes\x18\x05 \x01(\r\"\x9d\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x05token\x18\x03 \x01(\x0b\x32\x11.twostep.v1.TokenH\x00\x12*\n\tcommitted\x18\x04 \x01(\x0b\x32\x15.twostep.v1.CommittedH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.twostep.v1.DecodeFailedH\x00\x12-\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x16.twostep.v1.FirstTokenH\x00\x12\x35\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1a.twostep.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"{\n\tCommitted\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_moved\x18\x04 \x01(\r\x12\x15\n\rblocks_reused\x18\x05 \x01(\r\x12\x0f\n\x07\x66\x65tch_s\x18\x06 \x01(\x01\"@\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x32\x8d\x02\n\x06\x44\x65\x63ode\x12\x42\n\x07Reserve\x12\x1a.twostep.v1.ReserveRequest\x1a\x1b.twostep.v1.ReserveResponse\x12?\n\x06\x41ttach\x12\x19.twostep.v1.AttachRequest\x1a\x1a.twostep.v1.AttachResponse\x12?\n\x06\x43\x61ncel\x12\x19.twostep.v1.CancelRequest\x1a\x1a.twostep.v1.CancelResponse\x12=\n\x06Stream\x12\x19.twostep.v1.StreamRequest\x1a\x16.twostep.v1.StepEvents0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twostep.rpc.v1.decode_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=131
-  _globals['_RESERVEREQUEST']._serialized_end=436
-  _globals['_RESERVERESPONSE']._serialized_start=438
-  _globals['_RESERVERESPONSE']._serialized_end=514
-  _globals['_ATTACHREQUEST']._serialized_start=516
-  _globals['_ATTACHREQUEST']._serialized_end=604
-  _globals['_ATTACHRESPONSE']._serialized_start=606
-  _globals['_ATTACHRESPONSE']._serialized_end=622
-  _globals['_CANCELREQUEST']._serialized_start=624
-  _globals['_CANCELREQUEST']._serialized_end=676
-  _globals['_CANCELRESPONSE']._serialized_start=678
-  _globals['_CANCELRESPONSE']._serialized_end=709
-  _globals['_STREAMREQUEST']._serialized_start=711
-  _globals['_STREAMREQUEST']._serialized_end=792
-  _globals['_STREAMPOSITION']._serialized_start=795
-  _globals['_STREAMPOSITION']._serialized_end=939
-  _globals['_STEPEVENTS']._serialized_start=941
-  _globals['_STEPEVENTS']._serialized_end=1063
-  _globals['_STEPRECORD']._serialized_start=1065
-  _globals['_STEPRECORD']._serialized_end=1168
-  _globals['_DECODEEVENT']._serialized_start=1171
-  _globals['_DECODEEVENT']._serialized_end=1456
-  _globals['_COMMITTED']._serialized_start=1458
-  _globals['_COMMITTED']._serialized_end=1581
-  _globals['_DECODEFAILED']._serialized_start=1583
-  _globals['_DECODEFAILED']._serialized_end=1647
-  _globals['_DECODE']._serialized_start=1650
-  _globals['_DECODE']._serialized_end=1919
+  _globals['_RESERVEREQUEST']._serialized_end=468
+  _globals['_RESERVERESPONSE']._serialized_start=470
+  _globals['_RESERVERESPONSE']._serialized_end=546
+  _globals['_ATTACHREQUEST']._serialized_start=548
+  _globals['_ATTACHREQUEST']._serialized_end=636
+  _globals['_ATTACHRESPONSE']._serialized_start=638
+  _globals['_ATTACHRESPONSE']._serialized_end=654
+  _globals['_CANCELREQUEST']._serialized_start=656
+  _globals['_CANCELREQUEST']._serialized_end=708
+  _globals['_CANCELRESPONSE']._serialized_start=710
+  _globals['_CANCELRESPONSE']._serialized_end=741
+  _globals['_STREAMREQUEST']._serialized_start=743
+  _globals['_STREAMREQUEST']._serialized_end=824
+  _globals['_STREAMPOSITION']._serialized_start=827
+  _globals['_STREAMPOSITION']._serialized_end=971
+  _globals['_STEPEVENTS']._serialized_start=973
+  _globals['_STEPEVENTS']._serialized_end=1095
+  _globals['_STEPRECORD']._serialized_start=1097
+  _globals['_STEPRECORD']._serialized_end=1200
+  _globals['_DECODEEVENT']._serialized_start=1203
+  _globals['_DECODEEVENT']._serialized_end=1488
+  _globals['_COMMITTED']._serialized_start=1490
+  _globals['_COMMITTED']._serialized_end=1613
+  _globals['_DECODEFAILED']._serialized_start=1615
+  _globals['_DECODEFAILED']._serialized_end=1679
+  _globals['_DECODE']._serialized_start=1682
+  _globals['_DECODE']._serialized_end=1951
 # @@protoc_insertion_point(module_scope)

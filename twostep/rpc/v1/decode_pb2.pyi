@@ -36,6 +36,7 @@ class ReserveRequest(_message.Message):
     REQUEST_CLASS_FIELD_NUMBER: _builtins.int
     PREFILL_HERE_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
+    GAP_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     router_id: _builtins.str
@@ -47,6 +48,8 @@ class ReserveRequest(_message.Message):
     """The prompt is computed here, in chunks between the others' tokens: there will be no ticket. FirstToken comes on the stream."""
     tpot_ms: _builtins.float
     """What the client is promised as mean time between tokens: bounds the steps that compute prompts beside it. Unset: nothing."""
+    gap_ms: _builtins.float
+    """The longest time between two of them, likewise. Older workers pass it over."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then what earlier attempts already generated."""
@@ -67,13 +70,19 @@ class ReserveRequest(_message.Message):
         request_class: _inference_pb2.RequestClass.ValueType = ...,
         prefill_here: _builtins.bool = ...,
         tpot_ms: _builtins.float | None = ...,
+        gap_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "sampling", b"sampling", "tpot_ms", b"tpot_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gap_ms", b"_gap_ms", "_tpot_ms", b"_tpot_ms", "gap_ms", b"gap_ms", "sampling", b"sampling", "tpot_ms", b"tpot_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "attempt", b"attempt", "cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "prefill_here", b"prefill_here", "request_class", b"request_class", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gap_ms", b"_gap_ms", "_tpot_ms", b"_tpot_ms", "attempt", b"attempt", "cache_salt", b"cache_salt", "gap_ms", b"gap_ms", "num_prompt_tokens", b"num_prompt_tokens", "prefill_here", b"prefill_here", "request_class", b"request_class", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gap_ms: _TypeAlias = _typing.Literal["gap_ms"]  # noqa: Y015
+    _WhichOneofArgType__gap_ms: _TypeAlias = _typing.Literal["_gap_ms", b"_gap_ms"]  # noqa: Y015
     _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_ms) -> _WhichOneofReturnType__gap_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_ms) -> _WhichOneofReturnType__tpot_ms | None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015

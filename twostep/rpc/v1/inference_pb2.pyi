@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     BEGUN_ANSWERS_FIELD_NUMBER: _builtins.int
     NUM_GAPS_FIELD_NUMBER: _builtins.int
+    GAP_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served here. A name that is not served: NOT_FOUND."""
     text: _builtins.str
@@ -114,6 +115,8 @@ class GenerateRequest(_message.Message):
     """So many answers, 128 at most; 0: one. Each has noise of its own: the first that of `seed`. An answer is named by its index, from 0."""
     num_gaps: _builtins.int
     """End tells of so many of the answer's longest gaps, and where each went: 64 at most; 0: of the longest one."""
+    gap_ms: _builtins.float
+    """As ttft_ms and tpot_ms: the longest time between two tokens. Older routers pass it over."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -150,17 +153,22 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         begun_answers: _abc.Iterable[Global___BegunAnswer] | None = ...,
         num_gaps: _builtins.int = ...,
+        gap_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gap_ms", b"_gap_ms", "_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "chat", b"chat", "gap_ms", b"gap_ms", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "begun_answers", b"begun_answers", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "n", b"n", "no_migration", b"no_migration", "num_gaps", b"num_gaps", "prompt", b"prompt", "request_class", b"request_class", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gap_ms", b"_gap_ms", "_tpot_ms", b"_tpot_ms", "_ttft_ms", b"_ttft_ms", "begun_answers", b"begun_answers", "cache_salt", b"cache_salt", "chat", b"chat", "gap_ms", b"gap_ms", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "n", b"n", "no_migration", b"no_migration", "num_gaps", b"num_gaps", "prompt", b"prompt", "request_class", b"request_class", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gap_ms: _TypeAlias = _typing.Literal["gap_ms"]  # noqa: Y015
+    _WhichOneofArgType__gap_ms: _TypeAlias = _typing.Literal["_gap_ms", b"_gap_ms"]  # noqa: Y015
     _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_ms) -> _WhichOneofReturnType__gap_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_ms) -> _WhichOneofReturnType__tpot_ms | None: ...
     @_typing.overload

@@ -74,6 +74,7 @@ class TargetOptions:
     request_class: str = ""
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    gap_ms: float | None = None
     tenant: str = ""
 
 
@@ -129,6 +130,7 @@ class RouterTarget:
             request_class=_CLASSES[o.request_class],
             ttft_ms=o.ttft_ms,
             tpot_ms=o.tpot_ms,
+            gap_ms=o.gap_ms,
             tenant=o.tenant,
             num_gaps=_NUM_GAPS,
         )
