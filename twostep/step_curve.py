@@ -24,6 +24,8 @@ KNEE_SHARE = 0.95
 # Of a promised TPOT, what steps may take on average: the rest is the host's, and that of steps that last longer than foretold. Of a
 # promised gap, what a step may (twostep/engine/step_bound.py).
 PACE_SHARE, GAP_SHARE = 0.95, 1 / 3
+# Tokens within which a sequence that is late makes up for it.
+MADE_UP_WITHIN = 16
 
 
 def promised_step_s(tpot_s: float | None, gap_s: float | None) -> float:
@@ -31,7 +33,7 @@ def promised_step_s(tpot_s: float | None, gap_s: float | None) -> float:
     return min(PACE_SHARE * tpot_s if tpot_s else math.inf, GAP_SHARE * gap_s if gap_s else math.inf)
 
 
-def chunk_pairs(num_tokens: int, num_before: int) -> float:
+def chunk_pairs(num_tokens: float, num_before: float) -> float:
     """Query-key pairs of a chunk of so many tokens, after so many others of its sequence."""
     return num_tokens * (num_before + num_tokens / 2)
 

@@ -35,6 +35,7 @@ CANDIDATE_FIELDS = (
     "batch_tokens",
     "recent_tokens",
     "num_attempts",
+    "num_coming",
     "excluded",
     "no_prompts",
 )

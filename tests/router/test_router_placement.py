@@ -53,7 +53,7 @@ def test_the_longest_cached_prefix_wins_on_both_sides() -> None:
 def test_a_long_queue_outweighs_a_cached_prefix_and_a_short_one_does_not() -> None:
     """A cached prefix is worth more than its own time: prompts behind it do not wait for it to be computed either."""
     cached = 512
-    for queued, winner in ((cached, "p1"), (cached + cached // 3, "p1"), (cached * 2, "p0")):
+    for queued, winner in ((cached, "p1"), (cached + cached // 3, "p1"), (cached * 3, "p0")):
         assert chosen([candidate("p0"), candidate("p1", cached=cached, queued=queued)], [candidate("d0")])[0] == winner
 
 

@@ -24,10 +24,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from twostep.step_curve import GAP_SHARE, PACE_SHARE, StepCurve, StepWorkload
+from twostep.step_curve import GAP_SHARE, MADE_UP_WITHIN, PACE_SHARE, StepCurve, StepWorkload
 
-# Tokens within which a sequence that is late makes up for it.
-MADE_UP_WITHIN = 16
 # Steps in a row that prompts wait for the sake of a pace.
 MOST_WAITED = 8
 

@@ -129,6 +129,7 @@ class RoutedPlacement:
             queued_tokens=worker.queued_tokens,
             recent_tokens=known.recent(now),
             num_attempts=worker.num_attempts,
+            num_coming=max(0, worker.num_attempts - engine.num_decoding),
         )
 
     def _record(self, worker: SimulatedWorker) -> WorkerRecord:
