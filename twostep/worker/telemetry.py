@@ -82,7 +82,8 @@ class Telemetry:
     def __init__(
         self, config: WorkerConfig, engine: EnginePort, worker_id: str, gpu_ids: Sequence[str] = (), *, graph_bytes: int = 0
     ) -> None:
-        """`gpu_ids`: UUIDs of the GPUs that it computes on; `graph_bytes`: what its CUDA graphs took of each. Raises SetupError for an --otlp-endpoint that is none."""
+        """`gpu_ids`: UUIDs of the GPUs that it computes on. `graph_bytes`: what its CUDA graphs took of each. Raises SetupError for an
+        --otlp-endpoint that is none."""
         self.registry = MetricsRegistry()
         # None: nothing is traced.
         self.tracer = start_tracer(config.otlp_endpoint, role=config.role, instance=worker_id, version=package_version())
