@@ -84,8 +84,11 @@ class RateMeter:
 class Telemetry:
     """start(), on_step() after every step, close()."""
 
-    def __init__(self, config: WorkerConfig, engine: EnginePort, worker_id: str, gpu_ids: Sequence[str] = ()) -> None:
-        """`gpu_ids`: UUIDs of the GPUs that it computes on. Raises SetupError for an --otlp-endpoint that is none."""
+    def __init__(
+        self, config: WorkerConfig, engine: EnginePort, worker_id: str, gpu_ids: Sequence[str] = (), *, graph_bytes: int = 0
+    ) -> None:
+        """`gpu_ids`: UUIDs of the GPUs that it computes on. `graph_bytes`: what its CUDA graphs took of each. Raises SetupError for an
+        --otlp-endpoint that is none."""
         self.registry = MetricsRegistry()
         # None: nothing is traced.
         self.tracer = start_tracer(config.otlp_endpoint, role=config.role, instance=worker_id, version=package_version())
@@ -94,7 +97,7 @@ class Telemetry:
         self._num_computed_tokens = self._num_prompt_tokens = 0
         self._rates = RateMeter()
         self._gpus, self._engine_pid = GpuMeter(gpu_ids), engine.pid
-        self._graph_bytes = engine.facts.captured_bytes
+        self._graph_bytes = graph_bytes
         self._worker = WorkerMetrics(self.registry, role=config.role)
         self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
         self._sampling: asyncio.Task[None] | None = None

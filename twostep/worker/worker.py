@@ -71,7 +71,7 @@ class Worker:
         self._make_edge = make_edge
         self.engine, facts = engine, engine.facts
         self._curve = CurveTracker(facts.curve)
-        self.telemetry = Telemetry(config, engine, self.worker_id, facts.gpu_ids)
+        self.telemetry = Telemetry(config, engine, self.worker_id, facts.gpu_ids, graph_bytes=facts.captured_bytes)
         self._reader = RequestReader(secret=secret, layout=facts.layout, eos_token_ids=facts.eos_token_ids)
         # Nothing can be served any more, by whatever fault: the process is to end.
         self.engine_failed = asyncio.Event()
