@@ -25,7 +25,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import numpy as np
 from kv_transfer import remote
 from kv_transfer.checksums import chunk_sums
 from kv_transfer.cuda_ipc.transport import CudaIpcTransport
+from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import TransportParts, Transports
 from twostep.engine.batch import Batch, Sampled
@@ -61,6 +63,9 @@ _CHUNKS = ((0, 2), (2, 1), (3, 1))
 # How often a launch gives the interpreter away, and a pull.
 _LAUNCH_CALLS, _PULL_CALLS = 24, 12
 _PULL_S = 0.0005
+# Through host memory: of each of a prompt's chunks, and of each of their pieces.
+_COPY_THREADS, _NUM_COPIES, _PIECES, _PIECE_CALLS = 8, 8, 2, 14
+_PIECE_CPU_S, _PIECE_S, _AGENT_S = 0.0001, 0.0002, 0.001
 _PREFILL_MOST = 8
 # From commit to the source's confirmation.
 _CONFIRM_S = 0.0015
@@ -137,9 +142,47 @@ class Pulls(CudaIpcTransport):
         return [0] * len(counts)
 
 
+class Copies(CopyingTransport):
+    """Copies nothing, as through host memory: each chunk piece by piece, in eight threads that share the way to the device."""
+
+    name = "ray"
+    endpoint, ready, why_not_ready, max_lease_bytes = "ray", True, "", 0
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, device.kv_shape.block_bytes, _LAYERS, num_threads=_COPY_THREADS, sweep_s=1.0)
+        self._device = device
+        self._way = threading.Lock()
+
+    async def start(self) -> None:
+        self._threads.start()
+
+    async def close(self) -> None:
+        await self._threads.close()
+
+    async def _sweep(self) -> None: ...
+
+    async def _publish(self, *_: object, **__: object) -> int:  # type: ignore[override]
+        raise NotImplementedError("it only reads")
+
+    @asynccontextmanager
+    async def _fetched(self, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> AsyncIterator[Any]:
+        await asyncio.sleep(_AGENT_S)
+        yield chunk
+
+    def _write_verified(self, chunk: ChunkInfo, block_ids: Sequence[int], data: Any) -> None:
+        for _ in range(_PIECES):
+            until = time.thread_time() + _PIECE_CPU_S
+            while time.thread_time() < until:
+                pass
+            give_away(_PIECE_CALLS)
+            with self._way:
+                time.sleep(_PIECE_S)
+        self._device.pulled()
+
+
 def serve() -> int:
     """The engine's process, by its arguments and the environment's."""
-    step_s, pull_s, num_blocks = json.loads(os.environ["HAND_OVER_STEPS"])
+    step_s, pull_s, num_blocks, transport = json.loads(os.environ["HAND_OVER_STEPS"])
     device = Device(step_s, pull_s, num_blocks)
     cache = KvCache(device.kv_shape)
 
@@ -149,7 +192,7 @@ def serve() -> int:
         return ServedModel(name="m", runner=device, layout=layout, eos_token_ids=frozenset(), curve=curve)
 
     def make_transports(parts: TransportParts) -> Transports:
-        return Transports([Pulls(cache, device)])
+        return Transports([Copies(device) if transport == "ray" else Pulls(cache, device)])
 
     engine_process.load_model = load_model  # type: ignore[assignment]
     remote.make_transports = make_transports
@@ -159,9 +202,7 @@ def serve() -> int:
 
         async def report() -> tuple[Any, ...]:
             steps, device.done = device.done, []
-            times = {
-                thread.name.rstrip("0123456789_-"): 0.0 for thread in threading.enumerate()
-            }
+            times = {thread.name.rstrip("0123456789_-"): 0.0 for thread in threading.enumerate()}
             for thread in threading.enumerate():
                 if thread.ident is not None:
                     times[thread.name.rstrip("0123456789_-")] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -251,7 +292,8 @@ class Edge:
         computed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_prefill.put_nowait(computed)
         await computed
-        await asyncio.gather(*(self._fetch(name, tuple(reserved.block_ids), *chunk) for chunk in enumerate(_CHUNKS)))
+        chunks = _CHUNKS if self._args.transport == "cuda_ipc" else _NUM_COPIES * ((0, _LAYERS),)
+        await asyncio.gather(*(self._fetch(name, tuple(reserved.block_ids), *chunk) for chunk in enumerate(chunks)))
         self._engine.commit(name, [7], confirmed=False)
         await asyncio.sleep(_CONFIRM_S)
         self._engine.confirm(name)
@@ -265,7 +307,9 @@ class Edge:
             num_layers=layers[1], source_blocks=blocks, generations=blocks,
         )  # fmt: skip
         deadline = time.monotonic() + 30.0
-        await self._engine.call("kv.fetch", "cuda_ipc", self.endpoint, name, chunk, blocks, deadline, deadline=deadline, settle=True)
+        await self._engine.call(
+            "kv.fetch", self._args.transport, self.endpoint, name, chunk, blocks, deadline, deadline=deadline, settle=True
+        )
 
     async def _prefill(self) -> None:
         """As many prompts a step as fit its budget, handed over at once."""
@@ -287,7 +331,7 @@ def main() -> None:
         compare(args)
         return
     num_blocks = (args.streams + 8) * -(-(args.prompt + args.most + 2) // BLOCK_SIZE)
-    os.environ["HAND_OVER_STEPS"] = json.dumps([args.step_ms / 1e3, args.pull_ms / 1e3, num_blocks])
+    os.environ["HAND_OVER_STEPS"] = json.dumps([args.step_ms / 1e3, args.pull_ms / 1e3, num_blocks, args.transport])
     config = WorkerConfig(role="decode", runner="fake", max_num_seqs=args.streams, max_num_batched_tokens=2048, log_level="warning")
     engine = RemoteEngine.launch(config, EngineChild.start("hand_over_steps"), NoProgress())
     print(json.dumps(event_loop.run(Edge(engine, args).measure())))
@@ -297,7 +341,10 @@ def compare(args: argparse.Namespace) -> None:
     here = Path(__file__).parent
     trees = {"this": here.parent.resolve()} | ({"against": args.against.resolve()} if args.against else {})
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    options = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in ("streams", "prompt", "most", "together", "step_ms", "pull_ms", "prefill_ms", "seconds")]
+    options = [
+        f"--{key.replace('_', '-')}={getattr(args, key)}"
+        for key in ("streams", "prompt", "most", "together", "step_ms", "pull_ms", "prefill_ms", "seconds", "transport")
+    ]
     for _ in range(args.runs):
         for name, tree in trees.items():
             environment = os.environ | {"PYTHONPATH": f"{tree}:{here}", "OMP_NUM_THREADS": "1"}
@@ -310,6 +357,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", choices=("cuda_ipc", "ray"), default="cuda_ipc", help="as which one KV comes in")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--most", type=int, default=900, help="new tokens of a request")

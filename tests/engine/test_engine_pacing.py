@@ -65,6 +65,38 @@ def test_a_long_step_holds_up_none_after_it() -> None:
     assert run_with_a_pause(pacing, pause_s=2.0) <= 0.02
 
 
+@given(st.lists(st.floats(0.0, 0.02), min_size=2, max_size=60), st.integers(1, 256), st.floats(0.001, 0.02))
+def test_a_step_that_others_held_up_holds_up_none_after_it(beside: list[float], decodes: int, step_s: float) -> None:
+    """What arrives beside a step takes its share of the device, now and then. The device never waits for the launch after it."""
+    pacing, context, idle_s = Pacing(), 1000 * decodes, 0.0
+    for number, more_s in enumerate(beside):
+        work = StepWorkload(decodes=decodes, context=(context := context + decodes))
+        took_s = step_s + (more_s if number % 4 == 3 else 0.0)
+        ready_s = pacing.wait_s(work, 0.0) + 0.0004
+        pacing.launched(0.0004)
+        idle_s += max(0.0, ready_s - took_s)
+        pacing.settled(work, max(took_s, ready_s), 0.001)
+    assert idle_s == 0.0
+
+
+@given(st.floats(0.0, 0.01), st.integers(2, 20))
+def test_steps_that_become_longer_are_waited_for_as_long(more_s: float, num_steps: int) -> None:
+    """Of other work, at once; of the same work, when the last short one is forgotten."""
+    pacing = Pacing()
+    few, many = StepWorkload(decodes=8, context=800), StepWorkload(decodes=64, context=6400)
+    for _ in range(num_steps):
+        pacing.settled(few, 0.01, 0.001)
+    pacing.settled(many, 0.02, 0.001)
+    assert abs(pacing.wait_s(many, 0.0) - 0.0195) < 1e-9
+    for _ in range(num_steps):
+        pacing.settled(many, 0.02 + more_s, 0.001)
+    waited_s = pacing.wait_s(many, 0.0) + 0.0005
+    assert 0.02 - 1e-9 <= waited_s <= 0.02 + more_s + 1e-9
+    for _ in range(8):
+        pacing.settled(many, 0.02 + more_s, 0.001)
+    assert abs(pacing.wait_s(many, 0.0) + 0.0005 - 0.02 - more_s) < 1e-9
+
+
 class Clock:
     """In place of the module `time`: seconds pass when a thread sleeps or works."""
 
@@ -136,6 +168,22 @@ def test_what_the_host_makes_of_a_result_lengthens_no_step() -> None:
     gaps = [after.ended_at - before.ended_at for before, after in itertools.pairwise(outputs)]
     assert max(gaps[2:]) < 0.0201, "the device is never left without a step"
     assert all(output.timed for output in outputs[3:])
+
+
+def test_a_thread_that_is_called_late_is_called_earlier() -> None:
+    """A busy host: each sleep takes two milliseconds more. Soon the device is left without a step no more."""
+    clock = Clock()
+    runner = Clocked(clock, num_blocks=64, block_size=4, vocab_size=1000, max_model_len=512)
+
+    def oversleep(seconds: float) -> None:
+        clock.sleep(seconds + (0.002 if seconds else 0.0))
+
+    engine = Engine(runner, EngineConfig(hash_unit=4, look_ahead=True), clock=clock.monotonic, sleep=oversleep)
+    engine.submit(make_request("old", [1, 2, 3], max_tokens=60))
+    outputs = [engine.step() for _ in range(40)]
+    gaps = [after.ended_at - before.ended_at for before, after in itertools.pairwise(outputs)]
+    assert max(gaps[5:]) < 0.0201
+    assert all(output.launch_s < 0.001 for output in outputs), "the host's work is what a launch takes, not when it began"
 
 
 def test_a_request_that_comes_while_a_step_runs_is_in_the_next_one() -> None:

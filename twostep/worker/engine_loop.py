@@ -26,7 +26,7 @@ _POLL_S = 0.1
 _MAX_FAILED_STEPS = 3
 # How long another thread may keep the interpreter when this one's step is done. Python's own 5 ms would be gaps between tokens. With
 # 0.1 ms, beside threads that copy KV, the event loop has its turns later: 7 to 10 ms at p99, not 4 to 6 (benchmarks/RESULTS.md).
-_SWITCH_S = 0.0001
+_SWITCH_S = 0.0005
 
 
 class StepSink(Protocol):
