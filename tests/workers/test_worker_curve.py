@@ -273,10 +273,12 @@ def test_steps_that_are_captured_are_not_built_ahead(monkeypatch: pytest.MonkeyP
     clock = _Clock()
     device = _Device(clock)
     calibrate(device, step_tokens=2048, max_num_seqs=64, captured_rows=captured_rows, budget_s=2.0, clock=clock)
-    mixed = {sum(probe.counts) for probe in mixed_probes(device, 2048, 64)}
-    # As many sequences as beside a prompt's chunk, which are not decodes alone.
-    built = {rows for rows, seqs in device.built if 1 < seqs < rows}
-    assert built == {rows for rows in mixed if rows > captured_rows}
+    probes = [probe for probe in mixed_probes(device, 2048, 64, captured_rows) if sum(probe.counts) > captured_rows]
+    # What is too large to be captured has kernels of its own, beside few decodes and many.
+    assert len({len(probe.counts) for probe in probes}) > 5
+    assert {(sum(probe.counts), len(probe.counts)) for probe in probes} <= device.built
+    short = {(sum(probe.counts), len(probe.counts)) for probe in mixed_probes(device, 2048, 64) if sum(probe.counts) <= captured_rows}
+    assert not short & device.built
 
 
 def test_a_machine_too_slow_for_the_grid_measures_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,8 +231,8 @@ class FinishedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSteps:
-    """Says what of a runner's steps was captured as CUDA graphs: how many, the most rows of one with prompts, and the device memory that
-    all of them took."""
+    """Says what of a runner's steps was captured as CUDA graphs: how many, up to how many rows those with prompts are, whatever decodes
+    beside them, and the device memory that all of them took."""
 
     count: int = 0
     most_prompt_rows: int = 0

@@ -66,7 +66,7 @@ from twostep.engine.types import (
 )
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.request_class import RequestClass
-from twostep.step_curve import GAP_SHARE, StepCurve, StepWorkload, promised_step_s
+from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, promised_step_s
 
 # How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
 _KEPT_S = 1.0
@@ -415,7 +415,7 @@ class Scheduler:
             (self._config.max_step_s or math.inf) if s.promise is None else promised_step_s(s.promise.tpot_s, s.promise.gap_s)
             for s in decodes
         ]
-        bound = min([*bounds, *(GAP_SHARE * gap_s for gap_s in self._coming_gaps.values())], default=math.inf)
+        bound = min([*bounds, *(FIRST_GAP_SHARE * gap_s for gap_s in self._coming_gaps.values())], default=math.inf)
         # A step that takes so long anyway may as well compute what fits: smaller chunks would only make more such steps.
         return bound if self.curve is None else max(bound, self.curve.mixed_s)
 

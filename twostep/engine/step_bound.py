@@ -1,8 +1,8 @@
 """How long a step may take that computes prompts, by what was promised to those that get a token in it: one rule, for the engine and for
 its simulation (twostep/lab/simulator/engine.py).
 
-    gap      a third of it: the longest gap is the first one after a hand-over, which is the hand-over, the rest of the step that runs, and
-             a step. It holds while a sequence is to come, too, or its first gap would be somebody else's prompt
+    gap      `GAP_SHARE` of it: the rest is for steps that last longer than foretold, and the way to the client. A third while a sequence is
+             to come, and in its first step: its first gap is the hand-over, the rest of the step that runs, and a step
     TPOT     what the sequence has left of its pace, and what it makes up within its next tokens, in steps without prompts
     neither  the worker's own bound, for the sake of those who were promised nothing
 
@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from twostep.step_curve import GAP_SHARE, MADE_UP_WITHIN, PACE_SHARE, StepCurve, StepWorkload
+from twostep.step_curve import FIRST_GAP_SHARE, GAP_SHARE, MADE_UP_WITHIN, PACE_SHARE, StepCurve, StepWorkload
 
 # Steps in a row that prompts wait for the sake of a pace.
 MOST_WAITED = 8
@@ -79,14 +79,16 @@ def time_limit_of(
     coming_gap_s            the tightest gap that was promised to one that is to come
     """
     least_s = curve.step_s(replace(decodes, prompt_tokens=min_chunk))
-    bound_s, kept_s = GAP_SHARE * coming_gap_s, math.inf
+    bound_s, kept_s = FIRST_GAP_SHARE * coming_gap_s, math.inf
     for promise, number in zip(promises, numbers, strict=True):
         if promise is None:
             if 0.0 < max_step_s < bound_s:
                 bound_s = max_step_s
             continue
-        if promise.gap_s and GAP_SHARE * promise.gap_s < bound_s:
-            bound_s = GAP_SHARE * promise.gap_s
+        if promise.gap_s:
+            step_s = promise.gap_s * (GAP_SHARE if number > promise.first + 1 else FIRST_GAP_SHARE)
+            if step_s < bound_s:
+                bound_s = step_s
         if not promise.tpot_s:
             continue
         every_s, num_left = PACE_SHARE * promise.tpot_s, promise.last - number

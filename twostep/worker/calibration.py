@@ -99,7 +99,7 @@ def calibrate(
         return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
     begun = clock()
     if runner.overlaps:
-        for probe in (*short_probes(runner, step_tokens), *mixed_probes(runner, step_tokens, max_num_seqs)):
+        for probe in (*short_probes(runner, step_tokens), *mixed_probes(runner, step_tokens, max_num_seqs, captured_rows)):
             if sum(probe.counts) <= captured_rows:
                 continue
             batch = _batch(runner, probe)
@@ -159,11 +159,13 @@ def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Step
     yield from (probe for probe in dict.fromkeys((*needed, *wanted)) if probe.fits(runner))
 
 
-def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[StepProbe]:
+def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int, captured_rows: int = 0) -> Iterator[StepProbe]:
     """A prompt's chunk beside decodes: few and many, and the numbers that Triton compiles for apart (1, multiples of 16). Their kernels are
-    others than those of either alone, and building one takes seconds, which the first such step would hold everybody up for."""
-    for count in sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS}):
-        chunks = {min(chunk, max(2, step_tokens - count)) for chunk in (*_SHORT_CHUNKS, _SHORT_CONTEXT)} if count > 0 else ()
+    others than those of either alone, and building one takes seconds, which the first such step would hold everybody up for. The chunks are
+    short, or such that the steps are just too large to be captured: one each, since they take long."""
+    for i, count in enumerate(sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS})):
+        sizes = (captured_rows + (16 if i % 2 else 1),) if captured_rows else (*_SHORT_CHUNKS, _SHORT_CONTEXT)
+        chunks = {min(chunk, max(2, step_tokens - count)) for chunk in sizes} if count > 0 else ()
         for chunk in sorted(chunks):
             probe = _mixed(count, _SHORT_CONTEXT, chunk)
             if probe.fits(runner):

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from triton import knobs
+from triton.compiler import ASTSource
 
 log = logging.getLogger(__name__)
 
 
 def report_compiles() -> None:
-    """From now on every kernel that Triton compiles in this process is logged, with the time that it took."""
-    since: dict[str, float] = {}
+    """From now on every kernel that Triton compiles in this process is logged, with the time that it took.
 
-    def begins(*_: Any, repr: str, **__: Any) -> bool:
-        since[repr] = time.monotonic()
-        return False
+    By Triton's listener, which only looks on: its hooks write a kernel's constants as JSON first, and fail where one is no such value."""
+    knobs.compilation.listener = _compiled
 
-    def ended(*_: Any, repr: str, fn: Any, **__: Any) -> None:
-        seconds = time.monotonic() - since.pop(repr, time.monotonic())
-        log.warning("kernel %s was compiled while serving, which held up a step for %.2f s: %s", fn.name, seconds, repr)
 
-    knobs.runtime.jit_cache_hook = begins
-    knobs.runtime.jit_post_compile_hook = ended
+def _compiled(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: knobs.CompileTimes, cache_hit: bool) -> None:
+    if cache_hit:
+        # Milliseconds.
+        return
+    constants = f" with {src.constants}" if isinstance(src, ASTSource) else ""
+    log.warning("kernel %s was compiled while serving, which held up a step for %.2f s%s", src.name, times.total / 1e6, constants)

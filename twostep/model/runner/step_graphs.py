@@ -140,8 +140,8 @@ class StepGraphs:
 
     @property
     def most_prompt_rows(self) -> int:
-        """Rows of the largest step with prompts; 0: none is captured."""
-        return max((shape.rows for shape in self._mixed), default=0)
+        """Rows up to which steps with prompts are captured, whatever decodes beside them; 0: none is."""
+        return max((shape.rows for shape in self._mixed if shape.decodes), default=0)
 
     def without_mixed(self) -> None:
         """Drops the mixed steps' graphs, where other ranks have not captured the same."""
