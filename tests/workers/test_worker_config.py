@@ -149,7 +149,7 @@ def test_flags_that_make_no_sense_are_refused_by_name(flags: str, named: str, ca
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("role", "step_tokens"), [("prefill", 8192), ("decode", 2048)])
+@pytest.mark.parametrize(("role", "step_tokens"), [("prefill", 4096), ("decode", 2048)])
 def test_how_much_a_step_takes_follows_from_the_device_unless_told(
     role: str, step_tokens: int, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

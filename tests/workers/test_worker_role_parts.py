@@ -90,7 +90,7 @@ def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.model.runner.device.choose_device", lambda device: ("cuda:0", "there is one"))
-    for role, budgets in (("prefill", (8192, 2048)), ("decode", (2048, 8192))):
+    for role, budgets in (("prefill", (4096, 2048)), ("decode", (2048, 4096))):
         config = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=0, max_num_seqs=0))
         assert settle(config) == config
         other = config_in_role(config, next(r for r in ROLES if r != role))
@@ -100,7 +100,7 @@ def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.
         # Memory is set aside for the larger steps, whichever role takes them.
         sizing = worker_model._pool(replace(config, kv_cache_memory_bytes=0), Path("m"))
         assert not isinstance(sizing, int)
-        assert sizing.max_num_batched_tokens == 8192
+        assert sizing.max_num_batched_tokens == 4096
         told = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=100))
         assert config_in_role(told, other.role).max_num_batched_tokens == 100
 

@@ -265,8 +265,8 @@ def load_now(own_now: float, mean_total: float, share: float) -> float:
 
 
 def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass, chunk: float) -> float:
-    """Returns the prompt tokens to be computed there, in steps of `chunk`. Queues are over before a record shows them: where this router has
-    sent more lately than elsewhere, the others have too."""
+    """Returns the prompt tokens to be computed there, in steps of `chunk`. Queues are over before a record shows them: where this router
+    has sent more lately than elsewhere, the others have too."""
     own, total, running = candidate.queued_tokens, mean.queued_tokens, 0.0
     batch = load_now(candidate.batch_tokens, mean.batch_tokens, share.tokens)
     if batch and request_class is not RequestClass.BATCH:
@@ -388,54 +388,59 @@ class Predictor:
         # Prompts there now, those that wait and this one, beside those that decode already: the others wait for theirs.
         coming = candidate.num_coming and candidate.num_coming / max(candidate.num_coming, candidate.num_attempts)
         begun = seqs * (1.0 - coming)
-        beside = {"decodes": begun, "context": context * begun / seqs if seqs else 0.0}
+        read = context * begun / seqs if seqs else 0.0
         bound = load.max_step_s if begun else 0.0
-        room = self._room(curve, record, bound, **beside)
+        room = self._room(curve, record, bound, begun, read)
         queued = queued_now(candidate, mean, share, demand.request_class, min(room, demand.num_tokens))
         waiting, stall = step / 2 if begun else 0.0, 0.0
         if queued:
             # They are taken for ones like this.
-            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, **beside)
+            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=begun, context=read)
         # The last token is always computed: its logits are what the first new token is sampled from.
         cached = min(candidate.cached_tokens, demand.num_tokens - 1)
-        uncached, first = demand.num_tokens - cached, 0.0
+        uncached, done, computing, own_stall = float(demand.num_tokens - cached), float(cached), 0.0, 0.0
         if bound and not queued and step < PACE_SHARE * load.tpot_s <= bound:
-            # Nobody has used what those who decode make up for (twostep/engine/step_bound.py).
-            first = min(uncached, self._room(curve, record, bound + MADE_UP_WITHIN * (bound - step), **beside))
-        computing, own_stall = prompt_s(curve, first, chunk_pairs(first, cached), first, **beside)
-        later, later_stall = prompt_s(curve, uncached - first, chunk_pairs(uncached - first, cached + first), room, **beside)
-        computing, own_stall = computing + later, own_stall + later_stall
-        if bound:
-            # Within what they were promised, those who decode there lose nothing, but stay longer, and take their part of later steps.
-            prompt_others = _CONGESTION * own_stall * (2.0 - fixed / step)
+            # Nobody has used what those who decode make up for (twostep/engine/step_bound.py): the first step may be longer.
+            first = min(uncached, self._room(curve, record, bound + MADE_UP_WITHIN * (bound - step), begun, read))
+            computing, own_stall = prompt_s(curve, first, chunk_pairs(first, done), first, decodes=begun, context=read)
+            uncached, done = uncached - first, done + first
+        rest, rest_stall = prompt_s(curve, uncached, chunk_pairs(uncached, done), room, decodes=begun, context=read)
+        computing, own_stall = computing + rest, own_stall + rest_stall
+        prompt_penalty = 0.0
+        if bound and load.tpot_s:
+            # Within what they were promised they lose nothing. But they stay for longer, and take their part of later steps.
+            held_up = _CONGESTION * (1.0 - fixed / step)
+            if room <= _LEAST_CHUNK:
+                least, _ = prompt_s(curve, room, room * demand.num_tokens / 2, room, decodes=begun, context=read)
+                prompt_penalty = _miss(least, load.tpot_s * 1e3)
         else:
             # A decode worker that is idle does not stay so: others come while a long prompt is computed.
-            held_up = max(1.0, seqs) if record.role == "decode" else seqs
-            prompt_others = held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
-        prompt_penalty = 0.0
-        if load.tpot_s and bound and room <= _LEAST_CHUNK:
-            prompt_penalty = _miss(prompt_s(curve, room, room * demand.num_tokens / 2, room, **beside)[0], load.tpot_s * 1e3)
+            held_up = (_SLACK_SHARE if bound else 1.0) * (max(1.0, seqs) if record.role == "decode" else seqs)
+        prompt_others = held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
 
         # Its tokens, among the prompts that pass.
         rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
         own_bound = record.max_step_s if self._own_bound_s == math.inf else self._own_bound_s
         bound = min((each for each in (load.max_step_s if seqs else 0.0, own_bound) if each), default=0.0)
-        beside = {"decodes": seqs + 1.0, "context": context + own_context}
         tpot, gap, opening = longer, longer, 0.0
         if answer and record.takes_over and (rate or queued):
-            room = self._room(curve, record, bound, **beside)
+            after, read = seqs + 1.0, context + own_context
+            room = self._room(curve, record, bound, after, read)
             chunk = min(room, demand.num_tokens)
-            mixed, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, chunk, **beside)
+            mixed, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, chunk, decodes=after, context=read)
             gap = max(longer, mixed)
-            # For as long as it lasts, or what waits there now, if that is more; but no step takes longer than its bound.
+            # For as long as it lasts, or what waits there now, if that is more.
             tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
+            if chunk < room:
+                mixed, _ = prompt_s(curve, room, room * demand.num_tokens / 2, room, decodes=after, context=read)
             if bound:
-                full = mixed if chunk == room else prompt_s(curve, room, room * demand.num_tokens / 2, room, **beside)[0]
-                tpot = min(tpot, max(longer, full))
+                # No step takes longer, however many prompts there are.
+                tpot = min(tpot, max(longer, mixed))
             if record.role == "prefill":
                 # Beside tokens prompts are cut smaller; alone they fill the budget.
-                lost = self._token_s(curve, record, bound, **beside) - self._token_s(curve, record, 0.0, decodes=0.0, context=0.0)
-                opening = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost)
+                most = record.step_tokens
+                alone, _ = prompt_s(curve, most, most * demand.num_tokens / 2, most)
+                opening = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, mixed / room - alone / most)
         later, others_penalty = answer * seqs * (longer - step), 0.0
         if load.tpot_s and seqs:
             others_penalty = _miss(tpot, load.tpot_s * 1e3)
@@ -472,19 +477,13 @@ class Predictor:
             missing_bytes=max(0, demand.num_tokens - candidate.cached_tokens) * token_bytes(record.layout),
         )
 
-    def _room(self, curve: StepCurve, record: WorkerRecord, bound_s: float, *, decodes: float, context: float) -> float:
+    def _room(self, curve: StepCurve, record: WorkerRecord, bound_s: float, decodes: float, context: float) -> float:
         """Returns how many tokens of prompts like this a step takes beside so many decodes. 0 seconds: it may take any time."""
         most = max(1.0, record.step_tokens - decodes)
         if not bound_s:
             return most
-        return min(
-            most, max(_LEAST_CHUNK, curve.chunk_within(bound_s, decodes=decodes, context=context, before=self._demand.num_tokens / 2))
-        )
-
-    def _token_s(self, curve: StepCurve, record: WorkerRecord, bound_s: float, *, decodes: float, context: float) -> float:
-        """Returns the seconds that a token of prompts takes in such steps, where there are enough of them."""
-        room = self._room(curve, record, bound_s, decodes=decodes, context=context)
-        return prompt_s(curve, room, room * self._demand.num_tokens / 2, room, decodes=decodes, context=context)[0] / room
+        fits = curve.chunk_within(bound_s, decodes=decodes, context=context, before=self._demand.num_tokens / 2)
+        return min(most, max(_LEAST_CHUNK, fits))
 
     def prefill(self, at: Decoding) -> Prediction:
         """It computes the prompt, and hands it over."""

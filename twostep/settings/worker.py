@@ -27,10 +27,11 @@ ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 LOAD_FORMATS = ("auto", "dummy")
-# What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on, and larger steps read the weights less
-# often; a decode worker's prompts are rare (those of sequences that gave way) and share their steps with others' tokens.
+# What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on; larger steps read the weights
+# less often, and a prompt's first token waits for what of the next prompt fits into its last step. A decode worker's prompts share their
+# steps with others' tokens.
 CPU_STEP_TOKENS, CPU_NUM_SEQS = 512, 64
-GPU_STEP_TOKENS, GPU_NUM_SEQS = {"prefill": 8192, "decode": 2048}, 256
+GPU_STEP_TOKENS, GPU_NUM_SEQS = {"prefill": 4096, "decode": 2048}, 256
 # More cannot be kept account of between two steps: of blocks of 16 tokens, several times what a GPU of today holds of the smallest models.
 MAX_BLOCKS = 1 << 22
 # Of quantized KV, which is stored so many tokens together.
