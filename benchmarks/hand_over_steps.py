@@ -84,7 +84,7 @@ def give_away(times: int) -> None:
 class Device(FakeRunner):
     """Only the time of a device; when steps were queued and ended on it."""
 
-    overlaps = True  # type: ignore[assignment]
+    overlaps = True
 
     def __init__(self, step_s: float, pull_s: float, num_blocks: int) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=4096, num_layers=_LAYERS, dtype="bfloat16")
@@ -93,7 +93,7 @@ class Device(FakeRunner):
         self._steps: list[Running] = []
         self.done: list[tuple[float, float, int]] = []  # how late, when it ended, of how many rows
 
-    def launch(self, batch: Batch) -> Running:  # type: ignore[override]
+    def launch(self, batch: Batch) -> Running:
         give_away(_LAUNCH_CALLS)
         with self._lock:
             now = time.monotonic()
@@ -161,7 +161,7 @@ class Copies(CopyingTransport):
 
     async def _sweep(self) -> None: ...
 
-    async def _publish(self, *_: object, **__: object) -> int:  # type: ignore[override]
+    async def _publish(self, *_: object, **__: object) -> int:
         raise NotImplementedError("it only reads")
 
     @asynccontextmanager
@@ -192,10 +192,11 @@ def serve() -> int:
         return ServedModel(name="m", runner=device, layout=layout, eos_token_ids=frozenset(), curve=curve)
 
     def make_transports(parts: TransportParts) -> Transports:
-        return Transports([Copies(device) if transport == "ray" else Pulls(cache, device)])
+        made: Any = Copies(device) if transport == "ray" else Pulls(cache, device)
+        return Transports([made])
 
-    engine_process.load_model = load_model  # type: ignore[assignment]
-    remote.make_transports = make_transports
+    engine_process.load_model = load_model  # type: ignore[attr-defined, assignment]
+    remote.make_transports = make_transports  # type: ignore[attr-defined]
 
     def planes(engine: LocalEngine, link: Link) -> engine_process.Plane:
         plane = remote.RemoteKv(engine, link).plane
