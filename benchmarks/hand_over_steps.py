@@ -9,7 +9,7 @@ Of the device there is only the time: a step takes `--step-ms` from when it is l
 pulled makes the step that runs longer by `--pull-ms`. A launch gives the interpreter away as often as torch does.
 
     late      from a step's end to when the next one was queued, where that is later
-    gap       between consecutive ends of steps
+    gap       between consecutive ends of steps, on the device and as the engine's thread sees them
     host      process time of the engine's process per hand-over beyond what its steps take without any, by thread
 """
 
@@ -91,7 +91,7 @@ class Device(FakeRunner):
         self.device_step_s, self.device_pull_s = step_s, pull_s
         self._lock = threading.Lock()
         self._steps: list[Running] = []
-        self.done: list[tuple[float, float, int]] = []  # how late, when it ended, of how many rows
+        self.done: list[tuple[float, float, int, float]] = []  # how late, when it ended, of how many rows, when that was seen
 
     def launch(self, batch: Batch) -> Running:
         give_away(_LAUNCH_CALLS)
@@ -120,7 +120,7 @@ class Running:
         while (left := self.ends - time.monotonic()) > 0:
             time.sleep(left)
         now = time.monotonic()
-        self.device.done.append((self.late, self.ends, self.num_rows))
+        self.device.done.append((self.late, self.ends, self.num_rows, now))
         return Sampled(token_ids=[7] * self.num_rows, logprobs=[None] * self.num_rows, top_logprobs=[()] * self.num_rows, ready_at=now)
 
 
@@ -260,6 +260,7 @@ class Edge:
         full = [step for step in steps if step[2] >= 0.9 * self._args.streams]
         late = sorted(step[0] for step in full)
         gaps = sorted(b[1] - a[1] for a, b in itertools.pairwise(full))
+        seen = sorted(b[3] - a[3] for a, b in itertools.pairwise(full))
         found = {
             "steps": len(full),
             "hand_overs_per_s": self.num_hand_overs / seconds,
@@ -270,6 +271,7 @@ class Edge:
             "gap_p50_ms": statistics.median(gaps) * 1e3,
             "gap_p99-p50_ms": (gaps[int(0.99 * len(gaps))] - statistics.median(gaps)) * 1e3,
         }
+        found["seen_gap_p99-p50_ms"] = (seen[int(0.99 * len(seen))] - statistics.median(seen)) * 1e3
         for name, spent in after.items():
             found[f"cpu {name} ms/s"] = (spent - before.get(name, 0.0)) / seconds * 1e3
         return found
