@@ -259,11 +259,9 @@ def main() -> None:
                     lines.append((f"{transport}, {place}", got[place]))
                     print(f"{lines[-1][0]}: {_line(got[place])}", flush=True)
                 print(f"    {got['hand_overs_per_s']:.1f} hand-overs/s, {got['gb_per_s']:.2f} GB/s, {got['failed']} failed", flush=True)
-                print(
-                    f"    steps took p50 {got['took_p50_ms']:.2f}, p99 {got['took_p99_ms']:.2f} ms; {100 * got['late_share']:.1f} % were planned "
-                    f"after the end of the one before, p99 {got['late_p99_ms']:.2f} ms; {got['most_at_once']} hand-overs at once at most",
-                    flush=True,
-                )
+                print(f"    steps took p50 {got['took_p50_ms']:.2f}, p99 {got['took_p99_ms']:.2f} ms", end="; ", flush=True)
+                print(f"planned after the end of the one before: {100 * got['late_share']:.1f} %", end=", ", flush=True)
+                print(f"by {got['late_p99_ms']:.2f} ms at p99; {got['most_at_once']} hand-overs at once at most", flush=True)
     print(f"{'':20}{'steps':>7}{'sequences':>11}{'p50 ms':>9}{'over alone':>12}{'p99 - p50':>11}{'longest':>9}")
     for what, r in lines:
         over = f"{100 * (r['p50_ms'] / lines[0][1]['p50_ms'] - 1):+.1f} %"

@@ -9,7 +9,7 @@ Of the device there is only the time: a step takes `--step-ms` from when it is l
 pulled makes the step that runs longer by `--pull-ms`. A launch gives the interpreter away as often as torch does.
 
     late      from a step's end to when the next one was queued, where that is later
-    gap       between consecutive ends of steps
+    gap       between consecutive ends of steps, on the device and as the engine's thread sees them
     host      process time of the engine's process per hand-over beyond what its steps take without any, by thread
 """
 
@@ -84,16 +84,16 @@ def give_away(times: int) -> None:
 class Device(FakeRunner):
     """Only the time of a device; when steps were queued and ended on it."""
 
-    overlaps = True  # type: ignore[assignment]
+    overlaps = True
 
     def __init__(self, step_s: float, pull_s: float, num_blocks: int) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=4096, num_layers=_LAYERS, dtype="bfloat16")
         self.device_step_s, self.device_pull_s = step_s, pull_s
         self._lock = threading.Lock()
         self._steps: list[Running] = []
-        self.done: list[tuple[float, float, int]] = []  # how late, when it ended, of how many rows
+        self.done: list[tuple[float, float, int, float]] = []  # how late, when it ended, of how many rows, when that was seen
 
-    def launch(self, batch: Batch) -> Running:  # type: ignore[override]
+    def launch(self, batch: Batch) -> Running:
         give_away(_LAUNCH_CALLS)
         with self._lock:
             now = time.monotonic()
@@ -120,7 +120,7 @@ class Running:
         while (left := self.ends - time.monotonic()) > 0:
             time.sleep(left)
         now = time.monotonic()
-        self.device.done.append((self.late, self.ends, self.num_rows))
+        self.device.done.append((self.late, self.ends, self.num_rows, now))
         return Sampled(token_ids=[7] * self.num_rows, logprobs=[None] * self.num_rows, top_logprobs=[()] * self.num_rows, ready_at=now)
 
 
@@ -161,7 +161,7 @@ class Copies(CopyingTransport):
 
     async def _sweep(self) -> None: ...
 
-    async def _publish(self, *_: object, **__: object) -> int:  # type: ignore[override]
+    async def _publish(self, *_: object, **__: object) -> int:
         raise NotImplementedError("it only reads")
 
     @asynccontextmanager
@@ -192,10 +192,11 @@ def serve() -> int:
         return ServedModel(name="m", runner=device, layout=layout, eos_token_ids=frozenset(), curve=curve)
 
     def make_transports(parts: TransportParts) -> Transports:
-        return Transports([Copies(device) if transport == "ray" else Pulls(cache, device)])
+        made: Any = Copies(device) if transport == "ray" else Pulls(cache, device)
+        return Transports([made])
 
-    engine_process.load_model = load_model  # type: ignore[assignment]
-    remote.make_transports = make_transports
+    engine_process.load_model = load_model  # type: ignore[attr-defined, assignment]
+    remote.make_transports = make_transports  # type: ignore[attr-defined]
 
     def planes(engine: LocalEngine, link: Link) -> engine_process.Plane:
         plane = remote.RemoteKv(engine, link).plane
@@ -259,6 +260,7 @@ class Edge:
         full = [step for step in steps if step[2] >= 0.9 * self._args.streams]
         late = sorted(step[0] for step in full)
         gaps = sorted(b[1] - a[1] for a, b in itertools.pairwise(full))
+        seen = sorted(b[3] - a[3] for a, b in itertools.pairwise(full))
         found = {
             "steps": len(full),
             "hand_overs_per_s": self.num_hand_overs / seconds,
@@ -269,6 +271,7 @@ class Edge:
             "gap_p50_ms": statistics.median(gaps) * 1e3,
             "gap_p99-p50_ms": (gaps[int(0.99 * len(gaps))] - statistics.median(gaps)) * 1e3,
         }
+        found["seen_gap_p99-p50_ms"] = (seen[int(0.99 * len(seen))] - statistics.median(seen)) * 1e3
         for name, spent in after.items():
             found[f"cpu {name} ms/s"] = (spent - before.get(name, 0.0)) / seconds * 1e3
         return found

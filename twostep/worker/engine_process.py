@@ -209,8 +209,8 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
         return 2
     gc.collect()
     gc.freeze()
-    # Each launch makes some hundred objects that live for a step: of Python's 700 they would be looked at in every other launch, all of
-    # a new prompt's among them. What is new is collected every few seconds all the same (collector.py).
+    # A launch makes hundreds of objects: Python's 700 are reached in the midst of one now and then, and what came with new prompts is
+    # looked at, for up to a millisecond. What is new is collected every few seconds all the same (collector.py).
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
     link.tell("loaded", config, engine.facts)
     event_loop.run(_serve(link, engine, plane))
