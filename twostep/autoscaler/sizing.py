@@ -23,6 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 
 from twostep.autoscaler.model import PolicyConfig, Role
@@ -162,13 +163,13 @@ def late_share(config: PolicyConfig, demand: OfferedLoad, work_s: float, own_s: 
         part, least = num_workers - whole, share(whole)
         return least + part * (share(whole + 1) - least) if part > 0.0 else least
 
-    waits = between(lambda num: erlang_c(num, offered))
+    waits = between(partial(erlang_c, offered=offered))
     late = 0.0
     for own in own_s:
         # In service times whose tail is that of M/M/c.
         patience = 2.0 * (left - own) / (work_s * (1.0 + demand.prompt_scv))
         waiting = waits * math.exp(-rest * patience) if rest > 0.0 and patience >= 0.0 else 1.0
-        refused = between(lambda num, patience=patience: refused_share(num, offered, patience)) if demand.promised else 0.0
+        refused = between(partial(refused_share, offered=offered, patience=patience)) if demand.promised else 0.0
         late += 1.0 if patience < 0.0 else waiting + demand.promised * (refused - waiting)
     return late / len(own_s)
 
