@@ -54,6 +54,14 @@ def test_where_routers_refuse_what_would_be_late_the_reserve_is_what_was_missed_
     assert kept[1.0, 1.0] < kept[1.0, 0.955] <= kept[1.0, None] <= kept[0.0, None]
 
 
+def test_who_may_be_the_last_of_a_role_keeps_its_spare() -> None:
+    decode = []
+    for spare in (0, 1):
+        fleet = Fleet.of(config(spare=spare, hysteresis=0.0, switching=False), 4, 2)
+        decode.append(fleet.run(traffic(40.0, promised=1.0, ttft_met=1.0), 900.0)[-1].decode)
+    assert decode == [1, 2]
+
+
 def test_misses_are_forgotten_over_some_hours_and_not_before() -> None:
     fleet = Fleet.of(config(hysteresis=0.35), 4, 2, both_roles=True)
     calm, missing = (traffic(40.0, promised=1.0, ttft_met=met) for met in (1.0, 0.6))

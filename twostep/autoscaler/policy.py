@@ -11,7 +11,8 @@
                   spare    what carries the load of now with `spare` workers lost, if only just
 
               Where routers refuse what would be late, too few workers cost what is too much, not everybody's target. So of `hysteresis`
-              and `spare` only as large a part is taken as answers have missed of late of what `attainment` lets them
+              and (of workers of both roles) `spare` only as large a part is taken as answers have used up of the misses that
+              `attainment` lets them
 
               Where workers can switch roles, what is kept and spare is one number for both: a worker of either fills in for any.
               Where all take work of both roles, so is what is needed: the total is that of the work, and a role only a purpose
@@ -61,7 +62,7 @@ def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> St
     decoding = _decoding(config, observation.workers)
     dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
     forecast = observe(memory.forecast, observation.traffic, decoding, dt_s, config.window_s)
-    reserved = _reserved(config, memory, forecast)
+    reserved = _reserved(config, memory, forecast, both_roles=_both_roles(observation))
     seen = _see(config, reserved, memory, observation, forecast, decoding, dt_s)
     there = compose(config, memory, observation)
     aim, needs = _aim(reserved, seen, observation, forecast, decoding, there)
@@ -182,12 +183,13 @@ def _missed(before: float | None, observation: Observation, dt_s: float) -> floa
     return now if before is None else before - math.expm1(-max(0.0, dt_s) / _BUDGET_S) * (now - before)
 
 
-def _reserved(config: PolicyConfig, memory: Memory, forecast: Forecast) -> PolicyConfig:
+def _reserved(config: PolicyConfig, memory: Memory, forecast: Forecast, *, both_roles: bool) -> PolicyConfig:
     """Returns the configuration with that part of the reserve that is to be kept: all of it for requests that no router refuses, and of
-    the others as much as they have used up of the misses that the attainment lets them."""
+    the others as much as they have used up of the misses that the attainment lets them. A worker of one role may be the last one that
+    has it: there the spare is kept."""
     spent = 1.0 if memory.missed is None else min(1.0, max(0.0, memory.missed) / (1.0 - config.attainment))
     part = 1.0 - forecast.promised * (1.0 - spent)
-    return replace(config, hysteresis=part * config.hysteresis, spare=round(part * config.spare))
+    return replace(config, hysteresis=part * config.hysteresis, spare=round(part * config.spare) if both_roles else config.spare)
 
 
 def _unheard_since(
