@@ -46,6 +46,7 @@ class DemandMeter(RedisExchange):
         totals = self._now()
         totals["requests"] += 1
         totals["prompt_tokens"] += len(job.prompt) + len(job.resumed)
+        totals["promised"] += job.targets.ttft_s is not None and job.request_class is not RequestClass.BATCH
 
     def ended(self, report: RequestReport, refused: Reason | None, cancelled: bool) -> None:
         """Counts a request that arrived, however it ended. `refused`: why no worker ever began."""

@@ -39,6 +39,42 @@ def test_a_load_is_met_and_a_spare_worker_kept_for_both_roles() -> None:
     assert decision.reason == "20 requests/s need 2 + 1; 4 with reserve"
 
 
+def test_where_routers_refuse_what_would_be_late_the_reserve_is_what_was_missed_of_late() -> None:
+    settings = config(hysteresis=0.35)
+    kept = {}
+    for promised, met in ((0.0, 1.0), (0.0, None), (1.0, None), (1.0, 1.0), (0.5, 1.0), (1.0, 0.955)):
+        fleet = Fleet.of(settings, 8, 4, both_roles=True)
+        fleet.run(traffic(120.0, promised=promised, ttft_met=met, tpot_met=met), 900.0)
+        kept[promised, met] = replicas(fleet)
+    bare = Fleet.of(replace(settings, **BARE), 8, 4, both_roles=True)
+    bare.run(traffic(120.0, promised=1.0), 900.0)
+    assert kept[0.0, 1.0] == kept[0.0, None], "where everybody waits, all of it is kept, however well it goes"
+    assert kept[1.0, 1.0] == replicas(bare), "none, while nothing is missed"
+    assert kept[1.0, 1.0] < kept[0.5, 1.0] <= kept[0.0, 1.0]
+    assert kept[1.0, 1.0] < kept[1.0, 0.955] <= kept[1.0, None] <= kept[0.0, None]
+
+
+def test_who_may_be_the_last_of_a_role_keeps_its_spare() -> None:
+    decode = []
+    for spare in (0, 1):
+        fleet = Fleet.of(config(spare=spare, hysteresis=0.0, switching=False), 4, 2)
+        decode.append(fleet.run(traffic(40.0, promised=1.0, ttft_met=1.0), 900.0)[-1].decode)
+    assert decode == [1, 2]
+
+
+def test_misses_are_forgotten_over_some_hours_and_not_before() -> None:
+    fleet = Fleet.of(config(hysteresis=0.35), 4, 2, both_roles=True)
+    calm, missing = (traffic(40.0, promised=1.0, ttft_met=met) for met in (1.0, 0.6))
+    fleet.run(calm, 900.0)
+    tight = replicas(fleet)
+    fleet.run(missing, 600.0)
+    assert replicas(fleet) > tight
+    fleet.run(calm, 1200.0)
+    assert replicas(fleet) > tight, "what corrected the curves is forgotten, what was missed is not"
+    fleet.run(calm, 3 * 3600.0)
+    assert replicas(fleet) == tight
+
+
 def test_without_switching_each_role_has_its_spare() -> None:
     fleet = Fleet.of(config(switching=False, hysteresis=0.0), 3, 1)
     assert dict(fleet.step(traffic(RATE)).replicas) == {"prefill": 3, "decode": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from policy_fleet import Fleet, config, pool, traffic, workers
@@ -86,7 +87,7 @@ def test_a_memory_with_a_damaged_part_is_refused() -> None:
             except InvalidRequest:
                 continue
             assert damage != 10**400
-            assert name in ("at_s", "began_s", "busy_s", "unheard_s", "victims", "courses"), f"{name} = {damage!r} was taken"
+            assert name in ("at_s", "began_s", "busy_s", "missed", "unheard_s", "victims", "courses"), f"{name} = {damage!r} was taken"
 
 
 # ---- routers that are not heard -----------------------------------------------------------------------------------------
@@ -98,14 +99,25 @@ SILENT_S = 120.0  # for which the windows of a router that is gone are there
 class CutOff(Fleet):
     """A fleet whose routers tell of `told` requests a second while `served` are served."""
 
-    def for_s(self, seconds: float, told: float, *, silent: int = 0, served: float = RATE) -> list[Decision]:
+    def for_s(self, seconds: float, told: float, *, silent: int = 0, served: float = RATE, **more: Any) -> list[Decision]:
         decisions = []
         for _ in range(round(seconds / self.config.interval_s)):
-            seen, load = self.observe(traffic(served)), traffic(told, silent_routers=silent)
+            seen, load = self.observe(traffic(served)), traffic(told, silent_routers=silent, **more)
             tokens = served * (load.prompt_tokens + load.output_tokens)
             views = tuple(replace(view, tokens_per_s=tokens / len(seen.workers)) for view in seen.workers)
             decisions.append(self.decide(replace(seen, traffic=load, workers=views)))
         return decisions
+
+
+@pytest.mark.parametrize("share", [0.75, 0.85])
+def test_who_keeps_no_room_waits_for_a_router_that_tells_of_little_less(share: float) -> None:
+    """Of promised requests, of which none is late: there is no reserve that would carry the others."""
+    fleet = CutOff.of(config(hysteresis=0.35), 3, 2, both_roles=True)
+    fleet.for_s(900.0, 2 * RATE, served=2 * RATE, promised=1.0, ttft_met=1.0)
+    before = dict(fleet.decisions[-1].replicas)
+    fleet.for_s(SILENT_S, share * 2 * RATE, silent=1, served=2 * RATE, promised=1.0, ttft_met=1.0)
+    for decision in fleet.for_s(1200.0, share * 2 * RATE, served=2 * RATE, promised=1.0, ttft_met=1.0):
+        assert dict(decision.replicas) == before
 
 
 def settled(*, switching: bool) -> tuple[CutOff, dict[str, int]]:

@@ -21,6 +21,7 @@ from twostep.autoscaler.sizing import (
     own_times_s,
     prefill_need,
     prompt_work_s,
+    refused_share,
     seats,
     sequences,
 )
@@ -50,6 +51,33 @@ def test_waiting_is_that_of_the_tables() -> None:
     assert share == pytest.approx(0.8 * math.exp(-0.2 * 1.0 / 0.2))
     curve = StepCurve(fixed_s=0.01, per_row_s=1e-4)
     assert prompt_work_s(WorkerSpec(curve=curve, step_tokens=1000), load(1.0, prompt=500.0, cached=100.0)) == pytest.approx(0.044)
+
+
+def test_refusals_are_those_of_erlang_where_nobody_waits_and_what_is_too_much_where_too_many_come() -> None:
+    assert refused_share(10, 8.0, 0.0) == pytest.approx(0.1217, abs=1e-4)  # Erlang B, from the tables
+    assert refused_share(4, 400.0, 3.0) == pytest.approx(0.99)
+    assert refused_share(4, 4000.0, 1e3) == pytest.approx(0.999)
+    # One worker at its limit, patience of 3 service times: idle, busy and over in the proportion 1 : 3 : 1.
+    assert refused_share(1, 1.0, 3.0) == pytest.approx(1 / 5)
+    assert refused_share(0, 1.0, 3.0) == 1.0
+
+
+@given(st.integers(1, 40), st.floats(0.1, 60.0), st.floats(0.0, 20.0))
+def test_fewer_are_refused_by_more_workers_and_by_more_patience(num: int, offered: float, patience: float) -> None:
+    share = refused_share(num, offered, patience)
+    assert max(0.0, 1 - num / offered) - 1e-9 <= share <= 1.0, "nobody does more than all the time"
+    assert refused_share(num + 1, offered, patience) <= share + 1e-9
+    assert refused_share(num, offered, patience + 1.0) <= share + 1e-9
+    assert refused_share(num, offered * 1.1, patience) >= share - 1e-9
+
+
+@settings(max_examples=40)
+@given(st.floats(1.0, 200.0), st.floats(100.0, 4000.0), st.floats(0.0, 1.0))
+def test_requests_that_are_refused_rather_than_late_need_no_more_workers(rate: float, prompt: float, promised: float) -> None:
+    waiting, some, refused = (replace(load(rate, prompt), promised=share) for share in (0.0, promised, 1.0))
+    need = [prefill_need(CONFIG, PREFILL_SPEC, demand) for demand in (refused, some, waiting)]
+    assert need == sorted(need)
+    assert need[0] >= rate * prompt_work_s(PREFILL_SPEC, refused) * CONFIG.attainment, "and no fewer than the work takes"
 
 
 @given(st.floats(1.0, 200.0), st.floats(100.0, 4000.0), st.floats(2.0, 600.0))

@@ -109,7 +109,7 @@ def test_a_worker_that_routers_refuse_for_its_version_is_a_pod_that_serves_nobod
 
 
 def test_lengths_are_those_of_late_or_of_before() -> None:
-    recent = DemandTotals(requests=20, prompt_tokens=2000, refused=5, ttft_total=4, ttft_met=3)
+    recent = DemandTotals(requests=20, prompt_tokens=2000, refused=5, ttft_total=4, ttft_met=3, promised=5)
     kept = recent + DemandTotals(started=10, started_prompt_tokens=1000, cached_tokens=250, ended=10, output_tokens=500)
     seen = traffic_of(Demand(recent=recent, seconds=10.0, kept=kept, queued=7, num_routers=2), Traffic())
     assert seen == Traffic(
@@ -122,6 +122,7 @@ def test_lengths_are_those_of_late_or_of_before() -> None:
         ttft_met=0.75,
         tpot_met=None,
         prompt_scv=seen.prompt_scv,
+        promised=0.25,
     )
     quiet = traffic_of(Demand(seconds=10.0, num_routers=1), seen)
     assert (quiet.requests_per_s, quiet.prompt_tokens, quiet.cached_tokens, quiet.output_tokens) == (0.0, 100.0, 25.0, 50.0)

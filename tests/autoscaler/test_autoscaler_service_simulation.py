@@ -33,7 +33,7 @@ async def test_the_service_follows_a_trace_as_the_simulation_says(scene: Scene, 
     targets = {"target_ttft_ms": 500.0, "target_tpot_ms": 10.0}
     settings = scene.config(interval=15.0, stale_after=1000, prefill=pool, decode=pool, **targets)
     deployment = machine_of_preset("h200-llama-3.1-8b").base
-    tape = list(read_decisions(decision_lines(deployment, settings.policy(), TRACE, requests(TRACE, 1), seed=1)))
+    tape = list(read_decisions(decision_lines(deployment, settings.policy(), TRACE, requests(TRACE, 1), seed=1, refusing=False)))
     assert len({tuple(each.decision.replicas.items()) for each in tape}) > 3, "it has something to follow"
     service = Autoscaler(settings, clock=clock)
     # The simulated deployment begins with workers that serve.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from twostep.lab.simulation.run import simulate
 from twostep.lab.simulation.sampling import ClusterSample, Sampler
 from twostep.lab.simulation.scalers import contestant
 from twostep.lab.simulation.traces import TRACES, LoadTrace, TraceCurve, WorkerLoss, requests
-from twostep.lab.simulator.cluster import SimulatedDeployment, SimulatedRequest
+from twostep.lab.simulator.cluster import PlacementChoice, SimulatedDeployment, SimulatedRequest, shortest_ttft
 
 POOL = PoolConfig(max_workers=16, cold_start_s=45)
 POLICY = PolicyConfig(prefill=POOL, decode=POOL, ttft_ms=500, tpot_ms=10)
@@ -47,7 +48,7 @@ def steady(rate: float, prompt: float, output: float, seconds: float, *losses: W
 
 
 def cluster_of(
-    found: Sequence[SimulatedRequest], replicas: Mapping[Role, int], *, cold_start_s: float = 90, drain_s: float = 30, **more: float
+    found: Sequence[SimulatedRequest], replicas: Mapping[Role, int], *, cold_start_s: float = 90, drain_s: float = 30, **more: Any
 ) -> PodCluster:
     pool = PoolConfig(max_workers=16, cold_start_s=cold_start_s)
     policy = replace(POLICY, prefill=pool, decode=pool, drain_s=drain_s)
@@ -124,6 +125,33 @@ def test_who_waits_too_long_is_refused() -> None:
     assert cluster.ledger.totals.refused == len(found)
 
 
+def test_who_would_come_too_late_is_refused_unless_its_answer_has_begun() -> None:
+    found = [SimulatedRequest(arrival_s=at, num_prompt=1000, num_output=500) for at in (0.0, 3.0)]
+
+    def one_in_time(request: SimulatedRequest, now: float, *rest: Any) -> PlacementChoice | None:
+        choice = shortest_ttft(request, now, *rest)
+        return None if choice is None else replace(choice, too_late=now > 0.0)
+
+    cluster = cluster_of(found, {"prefill": 1, "decode": 1}, cold_start_s=1.0, placement=one_in_time)
+    cluster.plan_losses([WorkerLoss(1.0, "decode")])
+    cluster.run(20)
+    totals = cluster.ledger.totals
+    assert (totals.ended, totals.refused, totals.output_tokens) == (1, 1, 500), "the first went on elsewhere"
+
+
+@pytest.mark.parametrize("both_roles", [True, False])
+def test_too_many_requests_cost_what_is_too_much_where_routers_refuse(both_roles: bool) -> None:
+    """And nearly all of them where they do not."""
+    base, trace = machine_of_preset("h200-llama-3.1-8b-graphs").base, steady(60.0, 2000, 50, 20)
+    kept = [
+        simulate(replace(base, both_roles=both_roles), FIXED, trace, requests(trace, 1), Still(), seed=1, refusing=refusing)
+        for refusing in (True, False)
+    ]
+    refusing, waiting = kept
+    assert refusing.attainment > 0.35 > 2 * waiting.attainment
+    assert refusing.attainment + refusing.refused / refusing.num_requests > 0.8, "who is not refused is served in time"
+
+
 def test_a_controller_sees_the_mean_of_its_window() -> None:
     cluster = cluster_of(requests(steady(20, 1500, 150, 90), seed=1), {"prefill": 2, "decode": 2})
     sampler, seen = Sampler(cluster, window_s=30), []
@@ -135,6 +163,18 @@ def test_a_controller_sees_the_mean_of_its_window() -> None:
     assert (traffic.prompt_tokens, traffic.output_tokens) == (pytest.approx(1500, rel=0.15), pytest.approx(150, rel=0.15))
     assert traffic.prompt_scv == pytest.approx(0.25, abs=0.1)
     assert all(0 < pod.busy <= 1 + 1e-9 and pod.tokens_per_s > 0 for pods in seen[-1].pods.values() for pod in pods)
+
+
+# Not as many as the beginning needs.
+FIXED = replace(POLICY, prefill=replace(POOL, max_workers=1), decode=replace(POOL, max_workers=1))
+
+
+class Still:
+    """Leaves the fleet as it is."""
+
+    name = "still"
+
+    def act(self, now: float, sample: ClusterSample, cluster: PodCluster) -> None: ...
 
 
 class Flipping:
@@ -203,7 +243,7 @@ def short_requests(seed: int) -> list[SimulatedRequest]:
 
 
 def outcome(who: str, seed: int = 2) -> ScalingOutcome:
-    return simulate(deployment(), POLICY, SHORT, short_requests(seed), contestant(who, POLICY), seed=seed)
+    return simulate(deployment(), POLICY, SHORT, short_requests(seed), contestant(who, POLICY), seed=seed, refusing=False)
 
 
 @pytest.mark.system

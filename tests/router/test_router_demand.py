@@ -91,6 +91,14 @@ def test_what_comes_and_what_ends_is_counted_where_it_happens(meter: DemandMeter
     assert meter.totals() == {19: nothing, 20: nothing}, "nothing is something to say, and the old is forgotten"
 
 
+def test_requests_that_name_their_time_to_the_first_token_are_counted(meter: DemandMeter) -> None:
+    for each in (job(), job(targets=Targets(tpot_s=0.03)), job(targets=Targets(ttft_s=2.0))):
+        meter.arrived(each)
+    meter.arrived(job(targets=Targets(ttft_s=2.0), request_class=RequestClass.BATCH))
+    found = meter.totals()[10]
+    assert (found.requests, found.promised) == (4, 1), "batch requests wait, whatever they name"
+
+
 @pytest.mark.parametrize(
     ("options", "ttft_s", "tpot_s", "counted"),
     [
@@ -192,7 +200,7 @@ def test_a_damaged_field_costs_nobody_anything(damaged: bytes) -> None:
     assert demand.recent.requests == 7 or DemandTotals.from_json(damaged) is not None
 
 
-@given(st.lists(st.integers(0, 1 << 40), min_size=15, max_size=15))
+@given(st.lists(st.integers(0, 1 << 40), min_size=16, max_size=16))
 def test_totals_are_read_as_they_were_written(values: list[int]) -> None:
     counted = DemandTotals(**dict(zip(DemandTotals.__dataclass_fields__, values, strict=True)))
     assert DemandTotals.from_json(counted.to_json()) == counted

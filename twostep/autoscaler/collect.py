@@ -221,6 +221,7 @@ def traffic_of(demand: Demand, before: Traffic) -> Traffic:
         tpot_met=_share(recent.tpot_met, recent.tpot_total),
         silent_routers=len(demand.silent),
         prompt_scv=_scv(recent, kept, before.prompt_scv),
+        promised=_share(recent.promised, recent.requests) or 0.0,
     )
 
 

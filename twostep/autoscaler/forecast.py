@@ -68,6 +68,7 @@ class Forecast:
     output: Holt
     decoded: Holt
     prompt_scv: float = 0.5
+    promised: float = 0.0  # share of requests that name a time to their first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,15 @@ def observe(before: Forecast | None, traffic: Traffic, decoding: DecodeLoad, dt_
     if before is None:
         requests, prompt, computed, output = (Holt(level=value) for value in values)
         decoded = Holt(level=decoding.tokens_per_s)
-        return Forecast(requests=requests, prompt=prompt, uncached=computed, output=output, decoded=decoded, prompt_scv=traffic.prompt_scv)
+        return Forecast(
+            requests=requests,
+            prompt=prompt,
+            uncached=computed,
+            output=output,
+            decoded=decoded,
+            prompt_scv=traffic.prompt_scv,
+            promised=traffic.promised,
+        )
     series = (before.requests, before.prompt, before.uncached, before.output)
     # Of what was measured or expected, whichever is more: an empty window is noise too, and one request after silence is no flood.
     expected = max(rate, before.requests.level, 1.0 / window_s)
@@ -105,4 +114,6 @@ def observe(before: Forecast | None, traffic: Traffic, decoding: DecodeLoad, dt_
         output=after[3],
         decoded=before.decoded.observe(decoding.tokens_per_s, noise, dt_s),
         prompt_scv=before.prompt_scv + weight * (traffic.prompt_scv - before.prompt_scv),
+        # That fewer are refused is believed at once.
+        promised=min(traffic.promised, before.promised + weight * (traffic.promised - before.promised)) if rate else before.promised,
     )

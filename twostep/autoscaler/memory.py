@@ -99,6 +99,7 @@ class Memory:
     busy_s: float | None = None  # instant at which there was a request last
     switching: Mapping[str, tuple[Role, float]] = field(default_factory=dict)  # by worker id: the role it was told to take, and when
     victims: tuple[str, ...] = ()
+    missed: float | None = None  # share of answers of the last hour or so that missed a target; None: nothing is known
     unheard_s: float | None = None  # instant at which the load was known last to be more than routers told
 
     def to_json(self) -> str:

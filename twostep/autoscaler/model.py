@@ -47,6 +47,8 @@ class Traffic:
     tpot_met: float | None = None
     # Squared coefficient of variation (variance / mean²) of the uncached tokens of prompts: how unlike they are. 0: all alike.
     prompt_scv: float = 0.5
+    # Share of the requests that name a time to their first token: routers refuse these rather than let them come late.
+    promised: float = 0.0
     # Routers that have fallen silent without a word that they leave: what is asked of them, if they serve on, is not in here.
     silent_routers: int = 0
 

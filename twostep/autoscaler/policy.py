@@ -10,6 +10,10 @@
                   kept     `ahead`, and `now` with `hysteresis` more, the most of the last cool-down: nothing below it is taken away
                   spare    what carries the load of now with `spare` workers lost, if only just
 
+              Where routers refuse what would be late, too few workers cost what is too much, not everybody's target. So of `hysteresis`
+              and (of workers of both roles) `spare` only as large a part is taken as answers have used up of the misses that
+              `attainment` lets them
+
               Where workers can switch roles, what is kept and spare is one number for both: a worker of either fills in for any.
               Where all take work of both roles, so is what is needed: the total is that of the work, and a role only a purpose
 4. Limit      bounds, budget, surge: both roles get the same share of what they need (limits.py)
@@ -38,6 +42,8 @@ _MOST_CORRECTION = 1.5
 _LEAST_STEP, _MOST_STEP = 0.05, 0.25
 # What is missed by chance deviates by so many standard deviations.
 _SIGMAS = 2.0
+# In which misses are forgotten.
+_BUDGET_S = 3600.0
 # So many windows there must have been enough: answers that end now may have waited while there were not.
 _WINDOWS = 3.0
 
@@ -56,9 +62,10 @@ def decide(config: PolicyConfig, memory: Memory, observation: Observation) -> St
     decoding = _decoding(config, observation.workers)
     dt_s = 0.0 if memory.at_s is None else max(0.0, now_s - memory.at_s)
     forecast = observe(memory.forecast, observation.traffic, decoding, dt_s, config.window_s)
-    seen = _see(config, memory, observation, forecast, decoding, dt_s)
+    reserved = _reserved(config, memory, forecast, both_roles=_both_roles(observation))
+    seen = _see(config, reserved, memory, observation, forecast, decoding, dt_s)
     there = compose(config, memory, observation)
-    aim, needs = _aim(config, seen, observation, forecast, decoding, there)
+    aim, needs = _aim(reserved, seen, observation, forecast, decoding, there)
     fitted = fit(config, aim, there, memory.wanted.pods if memory.wanted is not None else sum(there.pods.values()))
     chosen = assign(config, aim, fitted, there, memory.wanted, memory.courses, now_s)
     wanted = chosen.wanted
@@ -108,12 +115,18 @@ def why_wait(config: PolicyConfig, observation: Observation, decision: Decision,
 
 
 def _see(
-    config: PolicyConfig, memory: Memory, observation: Observation, forecast: Forecast, decoding: DecodeLoad, dt_s: float
-) -> Memory:  # fmt: skip
-    """Returns what is known after this observation."""
+    config: PolicyConfig,
+    reserved: PolicyConfig,
+    memory: Memory,
+    observation: Observation,
+    forecast: Forecast,
+    decoding: DecodeLoad,
+    dt_s: float,
+) -> Memory:
+    """Returns what is known after this observation. `reserved`: with the part of the reserve that is kept."""
     now_s, traffic = observation.now_s, observation.traffic
     specs = {role: _spec(observation.workers, role, memory.specs.get(role)) for role in ROLES}
-    unheard_s = _unheard_since(config, memory.unheard_s, forecast, observation)
+    unheard_s = _unheard_since(config, reserved.hysteresis, memory.unheard_s, forecast, observation)
     busy = traffic.requests_per_s > 0.0 or traffic.queued_requests > 0 or unheard_s == now_s
     busy = busy or any(w.num_running or w.num_waiting or w.queued_tokens for w in observation.workers)
     present = _demand(forecast, 0.0, decoding.num_seqs)
@@ -137,6 +150,7 @@ def _see(
         corrections=corrections,
         specs=specs,
         busy_s=now_s if busy or memory.busy_s is None else memory.busy_s,
+        missed=_missed(memory.missed, observation, dt_s),
         unheard_s=unheard_s,
     )
 
@@ -159,13 +173,35 @@ def _corrected(
     return Correction(factor=factor, raised_s=now_s, enough_s=since)
 
 
-def _unheard_since(config: PolicyConfig, before: float | None, forecast: Forecast, observation: Observation) -> float | None:
+def _missed(before: float | None, observation: Observation, dt_s: float) -> float | None:
+    """Returns the share of answers that missed a target, over the last hour or so."""
+    traffic = observation.traffic
+    met = [share for share in (traffic.ttft_met, traffic.tpot_met) if share is not None]
+    if not met:
+        return before
+    now = 1.0 - min(met)
+    return now if before is None else before - math.expm1(-max(0.0, dt_s) / _BUDGET_S) * (now - before)
+
+
+def _reserved(config: PolicyConfig, memory: Memory, forecast: Forecast, *, both_roles: bool) -> PolicyConfig:
+    """Returns the configuration with that part of the reserve that is to be kept: all of it for requests that no router refuses, and of
+    the others as much as they have used up of the misses that the attainment lets them. A worker of one role may be the last one that
+    has it: there the spare is kept."""
+    spent = 1.0 if memory.missed is None else min(1.0, max(0.0, memory.missed) / (1.0 - config.attainment))
+    part = 1.0 - forecast.promised * (1.0 - spent)
+    return replace(config, hysteresis=part * config.hysteresis, spare=round(part * config.spare) if both_roles else config.spare)
+
+
+def _unheard_since(
+    config: PolicyConfig, room: float, before: float | None, forecast: Forecast, observation: Observation
+) -> float | None:  # fmt: skip
     """Returns the instant at which more was last known to be asked of workers than routers tell. `before`: as of the decision before. None:
     it is not so, and was not within the last cool-down.
 
     A router that falls silent and had not said that it leaves has died, or serves on, cut off from Redis. For the two minutes in which its
-    windows are still there it is known to be missing. After them its work tells: tokens that workers compute beyond those of the requests
-    that are metered, and beyond the `hysteresis` that is kept anyway. While it is so, and for a cool-down after, nobody is taken away."""
+    windows are still there it is known to be missing. After them its work tells: tokens that workers compute beyond those of requests
+    that are metered, beyond chance, and beyond the `room` for more load that is kept anyway. While it is so, and for a cool-down after,
+    nobody is taken away."""
     now_s = observation.now_s
     if observation.traffic.silent_routers:
         return now_s
@@ -173,7 +209,8 @@ def _unheard_since(config: PolicyConfig, before: float | None, forecast: Forecas
         return None
     told = forecast.uncached.now + forecast.output.now
     done = sum(worker.tokens_per_s for worker in observation.workers)
-    return now_s if done > (1.0 + config.hysteresis) * told else before
+    chance = _SIGMAS * math.sqrt((1.0 + forecast.prompt_scv) / max(1.0, forecast.requests.now * config.window_s))
+    return now_s if done > (1.0 + max(room, min(config.hysteresis, chance))) * told else before
 
 
 def _decoding(config: PolicyConfig, workers: tuple[WorkerView, ...]) -> DecodeLoad:
@@ -317,6 +354,7 @@ def _demand(forecast: Forecast, seconds: float, running: int) -> OfferedLoad:
         cached_tokens=max(0.0, prompt - forecast.uncached.ahead(seconds) * share),
         output_tokens=forecast.output.ahead(seconds) * share,
         prompt_scv=forecast.prompt_scv,
+        promised=forecast.promised,
         # Without its trend: it rises too when a worker comes back and makes up for lost time.
         decoded_per_s=forecast.decoded.now,
         running=running,

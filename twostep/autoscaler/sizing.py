@@ -6,6 +6,7 @@
 
               a = rate * S offered load, S seconds of full steps that a prompt takes, C Erlang's probability of waiting. The factor
               (1 + scv) / 2 takes the tail from M/M/c to M/G/c (Lee and Longton 1959; Kimura 1994). Lengths are lognormal.
+              Requests that name a target are refused where they would wait beyond it, and nobody waits behind them (Barrer 1957).
     decode    Little's law: n sequences are on each of c workers where  n = rate / c * tokens * step(n, n * context),
               plus what Poisson's noise adds to all of them together. Their step must keep TPOT, and they must have seats and blocks.
 
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 
 from twostep.autoscaler.model import PolicyConfig, Role
@@ -36,6 +38,8 @@ _NUM_LENGTHS = 12
 _LIFE_NOISE = 0.86
 # Parts of a worker that decoding is counted in.
 _PARTS = 16
+# Service times beyond which nobody is ever idle.
+_FLOODED = -500.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,8 @@ class WorkerSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
     """A load to be carried. `decoded_per_s`: tokens of answers that are given now, in sum: the least that there will be. `running`:
-    sequences that decode now; only asked where there are no curves."""
+    sequences that decode now; only asked where there are no curves. `promised`: share of requests that name a time to their first token:
+    routers refuse these rather than let them come late."""
 
     requests_per_s: float
     prompt_tokens: float
@@ -63,6 +68,7 @@ class OfferedLoad:
     prompt_scv: float = 0.5
     decoded_per_s: float = 0.0
     running: float = 0.0
+    promised: float = 0.0
 
     @property
     def decode_per_s(self) -> float:
@@ -92,14 +98,36 @@ class OfferedLoad:
         return replace(self, requests_per_s=self.requests_per_s + requests_per_s)
 
 
+def erlang_b(num_workers: int, offered: float) -> float:
+    """Probability that all workers are busy where nobody waits, in M/M/c/c."""
+    blocked = 1.0
+    for k in range(1, num_workers + 1):
+        blocked = offered * blocked / (k + offered * blocked)
+    return blocked
+
+
 def erlang_c(num_workers: int, offered: float) -> float:
     """Probability that a request waits, in M/M/c. 1 where the workers cannot keep up."""
     if offered >= num_workers:
         return 1.0
-    blocked = 1.0
-    for k in range(1, num_workers + 1):
-        blocked = offered * blocked / (k + offered * blocked)
+    blocked = erlang_b(num_workers, offered)
     return blocked / (1.0 - offered / num_workers * (1.0 - blocked))
+
+
+def refused_share(num_workers: int, offered: float, patience: float) -> float:
+    """Probability that a request would wait longer than its patience, in M/M/c where such a one is refused at once, so that the others are
+    served however many come. `patience` in service times."""
+    if num_workers < 1:
+        return 1.0
+    rest = num_workers - offered
+    if rest * patience < _FLOODED:
+        return -rest / offered
+    at_limit = math.exp(-rest * patience)
+    # Relative to the probability that one worker is free: of less work, of a wait within patience, and of a longer one.
+    idler = 1.0 / erlang_b(num_workers - 1, offered)
+    waiting = offered * (patience if abs(rest * patience) < 1e-9 else -math.expm1(-rest * patience) / rest)
+    beyond = offered / num_workers * at_limit
+    return beyond / (idler + waiting + beyond)
 
 
 # ---- prefill ------------------------------------------------------------------------------------------------------------
@@ -126,18 +154,24 @@ def own_times_s(spec: WorkerSpec, demand: OfferedLoad) -> tuple[float, ...]:
 
 
 def late_share(config: PolicyConfig, demand: OfferedLoad, work_s: float, own_s: tuple[float, ...], num_workers: float) -> float:
-    """Share of first tokens later than the target on so many prefill workers, predicted. 1: they cannot keep up. A broken number is
-    between the two whole ones."""
-    offered = demand.requests_per_s * work_s
-    if offered >= num_workers:
-        return 1.0
-    whole = int(num_workers)
-    waits = erlang_c(whole, offered)
-    if (part := num_workers - whole) > 0.0:
-        waits += part * (erlang_c(whole + 1, offered) - waits)
-    decay = 2.0 * (num_workers - offered) / (work_s * (1.0 + demand.prompt_scv))
-    left = config.ttft_ms / 1e3 - config.edge_s
-    return sum(1.0 if own > left else waits * math.exp(-decay * (left - own)) for own in own_s) / len(own_s)
+    """Share of first tokens later than the target on so many prefill workers, or refused, predicted. A broken number is between the two
+    whole ones."""
+    offered, left = demand.requests_per_s * work_s, config.ttft_ms / 1e3 - config.edge_s
+    whole, rest = int(num_workers), num_workers - offered
+
+    def between(share: Callable[[int], float]) -> float:
+        part, least = num_workers - whole, share(whole)
+        return least + part * (share(whole + 1) - least) if part > 0.0 else least
+
+    waits = between(partial(erlang_c, offered=offered))
+    late = 0.0
+    for own in own_s:
+        # In service times whose tail is that of M/M/c.
+        patience = 2.0 * (left - own) / (work_s * (1.0 + demand.prompt_scv))
+        waiting = waits * math.exp(-rest * patience) if rest > 0.0 and patience >= 0.0 else 1.0
+        refused = between(partial(refused_share, offered=offered, patience=patience)) if demand.promised else 0.0
+        late += 1.0 if patience < 0.0 else waiting + demand.promised * (refused - waiting)
+    return late / len(own_s)
 
 
 def prefill_need(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad) -> int:
@@ -157,7 +191,9 @@ def _prompt_servers(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad,
     hopeless = sum(own > left for own in own_s) / len(own_s)
     late = 1.0 - config.attainment
     allowed = late if hopeless < late / 2 else hopeless + late / 2
-    fewest = max(1, math.ceil(beside + demand.requests_per_s * work_s / config.max_utilization - 1e-9))
+    # What the model cannot see has the rest. Where it would come too late it is refused, and costs no others their time.
+    utilization = config.max_utilization + demand.promised * (1.0 - config.max_utilization)
+    fewest = max(1, math.ceil(beside + demand.requests_per_s * work_s / utilization - 1e-9))
     for num_workers in range(fewest, MOST_WORKERS):
         if late_share(config, demand, work_s, own_s, num_workers - beside) <= allowed:
             return num_workers

@@ -65,6 +65,8 @@ class DemandTotals:
     queued: int = 0
     # 1: it leaves, and this is its last word.
     left: int = 0
+    # Of those that came, the ones that name a time to their first token: they are refused rather than late.
+    promised: int = 0
 
     def to_json(self) -> str:
         return json.dumps(list(dataclasses.astuple(self)), separators=(",", ":"))

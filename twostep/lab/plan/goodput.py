@@ -130,17 +130,18 @@ class _Edge:
         return times
 
 
-def routed(targets: LatencyTargets, hand_over: HandOverCost) -> PlacementRule:
-    """The router's placement. Raises SetupError where the router's packages are not installed."""
+def routed(targets: LatencyTargets, hand_over: HandOverCost, *, refusing: bool = False, both_roles: bool = True) -> PlacementRule:
+    """The router's placement. `refusing`: it refuses whoever would miss the targets; `both_roles`: of the workers. Raises
+    SetupError where the router's packages are not installed."""
     try:
         # Deployments of fixed roles are planned without them.
         from twostep.lab.simulator.routed import RoutedPlacement  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"placement over workers of both roles needs the package {error.name}, which this installation lacks; {install('router')}, "
-            "or give --fixed-roles"
+            f"the router's placement needs the package {error.name}, which this installation lacks; {install('router')}; "
+            "twostep plan --fixed-roles does without"
         ) from error
-    return RoutedPlacement(targets, hand_over)
+    return RoutedPlacement(targets, hand_over, refusing=refusing, both_roles=both_roles)
 
 
 def promising(deployment: SimulatedDeployment, targets: LatencyTargets) -> SimulatedDeployment:

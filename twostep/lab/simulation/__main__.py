@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InvalidRequest("--peak and --shorten are above 0")
     pool = PoolConfig(max_workers=args.max_workers, cold_start_s=args.cold_start)
     policy = PolicyConfig(prefill=pool, decode=pool, ttft_ms=args.ttft_ms, tpot_ms=args.tpot_ms, drain_s=args.drain)
+    refusing = not args.refuse_none
     deployment = replace(machine_of_preset(args.preset).base, both_roles=not args.fixed_roles)
     for name in args.trace:
         trace = TRACES[name].scaled(args.peak).shortened(args.shorten)
@@ -38,11 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in (_COLUMNS, ("---",) * len(_COLUMNS)):
             _say(f"| {' | '.join(row)} |")
         for who in args.who:
-            outcomes = [simulate(deployment, policy, trace, drawn[seed], contestant(who, policy), seed=seed) for seed in args.seeds]
+            outcomes = [
+                simulate(deployment, policy, trace, drawn[seed], contestant(who, policy), seed=seed, refusing=refusing)
+                for seed in args.seeds
+            ]
             _say(f"| {' | '.join(_cells(outcomes))} |")
         _say("")
         if args.decision_log:
-            lines = decision_lines(deployment, policy, trace, drawn[args.seeds[0]], seed=args.seeds[0])
+            lines = decision_lines(deployment, policy, trace, drawn[args.seeds[0]], seed=args.seeds[0], refusing=refusing)
             args.decision_log.write_text("".join(lines), encoding="utf-8")
     return 0
 
@@ -81,6 +85,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--preset", default="h200-llama-3.1-8b")
     parser.add_argument("--fixed-roles", action="store_true", help="workers do nothing but their role's work")
+    parser.add_argument("--refuse-none", action="store_true", help="routers refuse nobody for its targets, as if requests named none")
     parser.add_argument("--ttft-ms", type=float, default=500.0)
     parser.add_argument("--tpot-ms", type=float, default=10.0)
     parser.add_argument("--cold-start", type=float, default=90.0, help="seconds from asking for a pod to a worker that is ready")

@@ -33,16 +33,20 @@ def simulate(
     scaler: Scaler,
     *,
     seed: int,
+    refusing: bool = True,
 ) -> ScalingOutcome:
     """`requests` are the trace's for this seed; they can be given to any number of simulations. `policy` is what all scalers are judged
-    by, and how long pods take."""
+    by, and how long pods take. `refusing`: requests name their targets, and routers refuse what would miss them."""
     ledger = RequestLedger(policy, edge_s=deployment.edge_s)
     targets = LatencyTargets(ttft_ms=policy.ttft_ms, tpot_ms=policy.tpot_ms)
-    placement = routed(targets, deployment.hand_over) if deployment.both_roles else shortest_ttft
+    if refusing or deployment.both_roles:
+        placement = routed(targets, deployment.hand_over, refusing=refusing, both_roles=deployment.both_roles)
+    else:
+        placement = shortest_ttft
     cluster = PodCluster(promising(deployment, targets), policy, requests, ledger, placement=placement, seed=seed)
     cluster.start_with(_fitting(deployment, policy, trace.rate.at(0.0), requests[:_FIRST_REQUESTS]))
     cluster.plan_losses(trace.losses)
-    sampler = Sampler(cluster, window_s=policy.window_s)
+    sampler = Sampler(cluster, window_s=policy.window_s, refusing=refusing)
     asked: dict[Role, Asked] = {role: [] for role in ROLES}
 
     def look(now: float, _: Any) -> None:
@@ -78,7 +82,13 @@ def _fitting(deployment: SimulatedDeployment, policy: PolicyConfig, rate: float,
 
 
 def decision_lines(
-    deployment: SimulatedDeployment, policy: PolicyConfig, trace: LoadTrace, requests: Sequence[SimulatedRequest], *, seed: int
+    deployment: SimulatedDeployment,
+    policy: PolicyConfig,
+    trace: LoadTrace,
+    requests: Sequence[SimulatedRequest],
+    *,
+    seed: int,
+    refusing: bool = True,
 ) -> list[str]:
     """Returns a simulation as a decision log (twostep/autoscaler/decision_log.py), to be replayed through the policy or the service: the
     configuration, then what the joint policy saw and decided, in order."""
@@ -87,5 +97,5 @@ def decision_lines(
     def write(observation: Observation, decision: Decision) -> None:
         lines.append(line_of(observation, decision))
 
-    simulate(deployment, policy, trace, requests, JointPolicy(policy, on_decision=write), seed=seed)
+    simulate(deployment, policy, trace, requests, JointPolicy(policy, on_decision=write), seed=seed, refusing=refusing)
     return lines

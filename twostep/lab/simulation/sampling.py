@@ -49,8 +49,10 @@ class _Meter:
 
 
 class Sampler:
-    def __init__(self, cluster: PodCluster, *, window_s: float) -> None:
+    def __init__(self, cluster: PodCluster, *, window_s: float, refusing: bool = False) -> None:
+        """`refusing`: the routers refuse what would be late."""
         self._cluster = cluster
+        self._refusing = refusing
         self._window_s = window_s
         self._before = deque([(0.0, Totals())])
         # Of the window; where nothing came or ended in it, of the one before: mean prompt, its squared variation, mean answer.
@@ -101,7 +103,7 @@ class Sampler:
         since, old = before[0]
         before.append((now, totals))
         seconds = max(1e-9, now - since)
-        came, ended = totals.arrived - old.arrived, totals.ended - old.ended
+        came, ended, refused = totals.arrived - old.arrived, totals.ended - old.ended, totals.refused - old.refused
         if came:
             self._prompt = (totals.prompt_tokens - old.prompt_tokens) / came
             self._scv = max(0.0, (totals.prompt_squares - old.prompt_squares) / came / self._prompt**2 - 1)
@@ -111,11 +113,13 @@ class Sampler:
             requests_per_s=came / seconds,
             prompt_tokens=self._prompt,
             output_tokens=self._output,
-            refused_per_s=(totals.refused - old.refused) / seconds,
+            refused_per_s=refused / seconds,
             queued_requests=self._cluster.num_waiting,
-            ttft_met=(totals.ttft_kept - old.ttft_kept) / ended if ended else None,
+            # Who was refused had no first token in time.
+            ttft_met=(totals.ttft_kept - old.ttft_kept) / (ended + refused) if ended + refused else None,
             tpot_met=(totals.tpot_kept - old.tpot_kept) / ended if ended else None,
             prompt_scv=self._scv,
+            promised=float(self._refusing),
         )
 
 

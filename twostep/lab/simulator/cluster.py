@@ -158,11 +158,12 @@ class ClusterObserver:
 @dataclass(frozen=True, slots=True)
 class PlacementChoice:
     """Indices. `prefill` None: the decode worker computes the prompt itself. `num_cached`: what the worker that computes the prompt has of
-    it; None: as the request says."""
+    it; None: as the request says. `too_late`: even there it would miss what it was promised, so that a router refuses it."""
 
     prefill: int | None
     decode: int
     num_cached: int | None = None
+    too_late: bool = False
 
 
 # Decides where a request goes, at a time, of workers that may compute its prompt and those that may decode, some of which (by number) have
@@ -210,7 +211,7 @@ Act = Callable[[float, Any], None]
 
 class SimulatedCluster:
     """`requests` are in the order of arrival. At most `max_waiting` wait for a place, each for `max_wait_s`; more, and longer, are
-    refused."""
+    refused; so is whoever would come too late, unless its answer has begun."""
 
     def __init__(
         self,
@@ -300,10 +301,14 @@ class SimulatedCluster:
             self.place_waiting(now)
 
     def _place(self, serving: ServingRequest, now: float) -> bool:
+        """Returns whether it waits no more: it has its workers, or was refused."""
         if not self.prefill and not self.deployment.aggregated:
             return False
         full: set[int] = set()
         while (choice := self._placement(serving.request, now, self.prefill, self.decode, full)) is not None:
+            if choice.too_late and not serving.times:
+                self._observer.refused(serving.request)
+                return True
             source = None if choice.prefill is None else self.prefill[choice.prefill]
             if self._begin(serving, source, self.decode[choice.decode], choice.num_cached, now):
                 return True

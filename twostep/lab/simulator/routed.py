@@ -52,10 +52,11 @@ class _Known:
 
 
 class RoutedPlacement:
-    """A PlacementRule for requests that all have the same targets."""
+    """A PlacementRule for requests that all have the same targets. `refusing`: whoever would miss them is refused, as routers do.
+    `both_roles`: of the workers, else each does its role's work alone."""
 
-    def __init__(self, targets: LatencyTargets, hand_over: HandOverCost) -> None:
-        self._targets, self._hand_over = targets, hand_over
+    def __init__(self, targets: LatencyTargets, hand_over: HandOverCost, *, refusing: bool = False, both_roles: bool = True) -> None:
+        self._targets, self._hand_over, self._refusing, self._both_roles = targets, hand_over, refusing, both_roles
         self._known: dict[SimulatedWorker, _Known] = {}
         self._num_placed = 0
 
@@ -95,8 +96,11 @@ class RoutedPlacement:
         targets, sources = ({self._known[worker].record.worker_id: i for i, worker in enumerate(side)} for side in (decode, prefill))
         source = None if placed.prefill is None else sources[placed.prefill.worker_id]
         target = targets[placed.decode.worker_id]
-        self._known[decode[target] if source is None else prefill[source]].send(request.num_uncached, now)
-        return PlacementChoice(source, target)
+        # As router/request/targets.py judges one that has not waited.
+        too_late = self._refusing and not placed.meets_targets
+        if not too_late:
+            self._known[decode[target] if source is None else prefill[source]].send(request.num_uncached, now)
+        return PlacementChoice(source, target, too_late=too_late)
 
     def _candidate(self, worker: SimulatedWorker, request: SimulatedRequest, now: float) -> Candidate:
         engine = worker.engine
@@ -158,7 +162,7 @@ class RoutedPlacement:
             transports=(_TRANSPORT,),
             curve=spec.prompt_curve,
             step_tokens=spec.step_tokens,
-            local_prefill=True,
-            both_roles=True,
+            local_prefill=self._both_roles,
+            both_roles=self._both_roles,
             max_step_s=0.0 if self._targets.tpot_ms or self._targets.gap_ms else spec.max_step_s,
         )
