@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from twostep.step_curve import GAP_SHARE, PACE_SHARE, StepCurve, StepWorkload
 
 # Tokens within which a sequence that is late makes up for it.
-MADE_UP_WITHIN = 16
+MADE_UP_WITHIN = 4
 # Steps in a row that prompts wait for the sake of a pace.
 MOST_WAITED = 8
 
