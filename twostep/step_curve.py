@@ -25,7 +25,7 @@ KNEE_SHARE = 0.95
 # promised gap, what a step may; and where a first token's gap holds a hand-over, too (twostep/engine/step_bound.py).
 PACE_SHARE, GAP_SHARE, FIRST_GAP_SHARE = 0.95, 0.6, 1 / 3
 # Tokens within which a sequence that is late makes up for it.
-MADE_UP_WITHIN = 16
+MADE_UP_WITHIN = 4
 
 
 def promised_step_s(tpot_s: float | None, gap_s: float | None) -> float:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twostep.engine.step_bound import MADE_UP_WITHIN
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
 from twostep.lab.bench.serve.metrics import LatencyTargets
@@ -82,10 +83,10 @@ def test_while_anybody_decodes_steps_with_prompts_are_bounded() -> None:
 
 
 def test_promises_bound_steps_with_prompts() -> None:
-    """A decode step takes 11 ms. With a TPOT of 20 the first token leaves 19 for a step, and 8 more for each of the 16 tokens to come; an
+    """A decode step takes 11 ms. With a TPOT of 20 the first token leaves 19 for a step, and 8 more for each of the 4 tokens to come; an
     answer with none to come has the 19 alone. A gap of 60 leaves 20, and does so while a sequence is to come."""
     for promise, num_output, longest in (
-        ({"tpot_s": 0.020}, 100, 0.019 + 16 * 0.008),
+        ({"tpot_s": 0.020}, 100, 0.019 + MADE_UP_WITHIN * 0.008),
         ({"tpot_s": 0.020}, 2, 0.019),
         ({"tpot_s": 0.020, "gap_s": 0.060}, 100, 0.020),
     ):
