@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 # The one way out of `twostep` to the router (pyproject.toml names it): what is simulated is the decision that is made.
-from router.placing.placement import Placement, place
+from router.placing.placement import NoPlacement, Placement, place
 from twostep.cluster.prediction import RECENT_S, Candidate, PlacementRequest, Snapshot
 from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, MeasuredHandOver, WorkerLoad, WorkerRecord
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.simulator.cluster import HandOverCost, PlacementChoice, SimulatedRequest, SimulatedWorker
+
+Decide = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 _MAX_MODEL_LEN = 1 << 20
 # By which KV travels on one host of GPUs.
@@ -54,8 +56,8 @@ class _Known:
 class RoutedPlacement:
     """A PlacementRule for requests that all have the same targets."""
 
-    def __init__(self, targets: LatencyTargets, hand_over: HandOverCost) -> None:
-        self._targets, self._hand_over = targets, hand_over
+    def __init__(self, targets: LatencyTargets, hand_over: HandOverCost, *, decide: Decide = place) -> None:
+        self._targets, self._hand_over, self._decide = targets, hand_over, decide
         self._known: dict[SimulatedWorker, _Known] = {}
         self._num_placed = 0
 
@@ -76,7 +78,7 @@ class RoutedPlacement:
         for worker in (*prefill, *decode):
             if worker not in seen:
                 seen[worker] = self._candidate(worker, request, now)
-        placed = place(
+        placed = self._decide(
             Snapshot(
                 prefill=[seen[worker] for worker in prefill],
                 decode=[seen[w] if is_open else replace(seen[w], excluded=True) for w, is_open in zip(decode, open_, strict=True)],
