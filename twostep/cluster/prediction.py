@@ -1,10 +1,11 @@
 """Predicts what would become of a request on each worker, and what everybody else there would lose by it: from the workers' cost curves, in
 seconds. Any worker may compute a prompt between the tokens of those that decode there, and keep the sequence.
 
-    TTFT      half a decode step, if it decodes  +  the prompts queued there  +  the uncached part of this one. A worker that decodes
-              computes prompts in chunks that fit into the longest step that those who decode are promised
-    TPOT      a decode step with one sequence more, stretched by the prompts that pass there; the second token's wait (hand-over and half a
-              step) is spread over the answer
+    TTFT      half a step, if it decodes  +  the prompts queued there  +  the uncached part of this one. A worker that decodes computes
+              prompts in chunks that fit into the longest step that those who decode are promised; the first one after a while without
+              prompts is as long as what they make up for (twostep/engine/step_bound.py)
+    TPOT      a decode step with one sequence more, stretched by the prompts that pass there, to the longest that is promised; the second
+              token's wait (hand-over and half a step) is spread over the answer
     gap       the longest of: a step with a chunk where prompts pass, the wait for the second token
     hand-over bytes of the tokens that the worker has not  /  the transport's rate; as lately measured there, where it was
 
@@ -12,9 +13,9 @@ seconds. Any worker may compute a prompt between the tokens of those that decode
             + answer * others * (longer step)           what one sequence more costs those that decode there
             + others * stall                            what the prompt's chunks add to the steps of those that decode where it is computed
             + share of the prompt's own computing       those who come behind wait for it, and a cached prefix spares them
-            + slower prompts                            what prompts lose that pass where it stays: a worker that decodes cuts them smaller
+            + opening                                   what prompts lose that pass a prefill worker while anybody decodes there
 
-Within what was promised, seconds count for little: for a time per token by its target, for a stall by the bound of the worker's steps.
+Within what was promised, seconds count for little: for a time per token by its target, for a stall by what those it holds up are promised.
 
 The first token is sampled where the prompt is computed, so the hand-over delays the second token and never the first.
 
@@ -191,9 +192,9 @@ class Decoding:
     prompt_penalty: float
     others_s: float  # what everybody there loses if it decodes the answer
     penalty: float
-    opening_s: float
-    most_seqs: float
-    busy_seqs: float
+    opening_s: float  # of a prefill worker: what its prompts lose while somebody decodes there
+    most_seqs: float  # that may decode there within what was promised
+    busy_seqs: float  # that would decode there if prompts filled every step to its bound
     host_copy_s: float
     missing_bytes: float
 

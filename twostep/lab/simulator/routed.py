@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 # The one way out of `twostep` to the router (pyproject.toml names it): what is simulated is the decision that is made.
-from router.placing.placement import Placement, place
+from router.placing.placement import NoPlacement, Placement, place
 from twostep.cluster.prediction import RECENT_S, Candidate, PlacementRequest, Snapshot
 from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, MeasuredHandOver, WorkerLoad, WorkerRecord
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.simulator.cluster import HandOverCost, PlacementChoice, SimulatedRequest, SimulatedWorker
+
+Decide = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 _MAX_MODEL_LEN = 1 << 20
 # By which KV travels on one host of GPUs.
@@ -55,8 +57,16 @@ class RoutedPlacement:
     """A PlacementRule for requests that all have the same targets. `refusing`: whoever would miss them is refused, as routers do.
     `both_roles`: of the workers, else each does its role's work alone."""
 
-    def __init__(self, targets: LatencyTargets, hand_over: HandOverCost, *, refusing: bool = False, both_roles: bool = True) -> None:
-        self._targets, self._hand_over, self._refusing, self._both_roles = targets, hand_over, refusing, both_roles
+    def __init__(
+        self,
+        targets: LatencyTargets,
+        hand_over: HandOverCost,
+        *,
+        decide: Decide = place,
+        refusing: bool = False,
+        both_roles: bool = True,
+    ) -> None:
+        self._targets, self._hand_over, self._decide, self._refusing, self._both_roles = targets, hand_over, decide, refusing, both_roles
         self._known: dict[SimulatedWorker, _Known] = {}
         self._num_placed = 0
 
@@ -77,7 +87,7 @@ class RoutedPlacement:
         for worker in (*prefill, *decode):
             if worker not in seen:
                 seen[worker] = self._candidate(worker, request, now)
-        placed = place(
+        placed = self._decide(
             Snapshot(
                 prefill=[seen[worker] for worker in prefill],
                 decode=[seen[w] if is_open else replace(seen[w], excluded=True) for w, is_open in zip(decode, open_, strict=True)],
