@@ -76,6 +76,7 @@ class DecodeEdge:
 
     async def close(self) -> None:
         await self.sequences.close()
+        self._service.close()
         await self._puller.close()
         # The streams end by themselves once routers have read what is left; those that do not read are cut with the server.
         await until(lambda: self.sequences.num_streams == 0, _FLUSH_S)

@@ -42,6 +42,10 @@ class ReservationCalls:
             for task in self._running.values():
                 task.cancel()
 
+    def close(self) -> None:
+        """Ends the stream."""
+        self._answers.put_nowait(None)
+
     async def _read(self, calls: AsyncIterator[decode_pb2.ReservationCall]) -> None:
         try:
             async for call in calls:
@@ -52,7 +56,7 @@ class ReservationCalls:
                 else:
                     self._running[call.number] = self._spawn(self._answer(call))
         finally:
-            self._answers.put_nowait(None)
+            self.close()
 
     async def _answer(self, call: decode_pb2.ReservationCall) -> None:
         try:

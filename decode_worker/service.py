@@ -55,6 +55,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._spans = spans
         self._reader = reader
         self._epoch = epoch
+        self._reservations: set[ReservationCalls] = set()
         # Why no new work is taken, for callers; None while it is.
         self.refusal: str | None = None
 
@@ -65,9 +66,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, calls: AsyncIterator[decode_pb2.ReservationCall], context: _Context
     ) -> AsyncIterator[decode_pb2.ReservationAnswer]:
         """See decode_worker.reservations."""
-        async with aclosing(ReservationCalls(self._reserved, self._sequences.cancel).answers(calls)) as answers:
-            async for answer in answers:
-                yield answer
+        reservations = ReservationCalls(self._reserved, self._sequences.cancel)
+        self._reservations.add(reservations)
+        try:
+            async with aclosing(reservations.answers(calls)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            self._reservations.discard(reservations)
+
+    def close(self) -> None:
+        """Ends the streams of reservations."""
+        for reservations in self._reservations:
+            reservations.close()
 
     async def _reserved(self, request: decode_pb2.ReserveRequest, metadata: Metadata) -> decode_pb2.ReserveResponse:
         if self.refusal is not None:

@@ -63,7 +63,6 @@ class DecodeStream:
         lease_s: float,
         cleanup: Cleanup,
         on_open: Callable[[], None],
-        on_closed: Callable[[], None],
         on_message: Callable[[], None],
         on_lost: Callable[[TwostepError], None],
     ) -> None:
@@ -73,7 +72,7 @@ class DecodeStream:
         self._worker_id = worker_id
         self._lease_s = lease_s
         self._cleanup = cleanup
-        self._on_open, self._on_closed = on_open, on_closed
+        self._on_open = on_open
         self._on_message = on_message
         self._on_lost = on_lost
         self._sinks: dict[AttemptId, EventSink] = {}
@@ -146,7 +145,6 @@ class DecodeStream:
             except Exception as error:  # whatever it is, the attempts on it must hear of it
                 was_open = opened_at is not None
                 self._open.clear()
-                self._on_closed()
                 if not isinstance(error, grpc.aio.AioRpcError | TwostepError | TimeoutError):
                     log.error("token stream of worker %s", self._worker_id, exc_info=error)
                 # Not reset by two routers of one name that take the stream from each other.

@@ -114,7 +114,6 @@ class DecodeLink(WorkerLink):
             lease_s=stream_lease_s,
             cleanup=cleanup,
             on_open=self.reservations.begin,
-            on_closed=self.reservations.end,
             on_message=self.touch,
             on_lost=self.lose,
         )

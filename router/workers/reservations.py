@@ -30,7 +30,8 @@ class ReserveRefused(Exception):
 
 
 class Reservations:
-    """begin() and end() with the worker's token stream; ask() at any time."""
+    """begin() whenever the worker's token stream is open; ask() at any time. A stream that has broken is not missed before the next
+    begin()."""
 
     def __init__(self, stub: decode_pb2_grpc.DecodeAsyncStub) -> None:
         self._stub = stub
@@ -45,14 +46,10 @@ class Reservations:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
-    def end(self) -> None:
+    async def close(self) -> None:
         """Whoever waits is refused with UNAVAILABLE. Idempotent."""
         if self._task is not None:
             self._task.cancel()
-
-    async def close(self) -> None:
-        self.end()
-        if self._task is not None:
             await asyncio.wait((self._task,))
 
     async def ask(self, request: decode_pb2.ReserveRequest, *, timeout: float, metadata: Metadata) -> decode_pb2.ReserveResponse:

@@ -22,13 +22,16 @@ import redis.asyncio
 from bare_deployment import EOS_ID, MAX_MODEL_LEN, SECRET, RedisServer, make_bare_model_dir, until
 from tokenizers import Tokenizer
 
+from decode_worker.reservations import ReservationCalls
 from router.config import RouterConfig
+from router.request.job import Metadata
 from router.server import Router
 from twostep import __version__
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import RECORDS, Signer
+from twostep.errors import TwostepError, error_from_grpc
 from twostep.local.ports import free_ports
 from twostep.prefix import secret_check
 from twostep.rpc.channel import open_channel
@@ -231,6 +234,19 @@ class Script:
     once: bool = True  # faults happen to the first sequence only
 
 
+@dataclass(frozen=True)
+class StreamedCall:
+    """What hooks see of a call that came over a stream."""
+
+    metadata: Metadata
+
+    def invocation_metadata(self) -> Metadata:
+        return self.metadata
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise error_from_grpc(code.name, details)
+
+
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     role = "decode"
 
@@ -242,6 +258,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.attach_hooks: deque[Hook] = deque()
         self.max_held = 1 << 30
         self.num_cached_tokens = 0
+        self.with_reservations = True
         self.max_local = 1 << 30  # prompts computed here at once
         self._reservations: dict[AttemptId, decode_pb2.ReserveRequest] = {}
         self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
@@ -278,7 +295,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             self.held.add(attempt)
             try:
                 await self.run_hook(request, context)
-            except grpc.aio.AbortError:
+            except (grpc.aio.AbortError, TwostepError):
                 self.held.discard(attempt)
                 raise
         if len(self.held - {attempt}) >= self.max_held:
@@ -293,6 +310,22 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             # As on a fast worker: tokens overtake this answer.
             await asyncio.sleep(0.01)
         return decode_pb2.ReserveResponse(num_cached_tokens=self.num_cached_tokens, lease_s=60.0, epoch=self.record.epoch)
+
+    async def Reservations(
+        self, calls: AsyncIterator[decode_pb2.ReservationCall], context: Any
+    ) -> AsyncIterator[decode_pb2.ReservationAnswer]:
+        """As a worker does; `with_reservations` False: as an older one."""
+        if not self.with_reservations:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not known")
+
+        async def reserve(request: decode_pb2.ReserveRequest, metadata: Metadata) -> decode_pb2.ReserveResponse:
+            return await self.Reserve(request, StreamedCall(metadata))
+
+        async def cancel(request_id: str, attempt: int) -> bool:
+            return self._free((request_id, attempt))
+
+        async for answer in ReservationCalls(reserve, cancel).answers(calls):
+            yield answer
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:
         attempt = (request.request_id, request.attempt)
@@ -315,13 +348,16 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelResponse:
         attempt = (request.request_id, request.attempt)
         self.cancels.append(attempt)
+        return decode_pb2.CancelResponse(found=self._free(attempt))
+
+    def _free(self, attempt: AttemptId) -> bool:
         task = self._tasks.pop(attempt, None)
         if task is not None:
             task.cancel()
         found = attempt in self.held
         self.held.discard(attempt)
         self._reservations.pop(attempt, None)
-        return decode_pb2.CancelResponse(found=found)
+        return found
 
     async def Stream(self, request: decode_pb2.StreamRequest, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
         queue: asyncio.Queue[decode_pb2.StepEvents | None] = asyncio.Queue()

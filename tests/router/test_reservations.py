@@ -190,7 +190,7 @@ async def test_the_end_of_the_stream_refuses_who_waits_and_cancels_what_runs() -
         worker.answers |= {"r": _never, "again": _at_once}
         asking = asyncio.create_task(ask(reservations, "r"))
         await worker.until(lambda: bool(worker.seen))
-        reservations.end()
+        await reservations.close()
         with pytest.raises(ReserveRefused) as refused:
             await asking
         assert refused.value.code == "UNAVAILABLE"

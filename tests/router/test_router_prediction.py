@@ -426,13 +426,13 @@ def test_prompts_alone_break_no_promise(role: str, seqs: int, queued: int, rate:
 def test_who_was_faster_than_promised_lets_a_prompt_that_comes_alone_pass_at_once() -> None:
     """Some tokens make up for it (twostep/engine/step_bound.py). Behind another prompt that is used up, and a gap is none to make up."""
     free = of_both(0, "decode", seqs=20, load=promised(0.01))
-    at_once = placed([], [free], tpot_ms=10.0).predicted_ttft_s
+    at_once = placed([], [free], num_tokens=800, tpot_ms=10.0).predicted_ttft_s
     step = GPU.decode_step_s(20, 40_000)
-    assert at_once == pytest.approx(GPU.prefill_s(2600, 0, 2048, decodes=20, context=40_000) + step / 2, rel=0.05)
+    assert at_once == pytest.approx(GPU.prefill_s(800, 0, 2048, decodes=20, context=40_000) + step / 2, rel=0.05)
     gap = of_both(0, "decode", seqs=20, load=promised(0.01, max_step_s=0.025 / 3))
-    assert placed([], [gap], tpot_ms=10.0).predicted_ttft_s > 1.2 * at_once
+    assert placed([], [gap], num_tokens=800, tpot_ms=10.0).predicted_ttft_s > 1.2 * at_once
     behind = of_both(0, "decode", seqs=20, queued=100, load=promised(0.01))
-    assert placed([], [behind], tpot_ms=10.0).predicted_ttft_s > 1.2 * at_once
+    assert placed([], [behind], num_tokens=800, tpot_ms=10.0).predicted_ttft_s > 1.2 * at_once
 
 
 def test_a_prefill_worker_keeps_nobody_while_decode_workers_have_room_and_its_part_when_they_have_none() -> None:

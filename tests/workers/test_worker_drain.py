@@ -209,3 +209,24 @@ async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, 
 
 def _threads_of(prefixes: Sequence[str]) -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith(tuple(prefixes))}
+
+
+async def test_a_stream_of_reservations_ends_with_the_worker_in_order(redis_url: str) -> None:
+    async with held_pair(redis_url) as h:
+        stream = h.pair.decode.Reservations()
+        assert not (await stream.read()).number, "calls are taken"
+        for number in (1, 2):
+            request = h.router.request(f"r{number}", PROMPT, 4) | {"router_id": h.router.router_id}
+            await stream.write(decode_pb2.ReservationCall(number=number, reserve=decode_pb2.ReserveRequest(**request)))
+            answer = await stream.read()
+            assert (answer.number, answer.reserved.epoch) == (number, h.pair.decode_worker.epoch)
+        await stream.write(decode_pb2.ReservationCall(number=1, cancel=decode_pb2.CancelRequest(request_id="r1", attempt=1)))
+        await until(lambda: h.pair.decode_worker.engine.stats().num_reserved == 1, "what nobody waits for is held")
+        stopping = await begin_to_stop(h.pair.decode_worker, WAIT_S)
+        late = decode_pb2.ReserveRequest(router_id=h.router.router_id, **h.router.request("r3", PROMPT, 4))
+        await stream.write(decode_pb2.ReservationCall(number=3, reserve=late))
+        assert (await stream.read()).refused.code == "UNAVAILABLE"
+        await h.router.cancel("r2")
+        await asyncio.wait_for(stopping, WAIT_S)
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is Code.OK

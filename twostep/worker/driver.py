@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 
 _NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
@@ -16,6 +17,8 @@ def has_driver() -> bool:
 def begin_driver() -> None:
     """Initializes CUDA in this process on a thread: the driver takes tenths of a second in which Python can import. Whoever needs it
     earlier waits for it there, and where it fails whoever computes finds out the same again."""
+    # As torch does, which comes too late for it now: kernels are loaded as they are used. The default since CUDA 12.2.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     threading.Thread(target=_initialized, args=(_CUDA, "cuInit", 0), name="cuda-driver", daemon=True).start()
 
 
