@@ -10,9 +10,8 @@
                   kept     `ahead`, and `now` with `hysteresis` more, the most of the last cool-down: nothing below it is taken away
                   spare    what carries the load of now with `spare` workers lost, if only just
 
-              Where routers refuse what would be late, too few workers cost what is too much, not everybody's target. So of `hysteresis`
-              and (of workers of both roles) `spare` only as large a part is taken as answers have used up of the misses that
-              `attainment` lets them
+              Where routers refuse what would be late, too few workers cost what is too much, not everybody's target. There `attainment`
+              holds over the last hour or so, and `hysteresis` and `spare` are kept only once half of what may be missed was missed
 
               Where workers can switch roles, what is kept and spare is one number for both: a worker of either fills in for any.
               Where all take work of both roles, so is what is needed: the total is that of the work, and a role only a purpose
@@ -184,12 +183,18 @@ def _missed(before: float | None, observation: Observation, dt_s: float) -> floa
 
 
 def _reserved(config: PolicyConfig, memory: Memory, forecast: Forecast, *, both_roles: bool) -> PolicyConfig:
-    """Returns the configuration with that part of the reserve that is to be kept: all of it for requests that no router refuses, and of
-    the others as much as they have used up of the misses that the attainment lets them. A worker of one role may be the last one that
-    has it: there the spare is kept."""
-    spent = 1.0 if memory.missed is None else min(1.0, max(0.0, memory.missed) / (1.0 - config.attainment))
-    part = 1.0 - forecast.promised * (1.0 - spent)
-    return replace(config, hysteresis=part * config.hysteresis, spare=round(part * config.spare) if both_roles else config.spare)
+    """Returns the configuration to size by, as tight as the attainment lets it. Requests that no router refuses get all of the reserve.
+    Of those that are refused rather than late, the attainment is to be kept over the last hour or so: half of what may be missed in it is
+    missed before there is any reserve, and what is left of it may be missed now. A worker of one role may be the last one that has it:
+    there the spare is kept, and the attainment at any time."""
+    allowed = 1.0 - config.attainment
+    spent = 1.0 if memory.missed is None else min(1.0, max(0.0, memory.missed) / allowed)
+    part = 1.0 - forecast.promised * min(1.0, 2.0 * (1.0 - spent))
+    reserved = replace(config, hysteresis=part * config.hysteresis)
+    if not both_roles:
+        return reserved
+    left = forecast.promised * (1.0 - spent) * min(allowed, config.attainment / 2)
+    return replace(reserved, spare=round(part * config.spare), attainment=config.attainment - left)
 
 
 def _unheard_since(

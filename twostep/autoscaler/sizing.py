@@ -193,7 +193,8 @@ def _prompt_servers(config: PolicyConfig, spec: WorkerSpec, demand: OfferedLoad,
     allowed = late if hopeless < late / 2 else hopeless + late / 2
     # What the model cannot see has the rest. Where it would come too late it is refused, and costs no others their time.
     utilization = config.max_utilization + demand.promised * (1.0 - config.max_utilization)
-    fewest = max(1, math.ceil(beside + demand.requests_per_s * work_s / utilization - 1e-9))
+    served = 1.0 - demand.promised * (1.0 - config.attainment)
+    fewest = max(1, math.ceil(beside + demand.requests_per_s * served * work_s / utilization - 1e-9))
     for num_workers in range(fewest, MOST_WORKERS):
         if late_share(config, demand, work_s, own_s, num_workers - beside) <= allowed:
             return num_workers
