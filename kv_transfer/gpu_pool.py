@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,11 +52,19 @@ def launching(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def add_block_sums(
-    pool: torch.Tensor, kept: KvSums | None, ids: torch.Tensor, sums: torch.Tensor, part: slice, *, block_bytes: int, shape: PullShape
+    pool: torch.Tensor,
+    kept: KvSums | None,
+    block_ids: Sequence[int],
+    ids: torch.Tensor,
+    sums: torch.Tensor,
+    part: slice,
+    *,
+    block_bytes: int,
+    shape: PullShape,
 ) -> None:
-    """Adds up sum64 of bytes `part`, whole layers, of blocks `ids` int32 [n] into `sums` int64 [n], zeros before: out of what steps have
-    kept, which is settled, else out of the bytes. On the current stream."""
-    if kept is not None:
+    """Adds up sum64 of bytes `part`, whole layers, of blocks `ids` int32 [n], on the host `block_ids`, into `sums` int64 [n], zeros before:
+    out of what steps have kept of all of them, else out of the bytes. On the current stream."""
+    if kept is not None and kept.kept(block_ids):
         layer_bytes = kept.layer_words * WORD_BYTES
         first, stop = part.start // layer_bytes, part.stop // layer_bytes
         add_slot_sums(kept.tensor, ids, sums, first_layer=first, num_layers=stop - first)

@@ -60,12 +60,10 @@ class Lane:
 
     def sums_of(self, cache: KvCache, block_ids: Sequence[int], part: slice) -> Sums:
         """Returns those of whole layers of blocks, [n]: out of what steps have kept, else out of the bytes."""
-        if cache.sums is not None:
-            cache.sums.settle(block_ids)
         with launching(self._stream):
             ids, sums = self._send(block_ids)
             size = cache.shape.block_bytes
-            add_block_sums(cache.tensor, cache.sums, ids, sums, part, block_bytes=size, shape=WITHIN_GPU)
+            add_block_sums(cache.tensor, cache.sums, block_ids, ids, sums, part, block_bytes=size, shape=WITHIN_GPU)
         return self._receive(len(block_ids))
 
     def _send(self, *rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,13 +95,11 @@ class NixlMemory:
 
     def block_sums(self, block_ids: Sequence[int], part: slice) -> Sums:
         """Returns sum64 of a part of the bytes, whole layers, of each of the blocks: uint64 [n]. Blocks."""
-        if self._sums is not None:
-            self._sums.settle(block_ids)
         with self.on_stream():
             ids = torch.from_numpy(np.asarray(block_ids, np.int32)).to(self.device)
             sums = torch.zeros(len(block_ids), dtype=torch.int64, device=self.device)
             if block_ids:
-                add_block_sums(self._pool, self._sums, ids, sums, part, block_bytes=self.block_bytes, shape=self.shape)
+                add_block_sums(self._pool, self._sums, block_ids, ids, sums, part, block_bytes=self.block_bytes, shape=self.shape)
             return sums.cpu().numpy().view(np.uint64)
 
     def copy_in(self, offset: int, ids: torch.Tensor, sums: torch.Tensor, part: slice) -> None:

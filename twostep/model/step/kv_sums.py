@@ -4,15 +4,16 @@ tensor  int64 [block, layer, slot, part]        a part: what one program of the 
         └───────┬─────────────────────┘
          their sum is the block's (kv_transfer/checksums.py): 0.2 % of the pool's memory in Llama-3.1-8B's shape
 
-Those of the bytes that are there, also in slots of earlier sequences. Whatever writes blocks in another way says so (`overwritten`), and
-who wants their sums has them computed first (`settle`): most blocks that arrive are never published, and their arrival is waited for.
+Those of the bytes that are there, also in slots of earlier sequences; but of blocks that something else has written to (`overwritten`) they
+are not kept from then on: most blocks that arrive are never published, and their arrival is waited for. To compute the sums anew would
+need a moment in which no step writes any layer of the block; publishing only has one for the layers that it takes.
 Kept of numbers only; blocks of quantized KV are summed when they are published.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -53,31 +54,29 @@ class KvSums:
     def __init__(self, pool: torch.Tensor, shape: KvShape, num_heads: int, rotated: int, slot_sums: SlotSums) -> None:
         """`pool`: a KvCache's tensor, of `shape`; `num_heads`: the model's query heads; `rotated`: dimensions of a head that RoPE turns."""
         assert can_keep(shape, rotated, pool.element_size())
-        self._pool = pool
-        self._slot_sums = slot_sums
-        self._num_slots, self._num_rows = shape.block_size, 2 * shape.num_kv_heads
+        num_slots, num_rows = shape.block_size, 2 * shape.num_kv_heads
         self._of_model = (num_heads, rotated)
-        # Blocks whose sums are not those of their bytes.
+        # Blocks whose sums may not be those of their bytes.
         self._overwritten: set[int] = set()
         self._lock = threading.Lock()
         self.num_parts = _num_parts(shape, num_heads)
         # 64-bit words of one layer of a block.
-        self.layer_words = self._num_rows * self._num_slots * shape.head_dim * pool.element_size() // WORD_BYTES
-        self.tensor = torch.zeros(
-            shape.num_blocks, shape.num_layers, self._num_slots, self.num_parts, dtype=torch.int64, device=pool.device
-        )
+        self.layer_words = num_rows * num_slots * shape.head_dim * pool.element_size() // WORD_BYTES
+        self.tensor = torch.zeros(shape.num_blocks, shape.num_layers, num_slots, self.num_parts, dtype=torch.int64, device=pool.device)
         # int64 [layer, slot, part]: those of a block of zeros.
         self.of_zeros = torch.zeros_like(self.tensor[0])
         slot_sums(
-            torch.zeros_like(self._pool[:1]),
+            torch.zeros_like(pool[:1]),
             torch.zeros(1, dtype=torch.int32, device=self.tensor.device),
             self.of_zeros[None],
-            num_slots=self._num_slots,
-            num_rows=self._num_rows,
+            num_slots=num_slots,
+            num_rows=num_rows,
         )
+        for start in range(0, shape.num_blocks, _ROWS_AT_ONCE):
+            ids = torch.arange(start, min(start + _ROWS_AT_ONCE, shape.num_blocks), dtype=torch.int32, device=pool.device)
+            slot_sums(pool, ids, self.tensor, num_slots=num_slots, num_rows=num_rows)
         if pool.is_cuda:
-            torch.cuda.synchronize(pool.device)  # sums are computed on another stream than the zeros
-        self._refresh(range(shape.num_blocks))
+            torch.cuda.synchronize(pool.device)  # steps and transfers run on other streams
 
     def kept_by_steps(self, num_heads: int, rotated: int) -> bool:
         """Returns whether the sums were made for such a model."""
@@ -88,25 +87,7 @@ class KvSums:
         with self._lock:
             self._overwritten.update(block_ids)
 
-    def settle(self, block_ids: Iterable[int]) -> None:
-        """Computes anew, out of the pool, the sums of those among these blocks that were overwritten, and waits until they are there."""
+    def kept(self, block_ids: Iterable[int]) -> bool:
+        """Returns whether the sums of all of these blocks are those of their bytes."""
         with self._lock:
-            stale = self._overwritten.intersection(block_ids)
-            if stale:
-                # Whoever asks for the same blocks meanwhile waits, too.
-                self._refresh(sorted(stale))
-                self._overwritten -= stale
-
-    def _refresh(self, block_ids: Sequence[int]) -> None:
-        device = self.tensor.device
-        if device.type == "cpu":
-            self._compute(block_ids)
-            return
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
-            self._compute(block_ids)
-            torch.cuda.current_stream().synchronize()
-
-    def _compute(self, block_ids: Sequence[int]) -> None:
-        for start in range(0, len(block_ids), _ROWS_AT_ONCE):
-            ids = torch.tensor(block_ids[start : start + _ROWS_AT_ONCE], dtype=torch.int32, device=self.tensor.device)
-            self._slot_sums(self._pool, ids, self.tensor, num_slots=self._num_slots, num_rows=self._num_rows)
+            return self._overwritten.isdisjoint(block_ids)
