@@ -35,7 +35,6 @@ CANDIDATE_FIELDS = (
     "batch_tokens",
     "recent_tokens",
     "num_attempts",
-    "num_coming",
     "excluded",
     "no_prompts",
 )

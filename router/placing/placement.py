@@ -30,7 +30,6 @@ from twostep.cluster.prediction import (
     Prediction,
     Predictor,
     Snapshot,
-    charge_openings,
     conversion_cost,
     fallback_curve,
     hand_over_s,
@@ -189,7 +188,6 @@ class _Choice:
             for c in (*prefill, *decode)
             if not (skip_excluded and c.excluded)
         }
-        charge_openings(at.values())
         computes = {key for key, each in at.items() if not (skip_excluded and each.candidate.no_prompts)}
         self._sources = [at[id(c)] for c in prefill if id(c) in computes]
         self._targets = [at[id(c)] for c in decode if id(c) in at]

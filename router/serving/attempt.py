@@ -148,7 +148,6 @@ class Attempt:
         prefill = self._prefill
         self._queued_tokens = max(1, len(self._token_ids) - cached_tokens)
         self._computing.queue(self._queued_tokens, self._job.request_class)
-        self._decode.num_coming += 1
         accepting = None
         if prefill is not None and decode_cached_tokens is not None and self._decode.stream.open:
             accepting = asyncio.create_task(self._accept(prefill, decode_cached_tokens))
@@ -428,7 +427,6 @@ class Attempt:
     def _unqueue(self) -> None:
         if self._queued_tokens:
             self._computing.queue(-self._queued_tokens, self._job.request_class)
-            self._decode.num_coming -= 1
             self._queued_tokens = 0
 
 

@@ -55,7 +55,6 @@ class WorkerLink:
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
         self.users: set[LinkUser] = set()
         self.meter = LoadMeter(time.monotonic())
-        self.num_coming = 0  # of those that are to decode there, whose first token has not come
         self.retired = False
         self._last_event = time.monotonic()
 
@@ -248,7 +247,6 @@ def _candidate(link: WorkerLink, cached: Mapping[WorkerLife, CachedPrefix], now:
         batch_tokens=link.meter.batch_tokens,
         recent_tokens=link.meter.recent_tokens(now),
         num_attempts=link.num_decoding,
-        num_coming=link.num_coming,
         excluded=excluded,
         no_prompts=no_prompts,
         mean=link.meter.mean,

@@ -15,7 +15,7 @@ from router.placing.placement import Candidate, Ground, MeanLoad, Placement, Pla
 from twostep.cluster.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
 from twostep.cluster.records import MeasuredHandOver, WorkerLoad
 from twostep.request_class import RequestClass
-from twostep.step_curve import PACE_SHARE, StepWorkload
+from twostep.step_curve import StepWorkload
 
 NAMES = itertools.count()
 
@@ -107,8 +107,7 @@ def test_the_first_token_waits_for_the_queue_and_the_prompt_and_never_for_the_ha
     idle = placed([worker("prefill")], [worker("decode")])
     assert idle.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 0, 8192))
     behind = placed([worker("prefill", queued=8192)], [worker("decode", transports=("cuda_ipc",))])
-    # Of the queue, the first prompt is half computed.
-    assert behind.predicted_ttft_s == pytest.approx(idle.predicted_ttft_s + GPU.prefill_s(8192 - 1300, 0, 8192), rel=0.01)
+    assert behind.predicted_ttft_s == pytest.approx(idle.predicted_ttft_s + GPU.prefill_s(8192, 0, 8192), rel=0.01)
     cached = placed([worker("prefill", cached=2048)], [worker("decode")])
     assert cached.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 2048, 8192))
     by_ray = placed([worker("prefill", transports=("ray",))], [worker("decode", transports=("ray",))])
@@ -137,7 +136,7 @@ def test_a_faster_worker_takes_more() -> None:
     slow = dataclasses.replace(GPU, per_row_s=2 * GPU.per_row_s)
     fast = worker("prefill", name="fast", queued=2000)
     assert placed([worker("prefill", name="slow", curve=slow), fast], [worker("decode")]).prefill is fast.record
-    longer = dataclasses.replace(fast, queued_tokens=6000)
+    longer = dataclasses.replace(fast, queued_tokens=4000)
     assert placed([slower := worker("prefill", name="slow", curve=slow), longer], [worker("decode")]).prefill is slower.record
 
 
@@ -168,7 +167,7 @@ def test_those_that_meet_the_targets_come_first() -> None:
 
 def test_a_queue_beyond_the_target_is_said_with_when_to_come_again() -> None:
     prefill = [worker("prefill", queued=30_000)]
-    queued = GPU.prefill_s(8192, 0, 8192) * (30_000 - 1300) / 8192
+    queued = GPU.prefill_s(8192, 0, 8192) * 30_000 / 8192
     missed = placed(prefill, [worker("decode")], ttft_ms=200.0)
     assert not missed.meets_targets
     assert missed.attainable
@@ -387,74 +386,6 @@ def test_each_ground_is_given() -> None:
     assert moved.computing.worker_id == "w0"
     promised = placed([of_both(0, "prefill")], [slow], ttft_ms=1e3 * moved.predicted_ttft_s + 1)
     assert (promised.ground, promised.path) == (Ground.UNFIT, "handed_over")
-
-
-def promised(tpot_s: float, **load: Any) -> dict[str, Any]:
-    return {"tpot_s": tpot_s, "max_step_s": PACE_SHARE * tpot_s, "prompt_tokens_per_s": 20_000.0, **load}
-
-
-def test_who_has_no_token_yet_is_not_among_those_that_prompts_are_computed_beside() -> None:
-    """Steps are not shorter for the sake of sequences whose own prompts wait. Their tokens to come count all the same."""
-    waits = of_both(0, "decode", seqs=60, queued=10_000, load=promised(0.01))
-    ttfts, tpots = [], []
-    for num_coming in (0, 20, 60):
-        result = placed([], [dataclasses.replace(waits, num_coming=num_coming)], tpot_ms=10.0)
-        ttfts.append(result.predicted_ttft_s)
-        tpots.append(result.predicted_tpot_s)
-    assert ttfts[0] > ttfts[1] > ttfts[2]
-    # With nobody to wait for, prompts come in whole steps.
-    assert ttfts[2] == pytest.approx(GPU.prefill_s(2600, 0, 2048) + GPU.prefill_s(10_000 - 1024, 0, 2048), rel=0.02)
-    assert tpots[0] == pytest.approx(tpots[2], rel=0.01)
-
-
-@given(
-    role=st.sampled_from(["prefill", "decode"]),
-    seqs=st.integers(1, 120),
-    queued=st.integers(0, 60_000),
-    rate=st.floats(0, 60_000),
-    tpot_s=st.floats(0.005, 0.1),
-    num_tokens=st.integers(1, 8000),
-)
-def test_prompts_alone_break_no_promise(role: str, seqs: int, queued: int, rate: float, tpot_s: float, num_tokens: int) -> None:
-    """Steps with prompts keep to the pace, so however many of them there are, tokens come within it: if steps with the least chunk do."""
-    one = of_both(0, role, seqs=seqs, queued=queued, load=promised(tpot_s, prompt_tokens_per_s=rate))
-    least = GPU.step_s(StepWorkload(prompt_tokens=32, pairs=32.0 * num_tokens, decodes=seqs + 1, context=2000 * seqs + num_tokens + 128))
-    assume(least < PACE_SHARE * tpot_s)
-    assert placed([], [one], num_tokens=num_tokens, tpot_ms=1e3 * tpot_s).predicted_tpot_s <= PACE_SHARE * tpot_s + 1e-9
-
-
-def test_who_was_faster_than_promised_lets_a_prompt_that_comes_alone_pass_at_once() -> None:
-    """Some tokens make up for it (twostep/engine/step_bound.py). Behind another prompt that is used up, and a gap is none to make up."""
-    free = of_both(0, "decode", seqs=20, load=promised(0.01))
-    at_once = placed([], [free], num_tokens=800, tpot_ms=10.0).predicted_ttft_s
-    step = GPU.decode_step_s(20, 40_000)
-    assert at_once == pytest.approx(GPU.prefill_s(800, 0, 2048, decodes=20, context=40_000) + step / 2, rel=0.05)
-    gap = of_both(0, "decode", seqs=20, load=promised(0.01, max_step_s=0.025 / 3))
-    assert placed([], [gap], num_tokens=800, tpot_ms=10.0).predicted_ttft_s > 1.2 * at_once
-    behind = of_both(0, "decode", seqs=20, queued=100, load=promised(0.01))
-    assert placed([], [behind], num_tokens=800, tpot_ms=10.0).predicted_ttft_s > 1.2 * at_once
-
-
-def test_a_prefill_worker_keeps_nobody_while_decode_workers_have_room_and_its_part_when_they_have_none() -> None:
-    """Where many stay on the prefill worker already, one more costs its prompts little: but all together, all that they lose."""
-
-    # Reading the weights hides fewer rows than it takes time: many short steps are slower than few long ones.
-    curve = dataclasses.replace(GPU, knee=100)
-
-    def fleet(kept: int, decoding: int) -> list[Candidate]:
-        load = promised(0.01) if kept else {"prompt_tokens_per_s": 20_000.0}
-        prefill = of_both(0, "prefill", seqs=kept, queued=2000, load=load, curve=curve)
-        return [prefill, of_both(1, "decode", seqs=decoding, queued=8000, load=promised(0.01), curve=curve)]
-
-    targets = {"ttft_ms": 500.0, "tpot_ms": 10.0}
-    # About 80 sequences of 2000 tokens take 9.5 ms a step.
-    for kept, decoding in ((0, 20), (10, 20), (25, 20)):
-        workers = fleet(kept, decoding)
-        chosen = placed(workers, workers, **targets)
-        assert (chosen.prefill and chosen.prefill.worker_id, chosen.decode.worker_id) == ("w0", "w1")
-    for kept, decoding in ((1, 76), (30, 60), (30, 79)):
-        workers = fleet(kept, decoding)
-        assert placed(workers, workers, **targets).decode.worker_id == "w0"
 
 
 def test_a_measured_hand_over_is_believed() -> None:

@@ -1,11 +1,10 @@
 """Predicts what would become of a request on each worker, and what everybody else there would lose by it: from the workers' cost curves, in
 seconds. Any worker may compute a prompt between the tokens of those that decode there, and keep the sequence.
 
-    TTFT      half a step, if it decodes  +  the prompts queued there  +  the uncached part of this one. A worker that decodes computes
-              prompts in chunks that fit into the longest step that those who decode are promised; the first one after a while without
-              prompts is as long as what they make up for (twostep/engine/step_bound.py)
-    TPOT      a decode step with one sequence more, stretched by the prompts that pass there, to the longest that is promised; the second
-              token's wait (hand-over and half a step) is spread over the answer
+    TTFT      half a decode step, if it decodes  +  the prompts queued there  +  the uncached part of this one. A worker that decodes
+              computes prompts in chunks that fit into the longest step that those who decode are promised
+    TPOT      a decode step with one sequence more, stretched by the prompts that pass there; the second token's wait (hand-over and half a
+              step) is spread over the answer
     gap       the longest of: a step with a chunk where prompts pass, the wait for the second token
     hand-over bytes of the tokens that the worker has not  /  the transport's rate; as lately measured there, where it was
 
@@ -13,9 +12,9 @@ seconds. Any worker may compute a prompt between the tokens of those that decode
             + answer * others * (longer step)           what one sequence more costs those that decode there
             + others * stall                            what the prompt's chunks add to the steps of those that decode where it is computed
             + share of the prompt's own computing       those who come behind wait for it, and a cached prefix spares them
-            + opening                                   what prompts lose that pass a prefill worker while anybody decodes there
+            + slower prompts                            what prompts lose that pass where it stays: a worker that decodes cuts them smaller
 
-Within what was promised, seconds count for little: for a time per token by its target, for a stall by what those it holds up are promised.
+Within what was promised, seconds count for little: for a time per token by its target, for a stall by the bound of the worker's steps.
 
 The first token is sampled where the prompt is computed, so the hand-over delays the second token and never the first.
 
@@ -29,13 +28,13 @@ load is worth what has happened since. tests/router/placement_simulation.py show
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord, MeasuredHandOver, WorkerRecord
 from twostep.request_class import RequestClass
-from twostep.step_curve import MADE_UP_WITHIN, PACE_SHARE, StepCurve, chunk_pairs, promised_step_s
+from twostep.step_curve import GAP_SHARE, StepCurve, StepWorkload
 
 # Of a worker that has not measured itself. Only proportions matter then: moving a token's KV takes a fraction of computing it, and a
 # sequence more slows the others, over an answer, by about as much as 64 tokens of prefill.
@@ -47,6 +46,9 @@ ANSWER_TOKENS = 128
 _CONGESTION = 0.5
 # What a second counts that somebody loses within what was promised.
 _SLACK_SHARE = 0.05
+# Of a promised TPOT, how long steps with prompts are taken to be beside the request: less than engines allow (PACE_SHARE), since some
+# of them last longer than foretold.
+_TPOT_SHARE = 0.9
 # Prompts take no larger part of the time than that of a worker that decodes, or nobody would be served there.
 _MOST_PROMPTS = 0.9
 # A batch request's own time counts for little beside what it costs others.
@@ -101,9 +103,8 @@ class Candidate:
     # And how many it has sent it lately, computed or not, the longer ago the less: about as many as records do not tell of yet. Batch
     # requests' are none of them.
     recent_tokens: float = 0.0
-    # Attempts of this router that are there now, and those among them whose first token has not come: they do not decode yet.
+    # Attempts of this router that are there now.
     num_attempts: int = 0
-    num_coming: int = 0
     # It refused this request in this round, or lost an earlier attempt of it.
     excluded: bool = False
     # It computes no prompt for this request in this round: it has refused to, or has enough of this router's. It may still take KV.
@@ -192,9 +193,6 @@ class Decoding:
     prompt_penalty: float
     others_s: float  # what everybody there loses if it decodes the answer
     penalty: float
-    opening_s: float  # of a prefill worker: what its prompts lose while somebody decodes there
-    most_seqs: float  # that may decode there within what was promised
-    busy_seqs: float  # that would decode there if prompts filled every step to its bound
     host_copy_s: float
     missing_bytes: float
 
@@ -265,9 +263,9 @@ def load_now(own_now: float, mean_total: float, share: float) -> float:
     return own_now + (1.0 - share) * max(mean_total, own_now / share)
 
 
-def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass, chunk: float) -> float:
-    """Returns the prompt tokens to be computed there, in steps of `chunk`. Queues are over before a record shows them: where this router
-    has sent more lately than elsewhere, the others have too."""
+def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_class: RequestClass) -> float:
+    """Returns the prompt tokens to be computed there. Queues are over before a record shows them: where this router has sent more lately
+    than elsewhere, the others have too."""
     own, total, running = candidate.queued_tokens, mean.queued_tokens, 0.0
     batch = load_now(candidate.batch_tokens, mean.batch_tokens, share.tokens)
     if batch and request_class is not RequestClass.BATCH:
@@ -275,8 +273,7 @@ def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_clas
         own, total = own - candidate.batch_tokens, max(0.0, total - mean.batch_tokens)
         running = min(batch, candidate.record.step_tokens) / 2
     if share.tokens == 1.0:
-        # Of the step under way, half is over.
-        return own - min(own, chunk) / 2 + running
+        return own + running
     queued = load_now(own, total, share.tokens) + running
     more = candidate.recent_tokens - share.recent_tokens
     return queued + _GROWTH * more * (1.0 / share.tokens - 1.0) if more > 0.0 else queued
@@ -286,7 +283,7 @@ def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_clas
 
 
 def prompt_s(
-    curve: StepCurve, num_tokens: float, pairs: float, room: float, *, decodes: float = 0.0, context: float = 0.0
+    curve: StepCurve, num_tokens: float, pairs: float, room: int, *, decodes: float = 0.0, context: float = 0.0
 ) -> tuple[float, float]:
     """Seconds that `num_tokens` of prompts with `pairs` query-key pairs take in steps of `room` tokens among `decodes` that go on, and how
     many of these seconds the steps would not have taken without them. `StepCurve.prefill_s` in closed form."""
@@ -341,20 +338,6 @@ def _miss(predicted_s: float, target_ms: float | None) -> float:
     return _MISS_COST * min(_MAX_MISS, predicted_s * 1e3 / target_ms - 1.0) if target_ms > 0 else _MISS_COST * _MAX_MISS
 
 
-def charge_openings(workers: Collection[Decoding]) -> None:
-    """Makes prefill workers dearer to those who would stay where their prompts are computed.
-
-    A worker of which nobody needs tokens computes prompts in steps as long as it likes. Who stays there takes that from it for as long as
-    somebody does, unless others stay there anyway: because decode workers have no room for all within what was promised. How many there
-    would be if prompts filled every step to its bound is what counts, and three standard deviations more: room that is there only between
-    prompts is none, and to find that out with full decode workers is worse than to spread."""
-    seqs = 1.0 + sum(each.busy_seqs for each in workers)
-    room = sum(each.most_seqs for each in workers if each.candidate.record.role == "decode")
-    for each in workers:
-        if each.opening_s and (seqs + 3.0 * math.sqrt(seqs) <= room or not each.seqs):
-            each.others_s += each.opening_s
-
-
 # ---- the parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -368,7 +351,8 @@ class Predictor:
         self._answer = max(0, min(demand.max_new_tokens, ANSWER_TOKENS) - 1)  # tokens after the first
         self._own = _OWN_WEIGHT[demand.request_class]
         # Of steps with prompts beside its tokens, by what it is promised; infinity: the worker's own bound holds.
-        self._own_bound_s = promised_step_s((demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3)
+        tpot_s, gap_s = (demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3
+        self._own_bound_s = min(_TPOT_SHARE * tpot_s or math.inf, GAP_SHARE * gap_s or math.inf)
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
         """Describes what a worker is at, and would be with this request."""
@@ -386,73 +370,53 @@ class Predictor:
         rows = seqs + 1.0 - knee if seqs + 1.0 > knee else 0.0
         longer = fixed + per_row * rows + per_sequence * (seqs + 1.0) + per_context * (context + own_context)
 
-        # Prompts there now, those that wait and this one, beside those that decode already: the others wait for theirs.
-        coming = candidate.num_coming and candidate.num_coming / max(candidate.num_coming, candidate.num_attempts)
-        begun = seqs * (1.0 - coming)
-        read = context * begun / seqs if seqs else 0.0
-        bound = load.max_step_s if begun else 0.0
-        room = self._room(curve, record, bound, begun, read)
-        queued = queued_now(candidate, mean, share, demand.request_class, min(room, demand.num_tokens))
-        waiting, stall = step / 2 if begun else 0.0, 0.0
+        # Prompts there: those that wait, and this one.
+        bound = load.max_step_s if seqs else 0.0
+        fits = curve.chunk_within(bound, decodes=seqs, context=context, before=demand.num_tokens / 2) if bound else math.inf
+        room = max(1, record.step_tokens - int(seqs))
+        room = min(room, int(max(_LEAST_CHUNK, min(fits, room))))
+        queued = queued_now(candidate, mean, share, demand.request_class)
+        waiting = stall = 0.0
         if queued:
             # They are taken for ones like this.
-            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=begun, context=read)
+            waiting, stall = prompt_s(curve, queued, queued * demand.num_tokens / 2, room, decodes=seqs, context=context)
         # The last token is always computed: its logits are what the first new token is sampled from.
         cached = min(candidate.cached_tokens, demand.num_tokens - 1)
-        uncached, done, computing, own_stall = float(demand.num_tokens - cached), float(cached), 0.0, 0.0
-        if bound and not queued and step < PACE_SHARE * load.tpot_s <= bound:
-            # Nobody has used what those who decode make up for (twostep/engine/step_bound.py): the first step may be longer.
-            first = min(uncached, self._room(curve, record, bound + MADE_UP_WITHIN * (bound - step), begun, read))
-            computing, own_stall = prompt_s(curve, first, chunk_pairs(first, done), first, decodes=begun, context=read)
-            uncached, done = uncached - first, done + first
-        rest, rest_stall = prompt_s(curve, uncached, chunk_pairs(uncached, done), room, decodes=begun, context=read)
-        computing, own_stall = computing + rest, own_stall + rest_stall
-        prompt_penalty = 0.0
-        if bound and load.tpot_s:
-            # Within what they were promised they lose nothing. But they stay for longer, and take their part of later steps.
-            held_up = _CONGESTION * (1.0 - fixed / step)
-            if room <= _LEAST_CHUNK:
-                least, _ = prompt_s(curve, room, room * demand.num_tokens / 2, room, decodes=begun, context=read)
-                prompt_penalty = _miss(least, load.tpot_s * 1e3)
-        else:
-            # A decode worker that is idle does not stay so: others come while a long prompt is computed.
-            held_up = (_SLACK_SHARE if bound else 1.0) * (max(1.0, seqs) if record.role == "decode" else seqs)
-        prompt_others = held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
+        pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
+        computing, own_stall = prompt_s(curve, demand.num_tokens - cached, pairs, room, decodes=seqs, context=context)
+        # A decode worker that is idle does not stay so: others come while a long prompt is computed.
+        held_up = max(1.0, seqs) if record.role == "decode" else seqs
+        charge, prompt_penalty = (_SLACK_SHARE, 0.0) if bound else (1.0, 0.0)
+        if fits < _LEAST_CHUNK:
+            least = StepWorkload(prompt_tokens=_LEAST_CHUNK, decodes=int(seqs), context=int(context))
+            charge, prompt_penalty = 1.0, _miss(curve.step_s(least), bound * 1e3)
+        prompt_others = charge * held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
 
         # Its tokens, among the prompts that pass.
         rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
-        own_bound = record.max_step_s if self._own_bound_s == math.inf else self._own_bound_s
-        bound = min((each for each in (load.max_step_s if seqs else 0.0, own_bound) if each), default=0.0)
-        tpot, gap, opening = longer, longer, 0.0
+        tpot, gap, slower = longer, longer, 0.0
         if answer and record.takes_over and (rate or queued):
-            after, read = seqs + 1.0, context + own_context
-            room = self._room(curve, record, bound, after, read)
-            chunk = min(room, demand.num_tokens)
-            mixed, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, chunk, decodes=after, context=read)
-            gap = max(longer, mixed)
+            own = record.max_step_s if self._own_bound_s == math.inf else self._own_bound_s
+            bounds = [each for each in (bound, own) if each]
+            most = max(1.0, record.step_tokens - seqs - 1.0)
+            chunk = min(most, demand.num_tokens)
+            if bounds:
+                fits = curve.chunk_within(min(bounds), decodes=seqs + 1.0, context=context + own_context, before=demand.num_tokens / 2)
+                chunk = min(chunk, max(_LEAST_CHUNK, fits))
+            beside, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, int(chunk) + 1, decodes=seqs + 1.0, context=context)
+            gap = max(longer, beside)
             # For as long as it lasts, or what waits there now, if that is more.
             tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
-            if chunk < room:
-                mixed, _ = prompt_s(curve, room, room * demand.num_tokens / 2, room, decodes=after, context=read)
-            if bound:
-                # No step takes longer, however many prompts there are.
-                tpot = min(tpot, max(longer, mixed))
             if record.role == "prefill":
-                # Beside tokens prompts are cut smaller; alone they fill the budget.
-                most = record.step_tokens
-                alone, _ = prompt_s(curve, most, most * demand.num_tokens / 2, most)
-                opening = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, mixed / room - alone / most)
+                # Beside tokens prompts are cut smaller, for as long as anybody decodes; alone they fill the budget. All that decode there
+                # share that: if one goes elsewhere nothing is gained, if all do it is all of it.
+                lost = beside / chunk - prompt_s(curve, most, most * demand.num_tokens / 2, int(most))[0] / most
+                slower = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost) / (seqs + 1.0)
         later, others_penalty = answer * seqs * (longer - step), 0.0
         if load.tpot_s and seqs:
             others_penalty = _miss(tpot, load.tpot_s * 1e3)
             later *= 1.0 if others_penalty else _SLACK_SHARE
 
-        most_seqs = float(record.max_num_seqs)
-        if bound:
-            each = per_sequence + per_context * (context + own_context) / (seqs + 1.0)
-            left = bound - fixed if bound - fixed <= each * knee else bound - fixed + per_row * knee
-            each += per_row if left > bound - fixed else 0.0
-            most_seqs = min(most_seqs, max(0.0, left) / each) if each else most_seqs
         # New tokens get their blocks as they come; those in host memory need one each.
         new = demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1
         full = max(seqs, load.num_seqs) >= record.max_num_seqs
@@ -469,22 +433,11 @@ class Predictor:
             computing_s=computing,
             prompt_others_s=prompt_others,
             prompt_penalty=prompt_penalty,
-            others_s=later,
-            opening_s=opening,
-            most_seqs=most_seqs,
-            busy_seqs=seqs * max(1.0, bound / tpot) if bound else seqs,
+            others_s=later + slower,
             penalty=(FULL_COST if full else 0.0) + others_penalty,
             host_copy_s=_host_copy_s(candidate),
             missing_bytes=max(0, demand.num_tokens - candidate.cached_tokens) * token_bytes(record.layout),
         )
-
-    def _room(self, curve: StepCurve, record: WorkerRecord, bound_s: float, decodes: float, context: float) -> float:
-        """Returns how many tokens of prompts like this a step takes beside so many decodes. 0 seconds: it may take any time."""
-        most = max(1.0, record.step_tokens - decodes)
-        if not bound_s:
-            return most
-        fits = curve.chunk_within(bound_s, decodes=decodes, context=context, before=self._demand.num_tokens / 2)
-        return min(most, max(_LEAST_CHUNK, fits))
 
     def prefill(self, at: Decoding) -> Prediction:
         """It computes the prompt, and hands it over."""
@@ -540,7 +493,7 @@ class Predictor:
         return computing + _host_copy_s(candidate)
 
     def _ttft(self, at: Decoding) -> float:
-        return at.waiting_s + at.computing_s + at.host_copy_s
+        return at.step_s / 2 + at.waiting_s + at.computing_s + at.host_copy_s
 
     def _answer_cost(self, tpot_s: float) -> float:
         """Seconds of its own tokens, of which those within its target count for little."""

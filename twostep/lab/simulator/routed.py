@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 # The one way out of `twostep` to the router (pyproject.toml names it): what is simulated is the decision that is made.
-from router.placing.placement import NoPlacement, Placement, place
+from router.placing.placement import Placement, place
 from twostep.cluster.prediction import RECENT_S, Candidate, PlacementRequest, Snapshot
 from twostep.cluster.records import HEARTBEAT_S, LayoutRecord, MeasuredHandOver, WorkerLoad, WorkerRecord
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.simulator.cluster import HandOverCost, PlacementChoice, SimulatedRequest, SimulatedWorker
-
-Decide = Callable[[Snapshot, PlacementRequest], Placement | NoPlacement]
 
 _MAX_MODEL_LEN = 1 << 20
 # By which KV travels on one host of GPUs.
@@ -62,11 +60,10 @@ class RoutedPlacement:
         targets: LatencyTargets,
         hand_over: HandOverCost,
         *,
-        decide: Decide = place,
         refusing: bool = False,
         both_roles: bool = True,
     ) -> None:
-        self._targets, self._hand_over, self._decide, self._refusing, self._both_roles = targets, hand_over, decide, refusing, both_roles
+        self._targets, self._hand_over, self._refusing, self._both_roles = targets, hand_over, refusing, both_roles
         self._known: dict[SimulatedWorker, _Known] = {}
         self._num_placed = 0
 
@@ -87,7 +84,7 @@ class RoutedPlacement:
         for worker in (*prefill, *decode):
             if worker not in seen:
                 seen[worker] = self._candidate(worker, request, now)
-        placed = self._decide(
+        placed = place(
             Snapshot(
                 prefill=[seen[worker] for worker in prefill],
                 decode=[seen[w] if is_open else replace(seen[w], excluded=True) for w, is_open in zip(decode, open_, strict=True)],
@@ -143,7 +140,6 @@ class RoutedPlacement:
             queued_tokens=worker.queued_tokens,
             recent_tokens=known.recent(now),
             num_attempts=worker.num_attempts,
-            num_coming=max(0, worker.num_attempts - engine.num_decoding),
         )
 
     def _record(self, worker: SimulatedWorker) -> WorkerRecord:
