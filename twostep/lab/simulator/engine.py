@@ -60,11 +60,6 @@ class EngineSpec:
         return self.curve if self.mixed is None else self.mixed
 
     @property
-    def usual_step_s(self) -> float:
-        """How long steps with prompts may take beside others' tokens, on the whole; 0: any time."""
-        return promised_step_s(self.tpot_s, self.gap_s) if self.tpot_s or self.gap_s else self.max_step_s
-
-    @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
@@ -253,6 +248,14 @@ class SimulatedEngine:
         if not self.spec.look_ahead or len(self._launched) != 1:
             return None
         return self._launched[0].end_s - min(self.spec.ahead_s, self._launched[0].duration_s)
+
+    @property
+    def usual_step_s(self) -> float:
+        """How long steps with prompts may take on the whole, as a worker tells it; 0: any time."""
+        spec = self.spec
+        if self._decoding or self._stalled:
+            return promised_step_s(spec.tpot_s, spec.gap_s) if spec.tpot_s or spec.gap_s else spec.max_step_s
+        return promised_step_s(0.0, spec.gap_s) if spec.gap_s and self.num_reserved else 0.0
 
     def time_limit(self, now: float) -> StepTimeLimit | None:
         """Of the next step, if it computes prompts."""
