@@ -289,6 +289,8 @@ class SimulatedEngine:
         step = self._launched.popleft()
         for sequence in step.ended:
             self.num_running -= 1
+            if sequence in self._yielding:
+                self._yielding.remove(sequence)
             if sequence.hold:
                 self._forget(sequence)
             else:
@@ -494,7 +496,9 @@ class SimulatedEngine:
                 self._stalled.append(sequence)
 
     def _last_after(self, sequence: SimulatedSequence) -> SimulatedSequence | None:
-        later = [s for s in (*self._decoding, *self._stalled, *self._prompts) if s.arrival > sequence.arrival and not s.hold]
+        # Of one that ends in a launched step the engine does not know it yet; nothing is lost by its giving way.
+        ending = [s for step in self._launched for s in step.ended if s not in self._yielding]
+        later = [s for s in (*self._decoding, *self._stalled, *self._prompts, *ending) if s.arrival > sequence.arrival and not s.hold]
         return max(later, key=lambda s: s.arrival, default=None)
 
     def _give_way(self, sequence: SimulatedSequence) -> int:
@@ -503,7 +507,7 @@ class SimulatedEngine:
             self._leave(sequence)
         elif sequence in self._stalled:
             self._stalled.remove(sequence)
-        else:
+        elif sequence in self._prompts:
             self._unqueue(sequence)
         if self._in_flight(sequence):
             self._yielding.append(sequence)
