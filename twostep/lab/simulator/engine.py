@@ -60,11 +60,6 @@ class EngineSpec:
         return self.curve if self.mixed is None else self.mixed
 
     @property
-    def usual_step_s(self) -> float:
-        """How long steps with prompts may take beside others' tokens, on the whole; 0: any time."""
-        return promised_step_s(self.tpot_s, self.gap_s) if self.tpot_s or self.gap_s else self.max_step_s
-
-    @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
@@ -254,6 +249,14 @@ class SimulatedEngine:
             return None
         return self._launched[0].end_s - min(self.spec.ahead_s, self._launched[0].duration_s)
 
+    @property
+    def usual_step_s(self) -> float:
+        """How long steps with prompts may take on the whole, as a worker tells it; 0: any time."""
+        spec = self.spec
+        if self._decoding or self._stalled:
+            return promised_step_s(spec.tpot_s, spec.gap_s) if spec.tpot_s or spec.gap_s else spec.max_step_s
+        return promised_step_s(0.0, spec.gap_s) if spec.gap_s and self.num_reserved else 0.0
+
     def time_limit(self, now: float) -> StepTimeLimit | None:
         """Of the next step, if it computes prompts."""
         spec, number = self.spec, self._next_step
@@ -286,6 +289,8 @@ class SimulatedEngine:
         step = self._launched.popleft()
         for sequence in step.ended:
             self.num_running -= 1
+            if sequence in self._yielding:
+                self._yielding.remove(sequence)
             if sequence.hold:
                 self._forget(sequence)
             else:
@@ -491,7 +496,9 @@ class SimulatedEngine:
                 self._stalled.append(sequence)
 
     def _last_after(self, sequence: SimulatedSequence) -> SimulatedSequence | None:
-        later = [s for s in (*self._decoding, *self._stalled, *self._prompts) if s.arrival > sequence.arrival and not s.hold]
+        # Of one that ends in a launched step the engine does not know it yet; nothing is lost by its giving way.
+        ending = [s for step in self._launched for s in step.ended if s not in self._yielding]
+        later = [s for s in (*self._decoding, *self._stalled, *self._prompts, *ending) if s.arrival > sequence.arrival and not s.hold]
         return max(later, key=lambda s: s.arrival, default=None)
 
     def _give_way(self, sequence: SimulatedSequence) -> int:
@@ -500,7 +507,7 @@ class SimulatedEngine:
             self._leave(sequence)
         elif sequence in self._stalled:
             self._stalled.remove(sequence)
-        else:
+        elif sequence in self._prompts:
             self._unqueue(sequence)
         if self._in_flight(sequence):
             self._yielding.append(sequence)

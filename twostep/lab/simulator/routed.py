@@ -122,7 +122,7 @@ class RoutedPlacement:
             num_free_blocks=engine.free_blocks,
             num_queued_tokens=engine.uncomputed_tokens,
             num_context_tokens=engine.context,
-            max_step_s=engine.spec.usual_step_s if engine.num_decoding else 0.0,
+            max_step_s=engine.usual_step_s,
             num_handing_over=engine.num_handing_over,
             prompt_tokens_per_s=known.prompt_tokens_per_s(engine.num_prompt_tokens, now),
             tpot_s=(self._targets.tpot_ms or 0.0) / 1e3 if engine.num_decoding else 0.0,
