@@ -49,6 +49,8 @@ def run_worker(role: str, argv: Sequence[str] | None, load_edge: Callable[[], Ca
     except KeyboardInterrupt:
         # While loading, before there was anything to drain.
         return 130
+    finally:
+        gc.enable()
 
 
 def _apart(config: WorkerConfig) -> bool:
