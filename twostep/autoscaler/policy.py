@@ -406,6 +406,8 @@ def _reason(observation: Observation, seen: Memory, forecast: Forecast, aim: Goa
         parts.append(f"{aim.ahead['prefill']} + {aim.ahead['decode']} ahead")
     if aim.total > sum(aim.ahead.values()):
         parts.append(f"{aim.total} with reserve")
+    if forecast.promised and seen.missed is not None:
+        parts.append(f"{seen.missed:.1%} missed of late")
     if beside := sum(w.owner is None and w.serves for w in observation.workers):
         parts.append(f"beside {beside} that no Deployment scales")
     slow = [f"{role} x{seen.corrections[role].factor:.2f}" for role in ROLES if seen.corrections[role].factor > 1.01]

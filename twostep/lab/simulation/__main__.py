@@ -83,7 +83,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--decision-log", type=Path, metavar="FILE", help="write down what the joint policy sees and decides, of the first seed"
     )
-    parser.add_argument("--preset", default="h200-llama-3.1-8b")
+    parser.add_argument("--preset", default="h200-llama-3.1-8b-graphs")
     parser.add_argument("--fixed-roles", action="store_true", help="workers do nothing but their role's work")
     parser.add_argument("--refuse-none", action="store_true", help="routers refuse nobody for its targets, as if requests named none")
     parser.add_argument("--ttft-ms", type=float, default=500.0)
