@@ -358,7 +358,7 @@ def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: st
     clock = Clock()
     run = Run(make_engine(clock=clock, max_num_batched_tokens=100, max_step_s=2e-3 if how == "max_step_s" else 5e-3, min_chunk_tokens=2))
     # The last token of two leaves nothing to make up: the pace alone counts.
-    promised = {"tpot_s": {"tpot_s": 2e-3 / 0.95}, "gap_s": {"gap_s": 6e-3 + 1e-9}}.get(how, {})
+    promised = {"tpot_s": {"tpot_s": 2e-3 / 0.95}, "gap_s": {"gap_s": 2e-3 / 0.6 + 1e-9}}.get(how, {})
     run.submit(request("d", STANDARD, 5, max_tokens=2 if how == "tpot_s" else 40, **promised))
     run.submit(request("e", STANDARD, 5, max_tokens=40, tpot_s=1.0) if how != "max_step_s" else request("e", STANDARD, 5, max_tokens=40))
     run.step()
@@ -368,6 +368,8 @@ def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: st
     run.submit(request("p", STANDARD, 30))
     if how == "tpot_s":
         assert chunks(run, clock) == [8, 22], "d has ended, and e has time"
+    elif how == "gap_s":
+        assert chunks(run, clock) == [2, 8, 8, 8, 4], "the first one's first step leaves room for the least chunk"
     else:
         assert chunks(run, clock) == [8, 8, 8, 6], "1 ms and ten rows of which two are decodes"
     run.engine.cancel("r")
