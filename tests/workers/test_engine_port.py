@@ -217,7 +217,7 @@ async def test_no_output_after_a_cancel(started: Started) -> None:
 
 
 async def test_what_cannot_be_taken_is_refused(started: Started) -> None:
-    async with started(fake_step_ms=100.0) as edge:
+    async with started(fake_step_ms=1000.0) as edge:
         await edge.port.submit(request(max_tokens=100))
         refused: list[tuple[Callable[[EngineRequest], Awaitable[Any]], EngineRequest, type[Exception]]] = [
             (edge.port.submit, request(), InvalidRequest),
