@@ -1,8 +1,8 @@
 """A linear layer's input, rounded as the checkpoint's format asks: what a product of quantized numbers would see of it.
 
 In torch, and the same on every device: the oracle of kernels that multiply the quantized numbers themselves. It looks at no value, so that
-a step can be captured. Scales are as vLLM computes them, in float32. compressed-tensors differs in one: its symmetric int8 takes the largest
-number for 127.5, which then rounds either way by the last bit of whatever computed it; here it is 127.
+a step can be captured. Scales are as vLLM computes them, in float32. compressed-tensors differs in one: it takes the largest number of
+symmetric int8 for 127.5, which then rounds either way by the last bit of whatever computed it; here it is 127.
 """
 
 from __future__ import annotations

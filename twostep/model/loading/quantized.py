@@ -46,8 +46,9 @@ class QuantizedWeight:
         assert place.format is not None
         self._place = place
         self._format = place.format
-        self._stored = stored
         self._parts = {part.role: part for part in place.format.parts if part.role in stored}
+        # Sides of 1 that the file leaves out are there again.
+        self._stored = {role: replace(stored[role], shape=_lying(part, part.shape(*place.shape))) for role, part in self._parts.items()}
         self._buffers: dict[Role, torch.Tensor] = {}
 
     @property
@@ -61,10 +62,9 @@ class QuantizedWeight:
         work = []
         for role, part in self._parts.items():
             start, size = (_lying(part, pair) for pair in self._region(part))
-            shape = _lying(part, part.shape(*self._place.shape))
-            stored = replace(self._stored[role], shape=shape)
+            stored = self._stored[role]
             buffer = torch.empty(size, dtype=stored.dtype, device=self._place.tensor.device)
-            work.append((stored, Place(buffer, shape, start)))
+            work.append((stored, Place(buffer, stored.shape, start)))
             self._buffers[role] = buffer.t() if part.turned else buffer
         return work
 
