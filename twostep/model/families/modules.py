@@ -92,7 +92,7 @@ class LinearLayer:
     def place(self, places: Places, *layers: tuple[str, int, Cut]) -> None:
         """Registers the checkpoint's layers (name, rows, cut) that this one consists of, in order."""
         assert self.weight is not None
-        start = 0
+        start, self._inputs = 0, []
         for name, rows, cut in layers:
             part = slice(start, start + rows)
             format = None if self._quantization is None else self._quantization.format_of(name)

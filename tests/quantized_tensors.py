@@ -3,12 +3,16 @@ definitions are those of AutoAWQ (gemm), AutoGPTQ, compressed-tensors, and of FP
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file, save_file
 
 Array = npt.NDArray[np.float32]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns is the i-th of a word
@@ -191,6 +195,18 @@ def config_of(kind: Kind) -> dict[str, object]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}},
         "ignore": ["lm_head"],
     }
+
+
+def quantize_directory(source: Path, target: Path, kind: Kind) -> None:
+    """Copies a model directory, with all layers but the output layer quantized."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        made = quantize(kind, tensors.pop(name).float().numpy(), scale_dtype=torch.float32)
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in made.tensors.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(kind)}))
 
 
 KINDS = {
