@@ -9,7 +9,7 @@ By hand, in an environment of its own: it needs older transformers than the proj
 Without MODEL_DIR: a random llama with biases, whose widths (192, 320) are no multiples of 128. For each format it says
 
 - whether all weights are the library's, bit by bit, and the largest difference of any product of the same input (a share of the largest)
-- how far the library's own logits move if its embedding moves by 1e-7: rounding turns the smallest difference into a step, so that the
+- how far the library's own logits move if its norms' weights move by 1e-7: rounding turns the smallest difference into a step, so that the
   logits of whole models cannot be nearer than that
 - how far our logits are from the library's
 """
@@ -151,8 +151,10 @@ def compare(directory: Path) -> str:
     exact = torch.equal(kept[: sum(map(len, wanted))], torch.cat(wanted))
     mine = logits_of(directory, tokens[0].tolist())
     apart = float((mine - logits).abs().max() / logits.abs().max())
-    embedding = theirs.get_input_embeddings().weight
-    embedding.mul_(1 + 1e-7 * torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0)))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
     moved = float((theirs(tokens).logits[0] - logits).abs().max() / logits.abs().max())
     return f"weights equal: {exact}; products {worst:.1e}; logits {apart:.1e}, the library's own move by {moved:.1e}"
 

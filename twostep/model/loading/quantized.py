@@ -65,7 +65,7 @@ class QuantizedWeight:
             stored = self._stored[role]
             buffer = torch.empty(size, dtype=stored.dtype, device=self._place.tensor.device)
             work.append((stored, Place(buffer, stored.shape, start)))
-            self._buffers[role] = buffer.t() if part.turned else buffer
+            self._buffers[role] = buffer
         return work
 
     def unpack(self) -> None:
@@ -74,6 +74,10 @@ class QuantizedWeight:
         if not self._buffers:
             return
         place, out = self._place, self._place.tensor
+        for role, part in self._parts.items():
+            if part.turned:
+                # Still packed: to go through it in order is worth a copy.
+                self._buffers[role] = self._buffers[role].t().contiguous()
         self._check_shape()
         scales = self._buffers[Role.SCALE].float()
         if not bool((scales.isfinite() & (scales != 0)).all()):
