@@ -87,16 +87,16 @@ class QuantizedWeight:
         at_once = max(1, _ELEMENTS_AT_ONCE // out.shape[1])
         finite = torch.ones((), dtype=torch.bool, device=out.device)
         for start in range(0, len(out), at_once):
-            part = out[start : start + at_once]
+            chunk = out[start : start + at_once]
             begin = first + start
-            at = torch.arange(begin, begin + len(part), device=out.device)
+            at = torch.arange(begin, begin + len(chunk), device=out.device)
             rows = at // unit - first // unit if unit else torch.zeros_like(at)
-            numbers = self._numbers(begin, len(part))
-            zeros = self._zeros(begin, len(part), rows)
+            numbers = self._numbers(begin, len(chunk))
+            zeros = self._zeros(begin, len(chunk), rows)
             if zeros is not None:
                 numbers.sub_(_spread(zeros, None, columns))
-            part.copy_(numbers.mul_(_spread(scales, rows, columns)))
-            finite &= part.isfinite().all()
+            chunk.copy_(numbers.mul_(_spread(scales, rows, columns)))
+            finite &= chunk.isfinite().all()
         if not bool(finite):
             raise self._wrong(Role.WEIGHT, f"has weights that are infinite or no numbers in {str(out.dtype).removeprefix('torch.')}")
         self._buffers.clear()
