@@ -96,6 +96,35 @@ def test_models(server: tuple[ScriptedInference, str]) -> None:
     assert json.loads(run("models", "--json", "--target", server[1]).stdout)[0]["name"] == "scripted"
 
 
+def test_models_of_a_directory(tmp_path: Path) -> None:
+    """In the files' own words; a directory that cannot be served is refused by the key, in one line."""
+    config = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run("models", str(tmp_path))
+    assert done.returncode == 1
+    assert "quantization_config.activation_scheme" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    config["quantization_config"] |= {"activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", [4, 6], 24),
+        "model.layers.0.mlp.up_proj.weight_scale": ("F32", [], 4),
+        "model.embed_tokens.weight": ("BF16", [8, 6], 96),
+    }
+    header, at = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(at))
+    found = json.loads(run("models", str(tmp_path), "--json").stdout)
+    assert (found["method"], found["unquantized"], found["num_bytes"]) == ("fp8", ["model.embed_tokens"], 124)
+    assert [(share["num_layers"], share["num_weights"], share["num_bytes"]) for share in found["formats"]] == [(1, 24, 28)]
+    assert found["loaded_bytes"] == 2 * (24 + 48)
+    assert "fp8" in run("models", str(tmp_path)).stdout
+    assert run("models", str(tmp_path / "nowhere")).returncode == 1
+
+
 def test_chat_through_a_pipe_keeps_the_history(server: tuple[ScriptedInference, str]) -> None:
     done = run("chat", "--target", server[1], "--system", "be brief", stdin="first\nsecond\n/new\nthird\n")
     assert (done.returncode, done.stdout) == (0, "one two three\n" * 3)

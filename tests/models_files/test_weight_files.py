@@ -147,11 +147,6 @@ def test_a_broken_index(sharded: Path, content: str) -> None:
     refused(sharded, "model.safetensors.index.json", "download it again")
 
 
-def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
-    save_file({"layer.weight": torch.zeros(4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    refused(tmp_path, "layer.weight", "F8_E4M3")
-
-
 def test_a_model_without_tensors(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     refused(tmp_path, "no tensors")

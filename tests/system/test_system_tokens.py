@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loads import answered
 from oracle import Oracle
+from quantized_tensors import KINDS, quantize_directory
 from running import running
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -23,4 +24,16 @@ def test_equals_the_oracle(smollm2_dir: Path, tmp_path: Path) -> None:
             answer = client.chat([{"role": "user", "content": "What is the capital of France?"}], max_tokens=8, temperature=0.0).result()
         assert "Paris" in answer.text
         assert set(answered(system, Oracle(smollm2_dir), seed=48, count=8, longest=200)) == {"ray"}
+        system.check_empty()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["packed asymmetric", "fp8 rows"])
+def test_quantized_checkpoints_equal_the_oracle(kind: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """In chunks, and with inputs rounded in each of them alone."""
+    model = tmp_path / "quantized"
+    quantize_directory(tiny_llama_dir, model, KINDS[kind])
+    extra = ("--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "48")
+    with running(model, tmp_path, extra=extra) as system:
+        assert set(answered(system, Oracle(model), seed=48, count=8, longest=200)) == {"ray"}
         system.check_empty()

@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _EXPECTED = "config.json, safetensors, tokenizer.json"
 
-_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 # What a model directory may say at most. All of it is far beyond every model there is; what is read into Python's memory takes ten
 # times as much there and more.
@@ -119,7 +119,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def read_header(path: Path) -> SafetensorsHeader:
     """Reads and checks the header of one safetensors file: it is JSON, and its tensors cover the file exactly.
 
-    Raises SetupError for a corrupt or truncated file, and for weights that are not floating point."""
+    Raises SetupError for a corrupt or truncated file."""
     try:
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -136,11 +136,6 @@ def read_header(path: Path) -> SafetensorsHeader:
     try:
         tensors: dict[str, dict[str, Any]] = json.loads(raw)
         tensors.pop("__metadata__", None)
-        for name, tensor in tensors.items():
-            if name.endswith((".weight", ".bias")) and tensor["dtype"] not in _FLOATS:
-                raise SetupError(
-                    f"{path} stores {name} as {tensor['dtype']}; supported are bfloat16, float16 and float32: use the unquantized model"
-                )
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         # Some errors hold all that was read in their representation.
@@ -156,6 +151,6 @@ def stored_dtype(model_dir: Path) -> str:
     """torch's name of the dtype of the first floating-point tensor: what a config.json without one means. Raises SetupError."""
     for path in weight_files(model_dir):
         for tensor in read_header(path).tensors.values():
-            if tensor["dtype"] in _FLOATS:
-                return _FLOATS[tensor["dtype"]]
+            if tensor.get("dtype") in FLOAT_DTYPES:
+                return FLOAT_DTYPES[tensor["dtype"]]
     raise SetupError(f"{model_dir} holds no floating-point weights; download the model again")

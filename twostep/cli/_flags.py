@@ -84,11 +84,17 @@ def parser() -> FlagParser:
     status.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks; 0: one table, and that is all")
     _connection(status, with_model=False)
 
-    models = commands.add_parser("models", help="what is served, and what can be fetched", description="Lists the models served.")
-    models.add_argument("action", nargs="?", choices=["list", "fetch"], default="list", help="fetch: download a model, print where it is")
+    models = commands.add_parser(
+        "models",
+        help="what is served, what can be fetched, and what a directory holds",
+        description="Lists the models served; or says what a model directory holds: formats of its weights, and bytes.",
+    )
+    models.add_argument(
+        "action", nargs="?", default="list", metavar="list|fetch|DIR", help="fetch: download a model, print where it is. DIR: what it holds"
+    )
     models.add_argument("name", nargs="?", default="", help="ORG/NAME of the Hugging Face hub, or a known name; if not given the default")
     models.flag("--model-revision", default="", metavar="REV", help=MODEL_REVISION)
-    models.add_argument("--json", action="store_true", help="a JSON list")
+    models.add_argument("--json", action="store_true", help="as JSON")
     _connection(models, with_model=False)
 
     role = commands.add_parser(

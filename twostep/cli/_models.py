@@ -1,4 +1,5 @@
-"""`twostep models`: what is served; `twostep models fetch`: a model of the hub, or a known one, into its cache."""
+"""`twostep models`: what is served; `twostep models fetch`: a model of the hub, or a known one, into its cache; `twostep models DIR`: what
+a model directory holds."""
 
 from __future__ import annotations
 
@@ -8,15 +9,20 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 
+from twostep.checkpoint.description import describe
 from twostep.checkpoint.model_name import is_repository
 from twostep.cli._connect import client_of
 from twostep.cli._extras import require_worker_extra
+from twostep.errors import SetupError
 
 
 def run(args: argparse.Namespace) -> int:
     if args.action == "fetch":
         return _fetch(args.name, args.model_revision)
+    if args.action != "list":
+        return _describe(args.action, as_json=args.json)
     with client_of(args) as client:
         models = client.models()
     if args.json:
@@ -30,6 +36,28 @@ def run(args: argparse.Namespace) -> int:
     for model in models:
         print(f"{model.name:<{width}}  {model.max_model_len:>7}  {model.prefill_workers:>7}  {model.decode_workers:>6}")
     return 0
+
+
+def _describe(directory: str, *, as_json: bool) -> int:
+    if not Path(directory).is_dir():
+        raise SetupError(f"{directory} is no directory; give a Hugging Face model directory, list or fetch")
+    found = describe(Path(directory))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found)))
+        return 0
+    print(f"{found.architecture}, {found.num_weights / 1e6:,.1f} M weights, {found.dtype}, {found.method or 'not quantized'}")
+    for share in found.formats:
+        print(f"{share.num_layers:>6} layers  {_megabytes(share.num_bytes)}  {share.format}")
+    if found.formats:
+        print(f"   unquantized  {', '.join(found.unquantized)}")
+    print(f"      in files  {_megabytes(found.num_bytes)}")
+    unpacked = ", unpacked" if found.formats else ""
+    print(f"        served  {_megabytes(found.loaded_bytes)}  in {found.dtype}{unpacked}; KV comes to it (twostep plan)")
+    return 0
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:>10,.1f} MB"
 
 
 def _fetch(name: str, revision: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twostep.checkpoint.directory import read_header, read_json, weight_files
+from twostep.checkpoint.quantization import QUANTIZATION_KEYS
 from twostep.errors import InvalidRequest, SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -91,7 +92,9 @@ def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv
     tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
     params = num_layers * layer + number("vocab_size") * hidden * (1 if tied else 2)
     on_disk = _bytes_on_disk(model_dir)
-    weight_bytes = params * item_bytes if on_disk is None else on_disk * item_bytes // _ITEM_BYTES[stored]
+    # Quantized weights are made dense when they are loaded.
+    is_dense = not any(config.get(key) for key in QUANTIZATION_KEYS)
+    weight_bytes = on_disk * item_bytes // _ITEM_BYTES[stored] if on_disk is not None and is_dense else params * item_bytes
     quantized = kv_cache_dtype != "auto"
     return PlannedModel(
         name=model_dir.name,

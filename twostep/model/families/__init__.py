@@ -9,6 +9,6 @@ To add a family, write one file here and one line in registry.ARCHITECTURES. The
 3. a few lines in tests/models_forward/forward_helpers.py: a small random model of it, whose logits must be transformers'
 
 A relative of Llama needs `parse` alone, or a layer beside it (qwen.py). What no device offers yet is a method of Ops (kernels/ops.py):
-weights in another format are another `prepare_linear`; a mixture of experts is an MLP of its own behind `mlp_in` and `mlp_out`;
-attention of another kind overrides `attend`, and its KV is a KvShape.
+weights that stay in a checkpoint's format (LinearFormat) are another `prepare_linear`, which LinearLayer alone knows; a mixture of experts
+is an MLP of its own behind `mlp_in` and `mlp_out`; attention of another kind overrides `attend`, and its KV is a KvShape.
 """

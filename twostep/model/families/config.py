@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from twostep.model.families.fields import Fields
+from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
 
 # Beyond every model there is, and far below what would take all memory.
@@ -38,7 +39,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"
+    dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
+    quantization: Quantization | None = None  # which linear layers are quantized on disk
 
 
 class WindowRule(Enum):

@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 
+from twostep.checkpoint.fields import Fields
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
-from twostep.model.families.fields import Fields
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
 from twostep.model.families.rope import rope_tables
 from twostep.model.families.sharding import ModelPart
@@ -88,7 +88,7 @@ class Decoder(ABC):
         self.dtype = dtype
         self._ops = ops
         self._part = part
-        self._make = make = Maker(ops, dtype, device, config.norm_eps)
+        self._make = make = Maker(ops, dtype, device, config.norm_eps, config.quantization)
         self._embed_weight = make.empty(config.vocab_size, config.hidden_size)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._norm = self._last_norm()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
+from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig, WindowRule, parse_windows
 from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.fields import Fields
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Places
 from twostep.model.families.rope import parse_rope
 from twostep.model.kernels.ops import Linear

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 import torch
 
+from twostep.checkpoint.linear_format import LinearFormat
+from twostep.checkpoint.quantization import Quantization
+from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.ops import Linear, Ops
 
 
@@ -27,18 +31,21 @@ class Cut(Enum):
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one tensor of a checkpoint goes. `tensor`, dense, is a view of its final (fused) buffer; it takes the part of the
-    checkpoint's tensor of that `shape` that begins at `start` and is as large as `tensor`."""
+    checkpoint's tensor of that `shape` that begins at `start` and is as large as `tensor`. `format`: how the checkpoint holds it; None: as
+    it is."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
     cut: Cut = Cut.WHOLE
+    format: LinearFormat | None = None
 
     @staticmethod
     def whole(tensor: torch.Tensor, cut: Cut = Cut.WHOLE) -> Place:
         return Place(tensor, tuple(tensor.shape), (0,) * tensor.dim(), cut)
 
 
+INPUT_SCALE = "input_scale"  # what a layer's static scale of its input is called
 Places = dict[str, Place]  # by the checkpoint's (Hugging Face) names
 
 
@@ -50,13 +57,14 @@ class Maker:
     dtype: torch.dtype
     device: str
     norm_eps: float
+    quantization: Quantization | None = None
 
     def empty(self, *sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=self.dtype, device=self.device)
 
     def linear(self, rows: int, cols: int, *, bias: bool, gated: bool = False) -> LinearLayer:
         """`gated`: silu(gate) * up of a product whose first half of rows are the gates'."""
-        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None, gated=gated)
+        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None, gated=gated, quantization=self.quantization)
 
     def rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(self.ops, self.empty(size), self.norm_eps)
@@ -67,22 +75,33 @@ class Maker:
 
 class LinearLayer:
     """x @ weight.T + bias: dense while it is being loaded, whatever the device likes best after that. Its rows may be those of
-    several layers of the checkpoint, one after the other."""
+    several layers of the checkpoint, one after the other, each of which the checkpoint may hold in a format of its own."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, quantization: Quantization | None = None
+    ) -> None:
         """weight [rows, cols], bias [rows]"""
         self.weight: torch.Tensor | None = weight
         self.bias = bias
         self.run: Linear  # there when loading has finished
         self._gated = gated
+        self._quantization = quantization
+        # Rows whose input is quantized in one way, in order.
+        self._inputs: list[tuple[slice, InputQuantizer | None]] = []
 
     def place(self, places: Places, *layers: tuple[str, int, Cut]) -> None:
         """Registers the checkpoint's layers (name, rows, cut) that this one consists of, in order."""
         assert self.weight is not None
-        start = 0
+        start, self._inputs = 0, []
         for name, rows, cut in layers:
             part = slice(start, start + rows)
-            places[f"{name}.weight"] = Place.whole(self.weight[part], cut)
+            format = None if self._quantization is None else self._quantization.format_of(name)
+            places[f"{name}.weight"] = replace(Place.whole(self.weight[part], cut), format=format)
+            activations = None if format is None else format.activations
+            quantizer = None if activations is None else InputQuantizer(activations, self.weight.device)
+            if quantizer is not None and quantizer.scale is not None:
+                places[f"{name}.{INPUT_SCALE}"] = Place.whole(quantizer.scale)
+            self._inputs.append((part, quantizer))
             if self.bias is not None:
                 places[f"{name}.bias"] = Place.whole(self.bias[part], cut)
             start += rows
@@ -92,10 +111,35 @@ class LinearLayer:
         """Hands the weight to the device; places given out are dead after it."""
         assert self.weight is not None
         weight, self.weight = self.weight, None
-        self.run = (ops.prepare_gated if self._gated else ops.prepare_linear)(weight, self.bias)
+        prepare = ops.prepare_gated if self._gated else ops.prepare_linear
+        inputs = _joined(self._inputs)
+        if len(inputs) <= 1:
+            quantizer = inputs[0][1] if inputs else None
+            self.run = _after(quantizer, prepare(weight, self.bias))
+            return
+        # Layers of the checkpoint that are one product here, but see unequal inputs.
+        parts = [_after(each, ops.prepare_linear(weight[rows], None if self.bias is None else self.bias[rows])) for rows, each in inputs]
+        product: Linear = lambda x: torch.cat([part(x) for part in parts], -1)  # noqa: E731
+        self.run = (lambda x: ops.silu_mul(product(x))) if self._gated else product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
+
+
+def _after(quantizer: InputQuantizer | None, linear: Linear) -> Linear:
+    return linear if quantizer is None else lambda x: linear(quantizer(x))
+
+
+def _joined(inputs: Sequence[tuple[slice, InputQuantizer | None]]) -> list[tuple[slice, InputQuantizer | None]]:
+    """Neighbouring rows with the same input as one."""
+    joined: list[tuple[slice, InputQuantizer | None]] = []
+    for rows, quantizer in inputs:
+        last = joined[-1][1] if joined else None
+        if joined and (last is None if quantizer is None else quantizer.is_same_as(last)):
+            joined[-1] = slice(joined[-1][0].start, rows.stop), last
+        else:
+            joined.append((rows, quantizer))
+    return joined
 
 
 class Norm(Protocol):

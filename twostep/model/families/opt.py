@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
+from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.fields import Fields
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops

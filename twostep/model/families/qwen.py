@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import ModelConfig, WindowRule
-from twostep.model.families.fields import Fields
 from twostep.model.families.llama import Llama, LlamaLayer, parse_relative
 from twostep.model.families.modules import Maker, Places
 from twostep.model.kernels.ops import AttentionPlan

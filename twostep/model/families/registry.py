@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from twostep.checkpoint.directory import read_json, stored_dtype
+from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.quantization import QUANTIZATION_KEYS, read_quantization
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
-from twostep.model.families.fields import Fields
 from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.opt import Opt
 from twostep.model.families.qwen import Qwen2, Qwen3
@@ -30,16 +32,16 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def parse_config(model_dir: Path) -> ModelConfig:
     """Reads config.json, in the layouts of transformers 4 and 5. A missing key has the value transformers gives it.
 
-    Raises SetupError, naming the file and the key, for a missing or broken file, an architecture, quantization, activation or rope
+    Raises SetupError, naming the file and the key, for a missing or broken file, an architecture, a quantization, an activation or rope
     type that is not supported, and for any unknown key whose value could change the result.
     """
     path = model_dir / "config.json"
     fields = Fields(path, read_json(path))
     kind = _architecture(fields)
-    if (quantization := fields.take("quantization_config", None)) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        fields.refuse("quantization_config", method, "only unquantized weights are supported (bfloat16, float16, float32)")
-    config = kind.parse(fields, _dtype(fields, model_dir))
+    quantization = read_quantization(model_dir, fields.whole)
+    for key in QUANTIZATION_KEYS:
+        fields.take(key, None)
+    config = replace(kind.parse(fields, _dtype(fields, model_dir)), quantization=quantization)
     fields.refuse_rest()
     return config
 

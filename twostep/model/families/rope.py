@@ -16,7 +16,7 @@ import torch
 
 from twostep.checkpoint.context import YarnStretch, rope_kind, rope_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN
-from twostep.model.families.fields import Fields
+from twostep.checkpoint.fields import Fields
 
 _DEFAULT_THETA = 10000.0
 _PARAMETERS = (

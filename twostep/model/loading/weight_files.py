@@ -36,7 +36,16 @@ NUM_READERS = 8
 _SLOT_BYTES = 8 << 20
 _SLOTS = 2
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    # Of quantized layers.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 _MAX_DIMENSIONS = 8
 _MAX_COUNT = 1 << 62
@@ -45,7 +54,8 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file, row-major from byte `offset` of the file on. `dtype` None: nothing a model has a place for."""
+    """One tensor of a file, row-major from byte `offset` of the file on. `dtype` None: nothing a model has a place for. `stored_as`: the
+    file's own name of it."""
 
     name: str
     path: Path
@@ -53,6 +63,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    stored_as: str
 
 
 def stored_tensors(model_dir: Path) -> list[StoredTensor]:
@@ -91,7 +102,13 @@ def _tensors(header: SafetensorsHeader) -> list[StoredTensor]:
             raise SetupError(f"{header.path} has a corrupt header ({name} of shape {shape} in {stop - start} bytes); download it again")
         tensors.append(
             StoredTensor(
-                name=name, path=header.path, dtype=dtype, shape=tuple(shape), offset=header.data_start + start, num_bytes=stop - start
+                name=name,
+                path=header.path,
+                dtype=dtype,
+                shape=tuple(shape),
+                offset=header.data_start + start,
+                num_bytes=stop - start,
+                stored_as=str(raw.get("dtype")),
             )
         )
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
@@ -130,6 +147,11 @@ class _Piece:
     @property
     def num_bytes(self) -> int:
         return self.num_rows * self.num_columns * self.dtype.itemsize
+
+
+def bytes_to_read(tensor: StoredTensor, num_rows: int) -> int:
+    """Returns how much a place of so many of its rows takes from the file."""
+    return tensor.num_bytes // max(1, tensor.shape[0] if tensor.shape else 1) * num_rows
 
 
 def read_weights(

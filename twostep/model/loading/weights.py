@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from twostep.checkpoint.directory import FLOAT_DTYPES
+from twostep.checkpoint.linear_format import Role, StoredPart
+from twostep.checkpoint.quantization import HEAD
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
-from twostep.model.families.modules import Place
+from twostep.model.families.modules import INPUT_SCALE, Place, Places
 from twostep.model.families.registry import decoder_class
-from twostep.model.loading.weight_files import ReadProgress, StoredTensor, read_weights, stored_tensors
+from twostep.model.loading.quantized import QuantizedWeight, check_part
+from twostep.model.loading.weight_files import ReadProgress, StoredTensor, bytes_to_read, read_weights, stored_tensors
 
 log = logging.getLogger(__name__)
 
 # Buffers that old checkpoints carry and that are computed from the config here.
 _COMPUTED = (".rotary_emb.inv_freq",)
+# KV is held as --kv-cache-dtype says, with scales of its own.
+_UNUSED = (".k_scale", ".v_scale")
 _SHOWN_NAMES = 8
-_HEAD = "lm_head.weight"
+_HEAD = f"{HEAD}.weight"
 # Of two matrices that are compared, at a time.
 _COMPARED_ELEMENTS = 1 << 24
+_QUANTIZED_BYTES_AT_ONCE = 256 << 20
 
 
 def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> ModelConfig:
@@ -33,6 +40,11 @@ def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> Model
     if not config.tie_word_embeddings:
         return config
     stored = stored_tensors(model_dir)
+    names = {tensor.name for tensor in stored}
+    format = None if config.quantization is None else config.quantization.format_of(HEAD)
+    if format is not None and any(f"{HEAD}.{part.suffix}" in names for part in format.parts if part.role is Role.SCALE):
+        # Nobody quantizes the output layer to use the embedding.
+        return replace(config, tie_word_embeddings=False)
     head = next((tensor for tensor in stored if tensor.name == _HEAD), None)
     embedding = _embedding(decoder_class(config), stored)
     if head is None or embedding is None or _are_equal(head, embedding, dtype):
@@ -53,7 +65,7 @@ def _embedding(kind: type[Decoder], stored: Sequence[StoredTensor]) -> StoredTen
 
 def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
     """Reads both by and by, up to the first difference: two heads of a large model are gigabytes."""
-    if one.shape != other.shape or len(one.shape) != 2:
+    if not {one.stored_as, other.stored_as} <= FLOAT_DTYPES.keys() or one.shape != other.shape or len(one.shape) != 2:
         return False
     num_rows, num_columns = one.shape
     at_once = max(1, _COMPARED_ELEMENTS // max(1, num_columns))
@@ -67,36 +79,117 @@ def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bo
 
 
 def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None = None) -> None:
-    """Fills a built model from a model directory. Raises SetupError, before anything is read, naming what is missing, unexpected or of
-    the wrong shape."""
+    """Fills a built model from a model directory. Quantized layers are made dense, some at a time. Raises SetupError, naming the tensor:
+    before anything is read for what is missing, unexpected or of the wrong shape or dtype, later for values that cannot be."""
     places = model.places()
     stored = stored_tensors(model_dir)
     tied = model.config.tie_word_embeddings
     # Of two that are one, either may have been saved.
     head_is_embedding = tied and _embedding(type(model), stored) is None
-    work: dict[str, tuple[StoredTensor, Place]] = {}
+    wanted = _wanted(places)
+    work: dict[str, StoredTensor] = {}
     unexpected = []
     for tensor in stored:
         # A checkpoint of the decoder without its head has no prefix (facebook/opt-*).
-        name = tensor.name if tensor.name in places else f"model.{tensor.name}"
+        name = tensor.name if tensor.name in wanted else f"model.{tensor.name}"
         if tensor.name == _HEAD and head_is_embedding:
             name = f"{model.embed_name}.weight"
-        place = places.get(name)
-        if place is None or name in work:
-            if not tensor.name.endswith(_COMPUTED) and not (tensor.name == _HEAD and tied):
-                unexpected.append(tensor.name)
+        if name not in wanted or name in work:
+            if not tensor.name.endswith(_COMPUTED + _UNUSED) and not (tensor.name == _HEAD and tied):
+                unexpected.append(tensor)
             continue
-        if place.shape != tensor.shape:
-            raise SetupError(
-                f"tensor {tensor.name} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}; fix one of the two"
-            )
-        work[name] = tensor, place
-    if missing := places.keys() - work:
+        place_name, part = wanted[name]
+        _check(tensor, places[place_name], part)
+        work[name] = tensor
+    required = {name for name, (_, part) in wanted.items() if part is None or part.required}
+    if missing := required - work.keys():
         raise SetupError(f"the model directory lacks {_names(missing)}; download it again, or fix config.json")
-    if unexpected:
-        raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(unexpected)}")
-    read_weights(list(work.values()), progress)
+    if names := [tensor.name for tensor in unexpected if not _is_empty_bias(tensor, places)]:
+        raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(names)}")
+    plain = [(replace(tensor, shape=places[name].shape), places[name]) for name, tensor in work.items() if wanted[name][1] is None]
+    quantized: dict[str, dict[Role, StoredTensor]] = {}
+    for name, tensor in work.items():
+        place_name, part = wanted[name]
+        if part is not None:
+            quantized.setdefault(place_name, {})[part.role] = tensor
+    _read(plain, [QuantizedWeight(places[name], parts) for name, parts in quantized.items()], progress)
+    _check_input_scales(places)
     model.finish_loading()
+
+
+def _wanted(places: Places) -> dict[str, tuple[str, StoredPart | None]]:
+    """Returns, by the tensors' names, whose place each is for, and as what part of a quantized one."""
+    wanted: dict[str, tuple[str, StoredPart | None]] = {}
+    for name, place in places.items():
+        if place.format is None:
+            wanted[name] = name, None
+        else:
+            wanted |= {f"{name.removesuffix('.weight')}.{part.suffix}": (name, part) for part in place.format.parts}
+    return wanted
+
+
+def _check(tensor: StoredTensor, place: Place, part: StoredPart | None) -> None:
+    if part is not None:
+        check_part(tensor, part, place)
+        return
+    if tensor.stored_as not in FLOAT_DTYPES:
+        raise SetupError(
+            f"tensor {tensor.name} is stored as {tensor.stored_as}, but nothing says how it is quantized; use the model's own config.json, "
+            "or an unquantized model (bfloat16, float16, float32)"
+        )
+    if place.shape != tensor.shape and not (tensor.name.endswith(INPUT_SCALE) and tensor.shape == ()):
+        raise SetupError(
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}; fix one of the two"
+        )
+
+
+def _is_empty_bias(tensor: StoredTensor, places: Places) -> bool:
+    """Returns whether this is a bias of zeros beside a quantized weight, which AutoGPTQ gives to layers that have none."""
+    place = places.get(tensor.name.removesuffix(".bias") + ".weight")
+    if place is None or place.format is None or tensor.stored_as not in FLOAT_DTYPES or tensor.shape != place.shape[:1]:
+        return False
+    bias = torch.empty(tensor.shape)
+    read_weights([(tensor, Place.whole(bias))])
+    return not bool(bias.any())
+
+
+def _read(plain: Sequence[tuple[StoredTensor, Place]], quantized: Sequence[QuantizedWeight], progress: ReadProgress | None) -> None:
+    """Reads plain tensors to their places, then quantized ones, of which so many bytes are in memory at a time."""
+    total = sum(weight.num_bytes for weight in quantized)
+    total += sum(bytes_to_read(tensor, len(place.tensor)) for tensor, place in plain)
+    before = done = 0
+
+    def advance(read: int, of: int) -> None:
+        nonlocal done
+        done = before + read
+        if progress is not None:
+            progress(done, total)
+
+    read_weights(plain, advance)
+    for some in _batches(quantized):
+        before = done
+        read_weights([each for weight in some for each in weight.reads()], advance)
+        for weight in some:
+            weight.unpack()
+
+
+def _batches(weights: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
+    batch: list[QuantizedWeight] = []
+    size = 0
+    for weight in weights:
+        if batch and size + weight.num_bytes > _QUANTIZED_BYTES_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(weight)
+        size += weight.num_bytes
+    if batch:
+        yield batch
+
+
+def _check_input_scales(places: Places) -> None:
+    for name, place in places.items():
+        if name.endswith(INPUT_SCALE) and not bool((place.tensor.isfinite() & (place.tensor > 0)).all()):
+            raise SetupError(f"tensor {name} is {place.tensor.tolist()}, no positive number; download the model again")
 
 
 def fill_random(model: Decoder, seed: int = 0) -> None:
@@ -107,6 +200,8 @@ def fill_random(model: Decoder, seed: int = 0) -> None:
     for name, place in places.items():
         # By name: what several ranks hold whole is the same on each.
         generator.manual_seed(zlib.crc32(name.encode(), seed))
+        if name.endswith(INPUT_SCALE):
+            continue  # 1, as it was made
         place.tensor.normal_(0.0, 0.02, generator=generator)
         if name.endswith("norm.weight"):
             place.tensor.add_(1.0)

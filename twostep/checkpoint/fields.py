@@ -26,11 +26,17 @@ _HARMLESS = frozenset({
 class Fields:
     """Takes the keys of a JSON object one by one; `refuse_rest` names the first that is left. All methods raise SetupError only."""
 
-    def __init__(self, path: Path, raw: dict[str, Any], *, prefix: str = "") -> None:
+    def __init__(self, path: Path, raw: dict[str, Any], *, prefix: str = "", harmless: frozenset[str] = _HARMLESS) -> None:
+        """`prefix`: what stands before a key where it is named. `harmless`: keys that may be left over."""
         self.path = path
         self.whole = raw  # what it began with
         self._raw = dict(raw)
         self._prefix = prefix
+        self._harmless = harmless
+
+    def inner(self, key: str, raw: dict[str, Any]) -> Fields:
+        """Returns the keys of an object in this one."""
+        return Fields(self.path, raw, prefix=f"{self._prefix}{key}.", harmless=self._harmless)
 
     def has(self, key: str) -> bool:
         return key in self._raw
@@ -78,7 +84,7 @@ class Fields:
     def refuse_rest(self) -> None:
         """Refuses a key that was not taken, unless it is known to be harmless or its value switches it off."""
         for key, value in self._raw.items():
-            if key in _HARMLESS or value is None or value is False or value in ([], {}):
+            if key in self._harmless or value is None or value is False or value in ([], {}):
                 continue
             self.refuse(key, value, "this key is not known here and could change the result; remove it only if you know that it does not")
 
