@@ -29,21 +29,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.lab.bench.shapes import LLAMA_8B, TINY_LLAMA
 from twostep.lab.plan.machine import registered_workers
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url
 from twostep.settings.reading import FlagParser
 
-TINY = LLAMA_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "torch_dtype": "float32",
-}
 TARGETS = ("ttft:500 tpot:10 gap:25", "ttft:500 tpot:10", "ttft:500 tpot:30", "ttft:200 tpot:100")
 START_S = 180.0
 
@@ -67,7 +58,7 @@ def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterato
     port = free_ports(1)[0]
     flags = ["--decode", str(arguments.decode), "--port", str(port), "--http-port", "0", "--redis-url", server_url(redis_dir), "--verbose"]
     flags += ["--aggregated"] if arguments.aggregated else ["--prefill", str(arguments.prefill)]
-    flags += ["--model", str(make_model(directory / "model", TINY if arguments.tiny else LLAMA_8B)), *arguments.up]
+    flags += ["--model", str(make_model(directory / "model", TINY_LLAMA if arguments.tiny else LLAMA_8B)), *arguments.up]
     env = os.environ | {"TWOSTEP_LOAD_FORMAT": "dummy", "TWOSTEP_MAX_MODEL_LEN": "8192", "TWOSTEP_LOG_LEVEL": "info"}
     with (out / "up.log").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-P", "-m", "twostep.cli", "up", *flags], stdout=log, stderr=log, env=env)

@@ -40,7 +40,7 @@ from twostep.engine.batch import Batch, InFlight, Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
-from twostep.lab.bench.shapes import LLAMA_8B, SHAPES
+from twostep.lab.bench.shapes import SHAPES, TINY_LLAMA
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.parallel_runner import ParallelRunner
 from twostep.model.step.pool_sizing import PoolSizing
@@ -55,15 +55,6 @@ _CLOSE_S = 12.0
 CHECK_BUDGET, CHECK_SEQS, CHECK_BLOCKS = 256, 16, 1024
 # Below the largest logit of float32, as a share of the standard deviation of a row's logits.
 BF16_TOLERANCE = 0.1
-TINY = LLAMA_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "torch_dtype": "float32",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +239,7 @@ def _say(**words: object) -> None:
 
 
 class CaseProcess:
-    """What a process has said so far; it is killed at the deadline."""
+    """Returns what a process has said so far; it is killed at the deadline."""
 
     def __init__(self, case: Case, deadline: float) -> None:
         self.case = case
@@ -409,7 +400,7 @@ def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> s
 
 def speed(args: argparse.Namespace, directory: Path, deadline: float) -> Callable[[], bool]:
     """As `check`."""
-    (directory / "config.json").write_text(json.dumps(TINY if args.tiny else SHAPES[args.model]))
+    (directory / "config.json").write_text(json.dumps(TINY_LLAMA if args.tiny else SHAPES[args.model]))
     cases = [_case(args, args.model, size, str(directory)) for size in args.sizes]
     if args.nccl:
         cases += [replace(case, one_shot=False) for case in cases if case.size > 1]

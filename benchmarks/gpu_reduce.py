@@ -93,7 +93,7 @@ def _by_nccl(group: BackendGroup, x: torch.Tensor, residual: torch.Tensor, weigh
 
 
 def microseconds(way: Callable[[], torch.Tensor], meeting: Meeting) -> float:
-    """Of one sum, in a graph of many."""
+    """Times one sum, in a graph of many."""
     way()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -49,7 +49,7 @@ from prefill_worker.edge import PrefillEdge
 from twostep.engine.batch import Batch, InFlight, KvShape, LayerMark, LayerRange, Runner, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, StepOutput
-from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.lab.bench.shapes import LLAMA_8B, TINY_LLAMA
 from twostep.local.redis_server import server_argv, server_binary, socket_path
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.step.kv_cache import KvCache
@@ -66,15 +66,6 @@ from twostep.worker.worker import Worker
 
 _ALONE = "--alone"
 BLOCK_SIZE = 16
-TINY = LLAMA_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "torch_dtype": "float32",
-}
 
 
 class BlankRunner:
@@ -237,7 +228,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         model = Path(name) / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_8B))
+        (model / "config.json").write_text(json.dumps(TINY_LLAMA if args.tiny else LLAMA_8B))
         config = EngineConfig(max_num_batched_tokens=max(2048, load.streams), max_num_seqs=load.streams)
         if args.alone:
             print(json.dumps(event_loop.run(alone(_runner(args, model, num_blocks), load, config))))

@@ -217,7 +217,7 @@ def serve() -> int:
 # ---- its edge ---------------------------------------------------------------------------------------------------------------------
 
 
-class Edge:
+class HandOverEdge:
     """Keeps `streams` sequences going."""
 
     def __init__(self, engine: RemoteEngine, args: argparse.Namespace) -> None:
@@ -337,7 +337,7 @@ def main() -> None:
     os.environ["HAND_OVER_STEPS"] = json.dumps([args.step_ms / 1e3, args.pull_ms / 1e3, num_blocks, args.transport])
     config = WorkerConfig(role="decode", runner="fake", max_num_seqs=args.streams, max_num_batched_tokens=2048, log_level="warning")
     engine = RemoteEngine.launch(config, EngineChild.start("hand_over_steps"), NoProgress())
-    print(json.dumps(event_loop.run(Edge(engine, args).measure())))
+    print(json.dumps(event_loop.run(HandOverEdge(engine, args).measure())))
 
 
 def compare(args: argparse.Namespace) -> None:

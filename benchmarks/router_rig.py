@@ -57,7 +57,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """Where processes run; those of one kind take its cores in turn. As many processes of fake workers as cores for them, at most."""
+    """Says where processes run; those of one kind take its cores in turn. As many processes of fake workers as cores for them, at most."""
 
     routers: Sequence[int] = (FIRST_CORE,)
     workers: Sequence[int] = (LAST_CORE,)

@@ -1,4 +1,4 @@
-"""What several routers relay together, each with more to do than it can: of linear, and who else had no time to spare.
+"""Measures what several routers relay together, each with more to do than it can: of linear, and who else had no time to spare.
 
     python benchmarks/router_scale.py                                   1 router + 2 workers, 1 + 16, 8 + 16, on a machine with many cores
     python benchmarks/router_scale.py --cells 1x2 2x4 --streams 50 --step-ms 40     a dry run

@@ -34,7 +34,7 @@ _END_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ServedStepWorkers:
-    """How the two are started."""
+    """Says how the two are started."""
 
     model: Path
     num_blocks: int

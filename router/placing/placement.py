@@ -65,7 +65,7 @@ class Way:
 
 
 class Ground(Enum):
-    """What speaks for moving KV, or for keeping it where it was computed."""
+    """Says what speaks for moving KV, or for keeping it where it was computed."""
 
     ONLY_WAY = "only_way"  # there is no pair, or no worker that may do it alone
     CHEAPER = "cheaper"  # it costs less, in seconds of everybody concerned

@@ -28,4 +28,14 @@ LLAMA_70B = _LLAMA_3 | {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
 }
+# For dry runs on a CPU.
+TINY_LLAMA = _LLAMA_3 | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "torch_dtype": "float32",
+}
 SHAPES = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B}
