@@ -6,6 +6,7 @@ The answer to every prompt is ANSWER_TEXT over and over, so that the token at ev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -43,6 +44,7 @@ ANSWER_TEXT = " Paris is the größte city, and naïve café 🙂 the end."
 # A worker that has stopped beating is gone after so long. One that beats is not, however late the tests' process is with it.
 SILENCE_MS = 300
 _PATIENCE_MS = 120_000
+_PORTS_TRIED = 4
 HASH_UNIT = 64
 
 _CHATML = (
@@ -129,9 +131,17 @@ class FakeWorker:
         self.server = grpc.aio.server(options=server_options())
         self._add()
         # Not one that the system picks: after this life of it, anybody's outgoing connection could have that one.
-        port = self.server.add_insecure_port(f"127.0.0.1:{free_ports(1)[0] if port is None else port}")
+        ports = free_ports(_PORTS_TRIED) if port is None else [port]
+        self.record = dataclasses.replace(self.record, address=f"127.0.0.1:{self._bound(ports)}")
         await self.server.start()
-        self.record = dataclasses.replace(self.record, address=f"127.0.0.1:{port}")
+
+    def _bound(self, ports: list[int]) -> int:
+        """Returns the first of them that is still free: what does not ask for ports, like Ray, may have taken one meanwhile."""
+        assert self.server is not None
+        for port in ports[:-1]:
+            with contextlib.suppress(RuntimeError):
+                return self.server.add_insecure_port(f"127.0.0.1:{port}")
+        return self.server.add_insecure_port(f"127.0.0.1:{ports[-1]}")
 
     def _add(self) -> None:
         raise NotImplementedError
