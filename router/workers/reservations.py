@@ -76,21 +76,20 @@ class Reservations:
 
     async def _run(self) -> None:
         call = self._stub.Reservations()
-        sending: asyncio.Task[None] | None = None
+        calls: _Calls = asyncio.Queue()
+        sending = asyncio.create_task(_send(call, calls))
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 if not isinstance(await call.read(), decode_pb2.ReservationAnswer):
                     return
-            self._calls = asyncio.Queue()
-            sending = asyncio.create_task(_send(call, self._calls))
+            self._calls = calls
             while isinstance(answer := await call.read(), decode_pb2.ReservationAnswer):
                 self._take(answer)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, TimeoutError) as error:
             log.debug("no stream of reservations: %s", error)
         finally:
             self._calls = None
-            if sending is not None:
-                sending.cancel()
+            sending.cancel()
             call.cancel()
             for answered in self._waiting.values():
                 if not answered.done():
