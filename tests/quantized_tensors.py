@@ -20,7 +20,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns is the i-th of a
 
 @dataclass(frozen=True)
 class Kind:
-    """What a test asks for. `group` 0: whole rows; `block`: rows and columns of FP8, (0, 0) the whole tensor, (1, 0) rows."""
+    """Says what a test asks for. `group` 0: whole rows; `block`: rows and columns of FP8, (0, 0) the whole tensor, (1, 0) rows."""
 
     method: str  # awq | gptq | gptq_v2 | packed | int8 | fp8
     bits: int = 4
@@ -136,7 +136,7 @@ def _words(values: npt.NDArray[np.int64], bits: int, order: tuple[int, ...] = ()
 
 
 def rounded_input(kind: Kind, x: Array) -> Array:
-    """What the format's product sees of its input, x [T, in]."""
+    """Returns what the format's product sees of its input, x [T, in]."""
     if not kind.activations:
         return x
     if kind.activations == "fp8-group":

@@ -111,7 +111,7 @@ class CutOff(Fleet):
 
 @pytest.mark.parametrize("share", [0.75, 0.85])
 def test_who_keeps_no_room_waits_for_a_router_that_tells_of_little_less(share: float) -> None:
-    """Of promised requests, of which none is late: there is no reserve that would carry the others."""
+    """Requests name targets and none is late: there is no reserve that would carry the others."""
     fleet = CutOff.of(config(hysteresis=0.35), 3, 2, both_roles=True)
     fleet.for_s(900.0, 2 * RATE, served=2 * RATE, promised=1.0, ttft_met=1.0)
     before = dict(fleet.decisions[-1].replicas)

@@ -159,7 +159,7 @@ async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path
 @pytest.mark.system
 @pytest.mark.parametrize(("engine_process", "struck"), [("off", "worker"), ("on", "edge"), ("on", "engine")])
 async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str, engine_process: str, struck: str) -> None:
-    """Of a worker of two processes either one is struck: both begin again."""
+    """Either process of a worker that has two is struck: both begin again."""
     first, (health,) = first_port_for(2), free_ports(1)
     flags = {"prefill": 0, "decode": 2, "gpus_per_worker": 0, "pod_name": "pod-a", "host": "127.0.0.1", "engine_process": engine_process}
     pod_health, probes = f"127.0.0.1:{health}", Probes()

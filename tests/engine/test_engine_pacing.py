@@ -67,7 +67,7 @@ def test_a_long_step_holds_up_none_after_it() -> None:
 
 @given(st.lists(st.floats(0.0, 0.02), min_size=2, max_size=60), st.integers(1, 256), st.floats(0.001, 0.02))
 def test_a_step_that_others_held_up_holds_up_none_after_it(beside: list[float], decodes: int, step_s: float) -> None:
-    """What arrives beside a step takes its share of the device, now and then. The device never waits for the launch after it."""
+    """KV that arrives beside a step takes its share of the device, now and then. The device never waits for the launch after it."""
     pacing, context, idle_s = Pacing(), 1000 * decodes, 0.0
     for number, more_s in enumerate(beside):
         work = StepWorkload(decodes=decodes, context=(context := context + decodes))
@@ -81,7 +81,7 @@ def test_a_step_that_others_held_up_holds_up_none_after_it(beside: list[float], 
 
 @given(st.floats(0.0, 0.01), st.integers(2, 20))
 def test_steps_that_become_longer_are_waited_for_as_long(more_s: float, num_steps: int) -> None:
-    """Of other work, at once; of the same work, when the last short one is forgotten."""
+    """Other work forgets it at once, the same work when the last short step is forgotten."""
     pacing = Pacing()
     few, many = StepWorkload(decodes=8, context=800), StepWorkload(decodes=64, context=6400)
     for _ in range(num_steps):

@@ -25,7 +25,7 @@ MIN_CHUNK = 8
 
 
 def limit_of(*promised: tuple[Promise | None, int], curve: StepCurve = CURVE, num_waited: int = 0, **more: Any) -> StepTimeLimit | None:
-    """Of a step that begins at 0 and gives each so promised the token of that number."""
+    """Returns the bound of a step that begins at 0 and gives each so promised the token of that number."""
     work = StepWorkload(decodes=len(promised))
     return time_limit_of(
         [promise for promise, _ in promised],

@@ -1,4 +1,4 @@
-"""What files say of quantization: read as their libraries write it, refused by key where it cannot be honoured."""
+"""Quantization configs are read as their libraries write them, and refused by key where they cannot be honoured."""
 
 from __future__ import annotations
 

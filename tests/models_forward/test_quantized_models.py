@@ -192,7 +192,7 @@ class RecordingOps(Ops):
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq in order of activations", "packed asymmetric", "fp8 blocks", "int8 groups"])
 def test_ranks_hold_their_parts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 48 columns a rank has 24, of 80 40: they begin within groups, blocks and words. Few bytes are read at a time."""
+    """A rank has 24 of 48 columns, 40 of 80: they begin within groups, blocks and words. Few bytes are read at a time."""
     monkeypatch.setattr(weights, "_QUANTIZED_BYTES_AT_ONCE", 3000)
     quantize_model(tmp_path, save_model("llama-biases", tmp_path), everywhere(KINDS[name]), config_of(KINDS[name]))
     config = parse_config(tmp_path)
