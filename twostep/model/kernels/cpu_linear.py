@@ -1,7 +1,8 @@
-"""Linear layers of quantized weights on CPUs, through torch's own products of packed numbers.
+"""Linear layers of quantized weights on CPUs, through torch's own products of whole numbers.
 
-    int8 for each channel   oneDNN's product of whole numbers. A token's numbers are split in parts of 8 bits, 256 · high + low, two for
-                            bfloat16 and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough
+    int8 for each channel   oneDNN's product of 8-bit numbers. A token's numbers are split in parts of 8 bits, 256 · high + low, two for
+                            bfloat16 and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough.
+                            In bfloat16, one or two rows take torch's kernel for int8 weights, and many multiply dense
     int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight and multiply dense
 
 Neither keeps a second copy of the weight. The operators are torch's own but not public: where they are missing, have changed, or
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from twostep.checkpoint.linear_format import Activations
 from twostep.model.kernels.quantized_weight import QuantizedWeight
@@ -21,9 +23,15 @@ Packed = torch.Tensor
 
 # Of int4: what torch's kernel takes, the largest first. The scales are those of fewer groups then.
 _GROUPS = (256, 128, 64, 32)
-# From so many rows on, unpacking a weight takes less time than doing without; measured on a 2-core CPU with AMX (benchmarks/RESULTS.md).
-_UNPACK_INT8_FROM = 96
+# Measured on one core with AMX, with the shapes of SmolLM2-135M (benchmarks/RESULTS.md): up to so many rows torch's kernel for int8 weights
+# is the fastest, and from so many on unpacking a weight takes less time than doing without.
+_INT8_ROWS_UP_TO = 2
+# That kernel reads past the end of others' rows.
+_INT8_COLUMNS = 64
+_UNPACK_INT8_FROM = 64
 _UNPACK_INT4_FROM = 64
+# Torch's products misread matrices of one row or column.
+_LEAST = 2
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
 _PACKED_AT_ONCE = 1 << 22
 _PER_TOKEN = Activations(is_float=False, dynamic=True)
@@ -34,7 +42,7 @@ def pack(weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
     """Returns the layer x -> x @ weight.T + bias for x [M, K] of `dtype`; None where none of these takes the weight. `fast_bfloat16`: this
     CPU multiplies dense bfloat16 by itself."""
     rows, columns = weight.shape
-    if not rows or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
+    if min(rows, columns) < _LEAST or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
         return None
     if weight.bits == 8:
         takes = weight.zeros is None and weight.group >= columns and int8_works()
@@ -48,36 +56,37 @@ class Int8Linear:
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, *, unpacks: bool) -> None:
         """`unpacks`: many rows are multiplied dense, in x's dtype."""
-        self._packed = _pack_int8(weight.values)
+        self._values = weight.values.contiguous()
         self._scales = weight.scales.flatten().contiguous()
-        self._zeros = torch.zeros(len(weight.values), dtype=torch.int32)
+        self._scales_bfloat16 = self._scales.to(torch.bfloat16)
         self._bias = bias
         self._activations = weight.activations
         self._in_one = weight.activations is not None and weight.activations.how == _PER_TOKEN
-        self._unpack_from = _UNPACK_INT8_FROM if unpacks and not self._in_one else 0
+        self._unpacks = unpacks
+        self._few_rows = 0 if weight.shape[1] % _INT8_COLUMNS else _INT8_ROWS_UP_TO
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._in_one:
-            scale = (x.abs().amax(-1, keepdim=True).float() / 127).clamp_min_(torch.finfo(torch.float32).tiny)
-            y = self._product((x / scale).round_().to(torch.int8)).mul_(scale)
-        else:
-            if self._activations is not None:
-                x = self._activations(x)
-            if 0 < self._unpack_from <= len(x):
-                return self._add_bias((x @ self._packed.to_dense().to(x.dtype)).mul_(self._scales.to(x.dtype)))
-            parts, scale = split(x)
-            *lower, y = self._product(parts).view(-1, len(x), len(self._scales))
-            for part in reversed(lower):
-                y.mul_(_BASE).add_(part)
-            y.mul_(scale)
-        return self._add_bias(y.to(x.dtype))
+        if self._activations is not None and not self._in_one:
+            x = self._activations(x)
+        y = self._in_8_bits(x) if self._in_one else self._product(x)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def _in_8_bits(self, x: torch.Tensor) -> torch.Tensor:
+        scale = (x.abs().amax(-1, keepdim=True).float() / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+        y = torch._int_mm((x / scale).round_().to(torch.int8), self._values.t())
+        return y.mul(scale).mul_(self._scales).to(x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """x int8 [M, K]. Returns float32 [M, N]."""
-        return _multiply_int8(x, self._packed, self._scales, self._zeros)
-
-    def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
-        return y if self._bias is None else y.add_(self._bias)
+        if x.dtype == torch.bfloat16 and len(x) <= self._few_rows:
+            return torch._weight_int8pack_mm(x, self._values, self._scales_bfloat16)
+        if self._unpacks and len(x) >= _UNPACK_INT8_FROM:
+            return F.linear(x, self._values.to(x.dtype)).mul_(self._scales)
+        parts, scale = split(x)
+        *lower, highest = torch._int_mm(parts, self._values.t()).view(-1, len(x), len(self._scales))
+        y: torch.Tensor = highest * float(_BASE ** len(lower))
+        for place, part in enumerate(lower):
+            y.add_(part, alpha=_BASE**place)
+        return y.mul_(scale).mul_(self._scales).to(x.dtype)
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +96,8 @@ def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = (x.abs().amax(-1, keepdim=True).float() / (127 * high)).clamp_min_(torch.finfo(torch.float32).tiny)
     # Half of a part more, so that the highest byte is rounded, and the others are theirs less 128.
     numbers = (x / scale).round_().to(whole).add_((high - 1) // (_BASE - 1) * (_BASE // 2))
-    parts = numbers.view(torch.int8).view(*x.shape, whole.itemsize).permute(2, 0, 1)[: 3 if high > _BASE else 2].contiguous()
+    parts = torch.empty(3 if high > _BASE else 2, *x.shape, dtype=torch.int8)
+    parts.copy_(numbers.view(torch.int8).view(*x.shape, whole.itemsize).permute(2, 0, 1)[: len(parts)])
     parts[:-1].bitwise_xor_(-128)
     return parts.flatten(0, 1), scale
 
@@ -105,7 +115,7 @@ class Int4Linear:
         for start in range(0, rows, at_once):
             numbers = weight.rows(start, min(at_once, rows - start)).numbers().to(torch.int32)
             if start + at_once >= rows:
-                numbers = torch.nn.functional.pad(numbers, (0, 0, 0, padding))
+                numbers = F.pad(numbers, (0, 0, 0, padding))
             chunks.append(_pack_int4(numbers))
         self._packed = torch.cat(chunks)
         scales = weight.scales
@@ -113,7 +123,7 @@ class Int4Linear:
         # torch has w = (q - 8) · scale + zero.
         both = torch.stack((scales, (8 - middle) * scales), -1)
         both = both.repeat_interleave(weight.group // self._group, 1)[:, : columns // self._group]
-        self._scales_and_zeros = torch.nn.functional.pad(both, (0, 0, 0, 0, 0, padding)).transpose(0, 1).to(torch.bfloat16).contiguous()
+        self._scales_and_zeros = F.pad(both, (0, 0, 0, 0, 0, padding)).transpose(0, 1).to(torch.bfloat16).contiguous()
         self._symmetric = weight.zeros is None
         self._bias = bias
         self._fast_bfloat16 = fast_bfloat16
@@ -145,18 +155,6 @@ def _group_of(weight: QuantizedWeight) -> int:
 # ---- torch's operators ------------------------------------------------------------------------------------------------------
 
 
-def _pack_int8(values: torch.Tensor) -> Packed:
-    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values, None)
-    return packed
-
-
-def _multiply_int8(x: torch.Tensor, packed: Packed, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        x, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return y
-
-
 def _pack_int4(numbers: torch.Tensor) -> Packed:
     packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     return packed
@@ -169,16 +167,18 @@ def _multiply_int4(x: torch.Tensor, packed: Packed, group: int, scales_and_zeros
 
 @functools.cache
 def int8_works() -> bool:
-    """Returns whether this build and CPU multiply whole numbers exactly, and give a packed weight back. CPUs without such instructions
-    (VNNI) add up pairs of products in 16 bits, where the largest do not fit."""
+    """Returns whether this build and CPU multiply whole numbers exactly. CPUs without such instructions (VNNI) may add up pairs of products
+    in 16 bits, where the largest do not fit."""
     try:
         x = torch.full((3, 70), -128, dtype=torch.int8)
         x[1], x[2] = 127, torch.arange(70) - 35
         weight = torch.full((33, 70), 127, dtype=torch.int8)
         weight[1::3], weight[2::3] = -127, torch.arange(70) * 3 - 100
-        packed = _pack_int8(weight.clone())
-        y = _multiply_int8(x, packed, torch.ones(33), torch.zeros(33, dtype=torch.int32))
-        return torch.equal(y.long(), x.long() @ weight.long().T) and torch.equal(packed.to_dense(), weight.T)
+        if not torch.equal(torch._int_mm(x, weight.t()).long(), x.long() @ weight.long().T):
+            return False
+        weight = torch.randint(-128, 128, (33, _INT8_COLUMNS), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        few = torch._weight_int8pack_mm(torch.eye(_INT8_COLUMNS, dtype=torch.bfloat16)[:2], weight, torch.ones(33, dtype=torch.bfloat16))
+        return torch.equal(few.float(), weight.T[:2].float())
     except (AttributeError, RuntimeError, TypeError):
         return False
 
