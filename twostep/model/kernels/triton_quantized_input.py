@@ -90,10 +90,7 @@ def store_rounded(
     # A row for each scale.
     x = tl.reshape(x.to(tl.float32), [ROWS * COUNT, BLOCK // COUNT])
     peak = peak_of(x)
-    if STATIC:
-        scale = tl.where(peak == peak, tl.load(static_ptr), peak)
-    else:
-        scale = tl.div_rn(peak, tl.full(peak.shape, LIMIT, tl.float32))
+    scale = tl.load(static_ptr) if STATIC else tl.div_rn(peak, tl.full(peak.shape, LIMIT, tl.float32))
     scale = tl.where(peak == peak, tl.maximum(scale, _TINY), peak)
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)

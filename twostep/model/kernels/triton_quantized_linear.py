@@ -27,6 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Weights and inputs come in pieces of 16 bytes.
 _ALIGNMENT = 16
 _MOST_PARTS = 8
+_MOST_SUMS = 512  # tokens times parts
+_UNPACKED_GATES_UP_TO = 64
 # Tiles of a product in parts, of which the last program of each adds up: more than fill any chip.
 _MOST_MERGED = 2048
 # Shared memory of a program beside its tiles: barriers, and what threads exchange.
@@ -63,7 +65,7 @@ def prepare(weight: QuantizedWeight, device: torch.device | str, *, slice: int =
 
 
 def _packed(weight: QuantizedWeight, slice: int) -> Packed | None:
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     if columns % _ALIGNMENT or (weight.device.type == "cuda" and not overlaps(weight.device)):
         # Tiles come by the tensor memory accelerator: that and kernels that overlap came with Hopper.
         return None
@@ -74,7 +76,8 @@ def _packed(weight: QuantizedWeight, slice: int) -> Packed | None:
         values, zeros = weight.values, None
     else:
         slices = 16 // weight.bits
-        slice = slice or (64 if group % 64 == 0 else 32)
+        # Slices of 64 columns are fewer steps, but those of groups would take more registers than there are.
+        slice = slice or (64 if group % 64 == 0 and (weight.bits == 8 or not group) else 32)
         block = slices * slice
         if group % slice or (group % block and block % max(1, group)):
             return None
@@ -147,18 +150,20 @@ def quantized_linear(
     if isinstance(x, torch.Tensor) and how is not None:
         x = round_input(x, how) if weight.multiplies_rounded else how(x)
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
+    # Gates beside what they gate would take an unpacked tile of many tokens more registers than there are.
+    apart = gated and tile is None and tokens > _UNPACKED_GATES_UP_TO and isinstance(x, torch.Tensor)
+    gated = gated and not apart
     if tile is None:
-        tile = choose_tile(
-            packed, tokens, gated=gated, in_parts=in_parts, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device)
-        )
+        tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device))
     if isinstance(x, RoundedInput):
         return multiply_eight(x, packed, bias, tile=tile, dtype=dtype, gated=gated, in_parts=in_parts)
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
         x = x.contiguous()
-    return multiply_unpacked(x, packed, bias, tile=tile, gated=gated, in_parts=in_parts)
+    y = multiply_unpacked(x, packed, bias, tile=tile, gated=gated, in_parts=in_parts)
+    return silu_mul(y) if apart else y
 
 
-def choose_tile(packed: Packed, tokens: int, *, gated: bool, in_parts: bool, num_sms: int, shared_bytes: int) -> QuantizedTile:
+def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile:
     """How programs multiply so many tokens: it follows from the shape alone, so that a captured step always does the same."""
     unpack = packed.values.dtype == torch.int16
     grouped = bool(packed.group)
@@ -171,9 +176,9 @@ def choose_tile(packed: Packed, tokens: int, *, gated: bool, in_parts: bool, num
         tile = QuantizedTile(tokens=128, cols=cols, num_warps=8, num_stages=4, turned=False, exact=False)
     tiles = -(-packed.num_out // tile.cols) * -(-tokens // tile.tokens)
     steps = -(-packed.width // step_of(packed, tile))
-    if not gated and tokens <= 256:
-        # Two programs to a multiprocessor, but no part of less than two steps.
-        tile = replace(tile, parts=max(1, min(_MOST_PARTS, 2 * num_sms // tiles, steps // 2)))
+    if not gated:
+        # Two programs to a multiprocessor, but no part of less than two steps, and not more sums than cost as much as the weight.
+        tile = replace(tile, parts=max(1, min(_MOST_PARTS, 2 * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)))
     while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes // (2 if tokens <= 64 else 1):
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile

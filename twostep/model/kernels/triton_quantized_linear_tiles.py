@@ -104,9 +104,7 @@ class _Output:
     sums: torch.Tensor
 
     @staticmethod
-    def of(
-        x: torch.Tensor, packed: Packed, tile: QuantizedTile, step: int, dtype: torch.dtype, *, gated: bool, in_parts: bool
-    ) -> _Output:
+    def of(x: torch.Tensor, packed: Packed, tile: QuantizedTile, step: int, dtype: torch.dtype, *, gated: bool, in_parts: bool) -> _Output:
         assert tile.parts == 1 or not gated
         tokens, num_out = len(x), packed.num_out // 2 if gated else packed.num_out
         # There may be fewer parts than asked for, but none is empty.
@@ -116,8 +114,8 @@ class _Output:
             out = torch.empty(parts, tokens, num_out, dtype=torch.float32, device=x.device)
             return _Output(parts, part, False, out, out)
         out = torch.empty(tokens, num_out, dtype=dtype, device=x.device)
-        merged = parts > 1
-        return _Output(parts, part, merged, out, torch.empty(parts, tokens, num_out, dtype=torch.float32, device=x.device) if merged else out)
+        sums = torch.empty(parts, tokens, num_out, dtype=torch.float32, device=x.device) if parts > 1 else out
+        return _Output(parts, part, parts > 1, out, sums)
 
 
 def multiply_eight(
@@ -144,9 +142,9 @@ def multiply_eight(
         TensorDescriptor.from_tensor(values, [tile.tokens, tile.depth]), x.scales,
         TensorDescriptor.from_tensor(packed.values, [cols, tile.depth]), packed.values, packed.scales, packed.scales.stride(0),
         packed.scales if bias is None else bias, output.out, output.sums, packed.counters, tokens, packed.num_out // (1 + gated),
-        WIDTH=packed.width, PART=output.part, TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows,
+        packed.width, output.part, output.parts, TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows,
         X_GROUPS=x.scales.dim() == 2, W_GROUPS=bool(packed.group), IN_INT=not packed.is_float, EXACT=tile.exact,
-        HAS_BIAS=bias is not None, GATED=gated, TURNED=tile.turned, PARTS=output.parts, MERGED=output.merged, STAGES=tile.num_stages,
+        HAS_BIAS=bias is not None, GATED=gated, TURNED=tile.turned, MERGED=output.merged, STAGES=tile.num_stages,
         AHEAD=tile.ahead if packed.width % tile.depth == 0 else 0, PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
     )  # fmt: skip
@@ -168,28 +166,28 @@ def multiply_unpacked(
         TensorDescriptor.from_tensor(x, [tile.tokens, packed.slice]), TensorDescriptor.from_tensor(packed.values, [cols, packed.slice]),
         packed.values, packed.scales, packed.scales if packed.zeros is None else packed.zeros, packed.scales.stride(0),
         packed.scales if bias is None else bias, output.out, output.sums, packed.counters, tokens,
-        packed.num_out // (1 + gated), packed.num_out,
-        WIDTH=packed.width, PART=output.part, TOKENS=tile.tokens, COLS=cols, SLICE=packed.slice, BITS=packed.bits,
+        packed.num_out // (1 + gated), packed.num_out, packed.width, output.part, output.parts,
+        TOKENS=tile.tokens, COLS=cols, SLICE=packed.slice, BITS=packed.bits,
         IS_FLOAT=packed.is_float, GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=packed.zeros is not None,
-        HAS_BIAS=bias is not None, GATED=gated, PARTS=output.parts, MERGED=output.merged, STAGES=tile.num_stages,
+        HAS_BIAS=bias is not None, GATED=gated, MERGED=output.merged, STAGES=tile.num_stages,
         AHEAD=tile.ahead, PDL=pdl, ON_GPU=x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return output.out
 
 
-# One program for every number of tokens of a tile: steps of all sizes are captured at start-up.
-@triton.jit(do_not_specialize=["tokens"])
+# One program for all shapes of weights and every number of tokens of a tile: steps of all sizes are captured at start-up.
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def _eight_kernel(
     x_source, x_scales_ptr, source, weight_ptr, scales_ptr, stride_scales, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out,
-    WIDTH: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    width, columns, parts,
+    TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, IN_INT: tl.constexpr, EXACT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first_token, first = _place(tokens, num_out, TOKENS, COLS)
     part = tl.program_id(1)
-    start = part * PART
-    end = tl.minimum(start + PART, WIDTH)
+    start = part * columns
+    end = tl.minimum(start + columns, width)
     row = first + tl.arange(0, COLS)
     t = first_token + tl.arange(0, TOKENS)
     # Rows and tokens past the end are scaled as the last one is, and not stored.
@@ -198,9 +196,9 @@ def _eight_kernel(
     if PDL:
         start_next()
         for j in tl.static_range(AHEAD):
-            _ask_for(weight_ptr + at.to(tl.int64) * WIDTH + start + j * DEPTH, start + j * DEPTH < end)
+            _ask_for(weight_ptr + at.to(tl.int64) * width + start + j * DEPTH, start + j * DEPTH < end)
             if GATED:
-                _ask_for(weight_ptr + (at + num_out).to(tl.int64) * WIDTH + start + j * DEPTH, start + j * DEPTH < end)
+                _ask_for(weight_ptr + (at + num_out).to(tl.int64) * width + start + j * DEPTH, start + j * DEPTH < end)
         wait_for_previous()
     shape: tl.constexpr = [COLS, TOKENS] if TURNED else [TOKENS, COLS]
     SUM: tl.constexpr = tl.int32 if IN_INT else tl.float32
@@ -241,33 +239,34 @@ def _eight_kernel(
         if GATED:
             gate_acc *= _of_rows(tl.load(scales_ptr + at // BLOCK_ROWS), TURNED)
     _finish(
-        acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part, HAS_BIAS, GATED, TURNED, PARTS, MERGED
+        acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part, parts, HAS_BIAS, GATED, TURNED, MERGED
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def _unpack_kernel(
     x_source, source, words_ptr, scales_ptr, zeros_ptr, stride_scales, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, num_rows,
-    WIDTH: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr,
+    width, columns, parts,
+    TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, PARTS: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 16 // BITS * SLICE
     first_token, first = _place(tokens, num_out, TOKENS, COLS)
     part = tl.program_id(1)
-    start = part * (PART // BLOCK)
-    end = tl.minimum(start + PART // BLOCK, (WIDTH + BLOCK - 1) // BLOCK)
+    start = part * (columns // BLOCK)
+    end = tl.minimum(start + columns // BLOCK, tl.cdiv(width, BLOCK))
     row = first + tl.arange(0, COLS)
     t = first_token + tl.arange(0, TOKENS)
     at = tl.minimum(row, num_out - 1)
     if PDL:
         start_next()
         for j in tl.static_range(AHEAD):
-            words = words_ptr + ((start + j) * num_rows + at).to(tl.int64) * SLICE
-            _ask_for(words, start + j < end)
+            ahead = words_ptr + ((start + j) * num_rows + at).to(tl.int64) * SLICE
+            _ask_for(ahead, start + j < end)
             if GATED:
-                _ask_for(words + num_out.to(tl.int64) * SLICE, start + j < end)
+                _ask_for(ahead + num_out.to(tl.int64) * SLICE, start + j < end)
         wait_for_previous()
     acc = tl.zeros([COLS, TOKENS], tl.float32)
     gate_acc = tl.zeros([COLS, TOKENS], tl.float32)
@@ -290,7 +289,7 @@ def _unpack_kernel(
         if GATED:
             gate_acc *= tl.load(scales_ptr + at // BLOCK_ROWS)[:, None]
     _finish(
-        acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part, HAS_BIAS, GATED, True, PARTS, MERGED
+        acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part, parts, HAS_BIAS, GATED, True, MERGED
     )
 
 
@@ -308,10 +307,7 @@ def _add_block(
     zero = tl.full([COLS], 8.0, tl.float32)
     for p in tl.static_range(SLICES):
         x = x_source.load([first_token, (b * SLICES + p) * SLICE])
-        if GROUP > 0:
-            group = (b * SLICES + p) * SLICE // GROUP
-        else:
-            group = 0
+        group = (b * SLICES + p) * SLICE // GROUP if GROUP > 0 else 0
         if p % TOGETHER == 0:
             if GROUP > 0:
                 d = tl.zeros([COLS, TOKENS], tl.float32)
@@ -360,8 +356,8 @@ def _of_tokens(values, TURNED: tl.constexpr):
 
 @triton.jit
 def _finish(
-    acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, MERGED: tl.constexpr,
+    acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part, parts,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's sums, or one part's; of merged parts the one that comes last adds up all."""
     place = _of_tokens(t, TURNED).to(tl.int64) * num_out + _of_rows(row, TURNED)
@@ -372,9 +368,9 @@ def _finish(
         # All threads' numbers are there before one of them says so.
         tl.debug_barrier()
         counter = counters_ptr + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             total = tl.load(sums_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, PARTS):
+            for other in range(1, parts):
                 total += tl.load(sums_ptr + other * size + place, mask=mask, other=0.0, cache_modifier=".cg")
             if HAS_BIAS:
                 total += _of_rows(tl.load(bias_ptr + at).to(tl.float32), TURNED)
@@ -425,16 +421,15 @@ def _unpack(
                 number -= zero[:, None]
         return number.to(dtype)
     BRAIN: tl.constexpr = dtype == tl.bfloat16
-    if IS_FLOAT:
-        ASM: tl.constexpr = _float8(P, BRAIN)
-    elif BITS == 4:
-        ASM: tl.constexpr = _int4(P, BRAIN)
-    else:
-        ASM: tl.constexpr = _int8(P, BRAIN, HAS_ZEROS)
+    ASM: tl.constexpr = _float8(P, BRAIN) if IS_FLOAT else _int4(P, BRAIN) if BITS == 4 else _int8(P, BRAIN, HAS_ZEROS)
     # What is subtracted: with 4 bits beside the number that is or-ed in.
     if BITS == 4:
         zero += 128.0 if BRAIN else 1024.0
-    return tl.inline_asm_elementwise(ASM, "=r,r,r", [words, zero.to(dtype)[:, None]], dtype=dtype, is_pure=True, pack=2)
+    zero = zero.to(dtype)[:, None]
+    if BRAIN:
+        return tl.inline_asm_elementwise(ASM, "=r,r,r", [words, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=r,r,r", [words, zero], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.constexpr_function
