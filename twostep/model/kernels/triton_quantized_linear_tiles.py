@@ -143,7 +143,7 @@ def multiply_eight(
         TensorDescriptor.from_tensor(packed.values, [cols, tile.depth]), packed.values, packed.scales, packed.scales.stride(0),
         packed.scales if bias is None else bias, output.out, output.sums, packed.counters, tokens, packed.num_out // (1 + gated),
         packed.width, output.part, output.parts, TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows,
-        X_GROUPS=x.scales.dim() == 2, W_GROUPS=bool(packed.group), IN_INT=not packed.is_float, EXACT=tile.exact,
+        X_GROUPS=x.scales.dim() == 2, W_GROUPS=bool(packed.group), IN_INT=not packed.is_float, EXACT=tile.exact and packed.is_float,
         HAS_BIAS=bias is not None, GATED=gated, TURNED=tile.turned, MERGED=output.merged, STAGES=tile.num_stages,
         AHEAD=tile.ahead if packed.width % tile.depth == 0 else 0, PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
@@ -211,23 +211,26 @@ def _eight_kernel(
             weight = source.load([first + num_out, k])
         else:
             weight = source.load([first, k])
-        if X_GROUPS or W_GROUPS:
+        if X_GROUPS or W_GROUPS or EXACT:
+            # Sums of one step each.
             group = k // DEPTH
-            if X_GROUPS:
-                x_scale = _of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
             if GATED:
-                d = _dot(x, gate, tl.zeros(shape, SUM), TURNED, EXACT, DEPTH)
+                d = _dot(x, gate, tl.zeros(shape, SUM), TURNED)
                 if W_GROUPS:
                     d *= _of_rows(tl.load(scales_ptr + group * stride_scales + at // BLOCK_ROWS), TURNED)
-                gate_acc += d * x_scale if X_GROUPS else d
-            d = _dot(x, weight, tl.zeros(shape, SUM), TURNED, EXACT, DEPTH)
+                if X_GROUPS:
+                    d *= _of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
+                gate_acc += d
+            d = _dot(x, weight, tl.zeros(shape, SUM), TURNED)
             if W_GROUPS:
                 d *= _of_rows(tl.load(scales_ptr + group * stride_scales + (at + num_out * GATED) // BLOCK_ROWS), TURNED)
-            acc += d * x_scale if X_GROUPS else d
+            if X_GROUPS:
+                d *= _of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
+            acc += d
         else:
             if GATED:
-                gate_acc = _dot(x, gate, gate_acc, TURNED, EXACT, DEPTH)
-            acc = _dot(x, weight, acc, TURNED, EXACT, DEPTH)
+                gate_acc = _dot(x, gate, gate_acc, TURNED)
+            acc = _dot(x, weight, acc, TURNED)
     acc = acc.to(tl.float32)
     gate_acc = gate_acc.to(tl.float32)
     if not X_GROUPS:
@@ -324,12 +327,8 @@ def _add_block(
 
 
 @triton.jit
-def _dot(x, weight, acc, TURNED: tl.constexpr, EXACT: tl.constexpr, DEPTH: tl.constexpr):
-    BITS_KEPT: tl.constexpr = DEPTH if EXACT and acc.dtype == tl.float32 else None
-    if TURNED:
-        return tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=BITS_KEPT, out_dtype=acc.dtype)
-    else:
-        return tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=BITS_KEPT, out_dtype=acc.dtype)
+def _dot(x, weight, acc, TURNED: tl.constexpr):
+    return tl.dot(weight, tl.trans(x), acc, out_dtype=acc.dtype) if TURNED else tl.dot(x, tl.trans(weight), acc, out_dtype=acc.dtype)
 
 
 @triton.jit
