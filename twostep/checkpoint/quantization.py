@@ -39,11 +39,13 @@ class FormatGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What the files say. `ignored` is written as targets are, and goes before them."""
+    """Which layers are quantized, and how. `ignored` is written as targets are, and goes before them. `stored`: the files hold them so;
+    else they are quantized as they are read."""
 
     method: str
     groups: tuple[FormatGroup, ...]
     ignored: tuple[str, ...]
+    stored: bool = True
 
     def format_of(self, layer: str) -> LinearFormat | None:
         """Returns the format of a linear layer of this name; None: it is not quantized. A whole name goes before patterns, and those
