@@ -242,7 +242,7 @@ def table(formats: list[str], counts: list[int]) -> None:
     for name in formats:
         weights = {p: FORMATS[name].weight(p, COPIES if p != HEAD else 1) for p in [*LAYER, HEAD]}
         ready = {p: [prepare(weight, DEVICE) for weight in some] for p, some in weights.items()}
-        num_bytes = sum(some[0].packed.num_bytes * (LAYERS if p != HEAD else 1) for p, some in ready.items() if some[0].packed)
+        num_bytes = sum(some[0].num_bytes * (LAYERS if p != HEAD else 1) for p, some in ready.items())
         layer = [(p, [run_of(weight, p) for weight in ready[p]]) for p in LAYER]
         head = [run_of(ready[HEAD][0], HEAD)]
         for tokens in counts:

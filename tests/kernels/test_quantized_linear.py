@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, tolerance
 from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, product, random_weight, weight_forms
 
+from twostep.checkpoint.linear_format import Activations
+from twostep.model.kernels.ops import Linear
+from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_quantized_input import round_input
 from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, prepare, quantized_linear
 from twostep.model.kernels.triton_quantized_linear_tiles import QuantizedTile
@@ -20,7 +25,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, **{name: 3 * step for name, step in tolerance(dtype).items()})
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     form=weight_forms(),
     tokens=st.sampled_from([1, 2, 7, 16, 17, 33, 65, 130]),
@@ -69,7 +74,7 @@ def test_every_layout_of_programs(kind: str, group: int, activations: object, ti
     weight = random_weight(kind, 72, 528, group=group, activations=activations)
     prepared = prepare(weight, DEVICE)
     assert prepared.packed is not None
-    if not tile.turned and not prepared.multiplies_rounded:
+    if not tile.turned and not prepared.takes_rounded:
         pytest.skip("unpacked weights are always turned")
     x = torch.randn(tokens, 528, device=DEVICE).to(torch.bfloat16)
     bias = torch.randn(72, device=DEVICE)
@@ -83,7 +88,7 @@ def test_every_layout_of_programs(kind: str, group: int, activations: object, ti
 def test_an_input_rounded_before() -> None:
     weight = random_weight("fp8", 40, 160, activations=FP8_TOKEN)
     prepared = prepare(weight, DEVICE)
-    assert prepared.multiplies_rounded
+    assert prepared.takes_rounded
     assert weight.activations is not None
     x = torch.randn(3, 160, device=DEVICE).to(torch.bfloat16)
     layer = QuantizedLinear(prepared, None)
@@ -100,10 +105,42 @@ def test_what_no_kernel_takes_is_multiplied_all_the_same(kind: str, columns: int
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_trial_finds_what_is_wrong(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_fails_its_trial_is_made_dense(gated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     module = "twostep.model.kernels.triton_quantized_linear"
     monkeypatch.setattr(f"{module}._TRIAL_TOKENS", (1, 3))
-    layer = QuantizedLinear(prepare(random_weight("int4", 48, 64, group=32), DEVICE), None, gated=gated)
-    assert layer.trial(torch.bfloat16) == ""
-    monkeypatch.setattr(f"{module}.multiply_unpacked", lambda x, packed, *_, **__: x.new_zeros(len(x), packed.num_out // (1 + gated)))
-    assert layer.trial(torch.bfloat16)
+    dtype = torch.bfloat16
+    x = torch.randn(3, 64, device=DEVICE).to(dtype)
+
+    def prepared() -> Linear:
+        ops = TritonOps(DEVICE)
+        ops.tries = True
+        weight = random_weight("int4", 48, 64, group=32)
+        layer = ops.prepare_quantized(weight, None, dtype, gated=gated)
+        want = product(weight, x, None)
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        close(layer(x), want, dtype)
+        return layer
+
+    assert isinstance(prepared(), QuantizedLinear)
+    real = importlib.import_module(module).multiply_unpacked
+    monkeypatch.setattr(f"{module}.multiply_unpacked", lambda *args, **options: real(*args, **options) * 1.05)
+    assert not isinstance(prepared(), QuantizedLinear)
+    assert caplog.text
+
+
+@pytest.mark.parametrize("how", [FP8_TOKEN, FP8_GROUP, INT8_TOKEN], ids=str)
+def test_two_layers_and_the_norm_between(how: Activations) -> None:
+    """Parts of the first product are added to the residual inside the norm, which rounds for the second."""
+    ops, dtype = TritonOps(DEVICE), torch.bfloat16
+    kind, group = ("fp8", how.group) if how.is_float else ("int8", 0)
+    first, then = random_weight("int4", 192, 512, group=64), random_weight(kind, 40, 192, group=group, activations=how)
+    x, residual = torch.randn(5, 512, device=DEVICE).to(dtype), torch.randn(5, 192, device=DEVICE).to(dtype)
+    weight = torch.randn(192, device=DEVICE).to(dtype)
+    total = residual.double() + product(first, x, None)
+    linears = [ops.prepare_quantized(each, None, dtype) for each in (first, then)]
+    assert all(isinstance(linear, QuantizedLinear) for linear in linears)
+    got = ops.join_rms_norm(linears[0], x, residual, weight, 1e-5, linears[1])
+    close(residual, total, dtype)
+    assert torch.equal(got, linears[1](ops.rms_norm(residual, weight, 1e-5)))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import num_sms_of, overlaps, shared_bytes_of
@@ -39,29 +40,32 @@ _TRIAL_DIFFERENCE = 2e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedWeight:
-    """A weight on its device in the layout of its kernel. `packed` None: no kernel takes it."""
+    """A weight [N, K] on its device in the layout of its kernel: `packed`, or, where no kernel takes it, `dense`."""
 
-    weight: QuantizedWeight
+    shape: tuple[int, int]
+    activations: InputQuantizer | None
     packed: Packed | None
+    dense: QuantizedWeight | None
 
     @property
-    def multiplies_rounded(self) -> bool:
-        """Returns whether the kernel takes a RoundedInput, else numbers of 16 bits."""
+    def takes_rounded(self) -> bool:
+        """Returns whether the kernel multiplies a RoundedInput, else numbers of 16 bits."""
         return self.packed is not None and self.packed.values.dtype != torch.int16
 
     @property
-    def num_out(self) -> int:
-        return self.weight.shape[0]
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in (self.packed, self.dense) if part is not None)
 
 
 def prepare(weight: QuantizedWeight, device: torch.device | str, *, slice: int = 0) -> PreparedWeight:
-    """Takes `weight` to `device` and its kernel's layout; with it goes what it had: drop yours. `slice`: columns of an unpacked slice that
-    are tried instead of the best (32 or 64)."""
+    """Takes `weight` to `device` and its kernel's layout: drop yours. `slice`: columns of an unpacked slice that are tried instead of the
+    best (32 or 64)."""
     device = torch.device(device)
     if weight.device != device:
         zeros = None if weight.zeros is None else weight.zeros.to(device)
         weight = replace(weight, values=weight.values.to(device), scales=weight.scales.to(device), zeros=zeros)
-    return PreparedWeight(weight=weight, packed=_packed(weight, slice))
+    packed = _packed(weight, slice)
+    return PreparedWeight(shape=weight.shape, activations=weight.activations, packed=packed, dense=weight if packed is None else None)
 
 
 def _packed(weight: QuantizedWeight, slice: int) -> Packed | None:
@@ -130,7 +134,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """x @ weight.T + bias, float32 inside, x rounded as the weight says.
 
-    x         [T, K], rows dense, in 16 bits; or, where the weight `multiplies_rounded`, what was rounded so already
+    x         [T, K], rows dense, in 16 bits; or, where the weight `takes_rounded`, what was rounded so already
     bias      [N]
     gated     silu of the first half of the result times the second: [T, N / 2]
     in_parts  the result may be float32 [parts, T, N], whose sum over the parts it is, where that is faster
@@ -138,17 +142,19 @@ def quantized_linear(
     tile      in place of the one that choose_tile chooses
     Returns [T, N].
     """
-    packed, how = weight.packed, weight.weight.activations
+    packed, how = weight.packed, weight.activations
     assert not (gated and in_parts)
     if isinstance(x, torch.Tensor):
         dtype = x.dtype
     assert dtype is not None
-    if packed is None or dtype not in _DTYPES:
+    if packed is None:
         assert isinstance(x, torch.Tensor)
-        y = multiply_dense(weight.weight, x, bias)
+        assert weight.dense is not None
+        y = multiply_dense(weight.dense, x, bias)
         return silu_mul(y) if gated else y
+    assert dtype in _DTYPES
     if isinstance(x, torch.Tensor) and how is not None:
-        x = round_input(x, how) if weight.multiplies_rounded else how(x)
+        x = round_input(x, how) if weight.takes_rounded else how(x)
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
     # Gates beside what they gate would take an unpacked tile of many tokens more registers than there are.
     apart = gated and tile is None and tokens > _UNPACKED_GATES_UP_TO and isinstance(x, torch.Tensor)
@@ -218,13 +224,12 @@ class QuantizedLinear:
         return quantized_linear(self.weight, x, self._bias, gated=self._gated, in_parts=not self._gated)
 
     def of_rounded(self, x: RoundedInput, dtype: torch.dtype) -> torch.Tensor:
-        """The product of what a kernel ahead has rounded as the weight says, in `dtype`; for a weight that `multiplies_rounded`."""
+        """The product of what a kernel ahead has rounded as the weight says, in `dtype`; for a weight that `takes_rounded`."""
         return quantized_linear(self.weight, x, self._bias, gated=self._gated, dtype=dtype)
 
-    def trial(self, dtype: torch.dtype) -> str:
-        """Runs every kernel that steps of this layer will take, beside the product by way of the dense weight. Empty, or what went wrong:
-        an untried card or compiler must not show in the tokens."""
-        weight = self.weight.weight
+    def trial(self, weight: QuantizedWeight, dtype: torch.dtype) -> str:
+        """Runs every kernel that steps of this layer will take, beside the product by way of `weight`, which this layer was made of, made
+        dense. Empty, or what went wrong: an untried card or compiler must not show in the tokens."""
         generator = torch.Generator(weight.device).manual_seed(0)
         for tokens in _TRIAL_TOKENS:
             x = torch.randn(tokens, weight.shape[1], generator=generator, device=weight.device).to(dtype)
