@@ -39,7 +39,8 @@ class InputQuantizer:
         if self.scale is not None:
             scale = self.scale
         elif self.how.symmetric:
-            scale = values.abs().amax(-1, keepdim=True) / high
+            # (By a number that is no tensor a GPU would divide less exactly.)
+            scale = values.abs().amax(-1, keepdim=True) / torch.full((), high, device=x.device)
         else:
             least, most = values.amin(-1, keepdim=True).clamp_max(0), values.amax(-1, keepdim=True).clamp_min(0)
             scale = (most - least) / (high - low)

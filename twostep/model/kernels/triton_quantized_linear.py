@@ -1,11 +1,14 @@
 """Linear layers whose weights stay quantized, on GPUs: which kernel multiplies, and the layout that it reads.
 
-    input rounded to    none               fp8, weights fp8       int8, weights int8 (whole rows, no zero points)
-    kernel              unpack             eight, after one       eight, after one
-                                           that rounds            that rounds
+    weight x input      fp8 x fp8          int8 x int8            4 or 8 bits x 16 bits
+    kernel              rows 1-2           rows 1-2               unpack
+                        eight -64          eight
+                        cuBLAS             (whole rows, no        dense, cuBLAS from 192 or 256 tokens on, where writing the
+                        (blocks: eight)    zero points)           dense weight first costs less than unpacking in every tile
 
-Where a format asks for another pair (4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel
-takes is made dense anew for every product (multiply_dense).
+Inputs of 8 bits are rounded by a kernel of their own, by the norm ahead (triton_elementwise.py), or, for rows, where they are used. Where
+a format asks for another pair (4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes
+is made dense anew for every product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_den
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import num_sms_of, overlaps, shared_bytes_of
 from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, can_round, round_input
-from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile, multiply_eight, multiply_unpacked
+from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows, multiply_rows
+from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile, multiply_eight, multiply_unpacked, unpack_dense
 
 _FLOAT8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -29,12 +33,17 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 _MOST_PARTS = 8
 _MOST_SUMS = 512  # tokens times parts
+_ROWS_UP_TO = 2
+_WIDEST_ROW = 32768
+_ROW_BYTES = 16384  # of a program's weights in registers
+_EIGHT_UP_TO = 64
+_UNPACKED_UP_TO = {4: 192, 8: 256}
 _UNPACKED_GATES_UP_TO = 64
 # Tiles of a product in parts, of which the last program of each adds up: more than fill any chip.
 _MOST_MERGED = 2048
 # Shared memory of a program beside its tiles: barriers, and what threads exchange.
 _SHARED_SLACK = 4096
-_TRIAL_TOKENS = (1, 16, 17, 64, 65, 128, 300)
+_TRIAL_TOKENS = (1, 2, 3, 16, 17, 64, 65, 128, 300)
 _TRIAL_DIFFERENCE = 2e-2
 
 
@@ -130,7 +139,7 @@ def quantized_linear(
     gated: bool = False,
     in_parts: bool = False,
     dtype: torch.dtype | None = None,
-    tile: QuantizedTile | None = None,
+    tile: QuantizedTile | QuantizedRows | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, float32 inside, x rounded as the weight says.
 
@@ -153,38 +162,62 @@ def quantized_linear(
         y = multiply_dense(weight.dense, x, bias)
         return silu_mul(y) if gated else y
     assert dtype in _DTYPES
-    if isinstance(x, torch.Tensor) and how is not None:
-        x = round_input(x, how) if weight.takes_rounded else how(x)
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
-    # Gates beside what they gate would take an unpacked tile of many tokens more registers than there are.
-    apart = gated and tile is None and tokens > _UNPACKED_GATES_UP_TO and isinstance(x, torch.Tensor)
-    gated = gated and not apart
     if tile is None:
         tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device))
+    if isinstance(tile, QuantizedRows):
+        assert how is not None
+        return multiply_rows(x, packed, how, bias, tile=tile, dtype=dtype, gated=gated)
+    if isinstance(x, torch.Tensor) and how is not None:
+        x = round_input(x, how) if weight.takes_rounded else how(x)
+    if tile is None:
+        y = _multiply_library(x, packed, bias, dtype)
+        return silu_mul(y) if gated else y
     if isinstance(x, RoundedInput):
         return multiply_eight(x, packed, bias, tile=tile, dtype=dtype, gated=gated, in_parts=in_parts)
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
         x = x.contiguous()
-    y = multiply_unpacked(x, packed, bias, tile=tile, gated=gated, in_parts=in_parts)
+    # Gates beside what they gate would take tiles of many tokens more registers than there are.
+    apart = gated and tile.tokens > _UNPACKED_GATES_UP_TO
+    y = multiply_unpacked(x, packed, bias, tile=tile, gated=gated and not apart, in_parts=in_parts)
     return silu_mul(y) if apart else y
 
 
-def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile:
-    """How programs multiply so many tokens: it follows from the shape alone, so that a captured step always does the same."""
-    unpack = packed.values.dtype == torch.int16
-    grouped = bool(packed.group)
+def _multiply_library(x: torch.Tensor | RoundedInput, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """By cuBLAS: fp8 on both sides, or the dense weight, written first."""
+    if isinstance(x, torch.Tensor):
+        return F.linear(x, unpack_dense(packed, dtype), bias)
+    y: torch.Tensor = torch._scaled_mm(
+        x.values, packed.values.t(), x.scales[:, None], packed.scales, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    y = y.to(dtype)
+    return y if bias is None else y.add_(bias)
+
+
+def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile | QuantizedRows | None:
+    """How so many tokens are multiplied; None: by cuBLAS. It follows from the shape alone, so that a captured step always does the same."""
+    unpack, grouped = packed.values.dtype == torch.int16, bool(packed.group)
+    width = packed.width * (1 + gated)
+    if not unpack and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
+        return QuantizedRows(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
+    if tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO) and (unpack or (packed.is_float and not grouped)):
+        return None
     if tokens <= 64:
-        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=128, num_warps=4, num_stages=8, ahead=2)
+        cols = 64 if tokens > 16 and not unpack and not gated and packed.num_out < 128 * num_sms else 128
+        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=cols, num_warps=4, num_stages=8, ahead=2)
     elif tokens <= 256 or unpack:
         tile = QuantizedTile(tokens=128, cols=128, num_warps=8, num_stages=5)
     else:
-        cols = 128 if grouped else 256
-        tile = QuantizedTile(tokens=128, cols=cols, num_warps=8, num_stages=4, turned=False, exact=False)
+        tile = QuantizedTile(tokens=128, cols=128 if grouped else 256, num_warps=8, num_stages=4, turned=False, exact=False)
     tiles = -(-packed.num_out // tile.cols) * -(-tokens // tile.tokens)
-    steps = -(-packed.width // step_of(packed, tile))
-    if not gated:
+    if tiles > 2 * num_sms:
+        # The bytes of a program that waits for its place are not missed yet.
+        tile = replace(tile, ahead=0, num_stages=4 if unpack else tile.num_stages)
+    if not gated and not (tokens > 256):
         # Two programs to a multiprocessor, but no part of less than two steps, and not more sums than cost as much as the weight.
-        tile = replace(tile, parts=max(1, min(_MOST_PARTS, 2 * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)))
+        steps = -(-packed.width // step_of(packed, tile))
+        parts = min(_MOST_PARTS, (2 if tokens <= 16 or unpack else 1) * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
+        tile = replace(tile, parts=1 << max(1, parts).bit_length() - 1)
     while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes // (2 if tokens <= 64 else 1):
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile

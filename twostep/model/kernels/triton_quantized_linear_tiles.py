@@ -175,6 +175,18 @@ def multiply_unpacked(
     return output.out
 
 
+def unpack_dense(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of `multiply_unpacked` as [N, K] in `dtype`, each number rounded once."""
+    dense = torch.empty(packed.num_out, packed.width, dtype=dtype, device=packed.values.device)
+    pdl, rows = overlaps(dense.device), 64
+    _dense_kernel[(len(packed.values) // packed.num_out, triton.cdiv(packed.num_out, rows))](
+        packed.values, packed.scales, packed.scales if packed.zeros is None else packed.zeros, packed.scales.stride(0), dense,
+        packed.num_out, packed.width, ROWS=rows, SLICE=packed.slice, BITS=packed.bits, IS_FLOAT=packed.is_float, GROUP=packed.group,
+        BLOCK_ROWS=packed.block_rows, HAS_ZEROS=packed.zeros is not None, ON_GPU=dense.is_cuda, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return dense
+
+
 # One program for all shapes of weights and every number of tokens of a tile: steps of all sizes are captured at start-up.
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _eight_kernel(
@@ -297,6 +309,33 @@ def _unpack_kernel(
 
 
 @triton.jit
+def _dense_kernel(
+    words_ptr, scales_ptr, zeros_ptr, stride_scales, dense_ptr, num_rows, width,
+    ROWS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = 16 // BITS
+    b = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at = tl.minimum(row, num_rows - 1)
+    i = tl.arange(0, SLICE)
+    words = tl.load(words_ptr + (b * num_rows + at).to(tl.int64)[:, None] * SLICE + i[None, :])
+    if PDL:
+        start_next()
+        wait_for_previous()
+    zero = tl.full([ROWS], 8.0, tl.float32)
+    for p in tl.static_range(SLICES):
+        group = (b * SLICES + p) * SLICE // GROUP if GROUP > 0 else 0
+        if HAS_ZEROS:
+            zero = tl.load(zeros_ptr + group * stride_scales + at)
+        numbers = _unpack(words, zero, dense_ptr.dtype.element_ty, p, BITS, IS_FLOAT, HAS_ZEROS, ON_GPU).to(tl.float32)
+        numbers *= tl.load(scales_ptr + group * stride_scales + at // BLOCK_ROWS)[:, None]
+        column = (b * SLICES + p) * SLICE + i
+        mask = (row < num_rows)[:, None] & (column < width)[None, :]
+        tl.store(dense_ptr + row[:, None].to(tl.int64) * width + column[None, :], numbers.to(dense_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _add_block(
     words, x_source, scales_ptr, zeros_ptr, stride, acc, first_token, b,
     TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr,
@@ -306,7 +345,8 @@ def _add_block(
     SLICES: tl.constexpr = 16 // BITS
     # Slices that share a scale, of a block at most.
     TOGETHER: tl.constexpr = SLICES if (GROUP == 0 or GROUP >= SLICES * SLICE) else GROUP // SLICE
-    d = acc
+    # (Sums that came from the block ahead would make the compiler wait after every instruction.)
+    d = tl.zeros([COLS, TOKENS], tl.float32)
     zero = tl.full([COLS], 8.0, tl.float32)
     for p in tl.static_range(SLICES):
         x = x_source.load([first_token, (b * SLICES + p) * SLICE])
@@ -323,7 +363,7 @@ def _add_block(
             d = tl.dot(numbers.to(tl.float32), tl.trans(x.to(tl.float32)), d, input_precision="ieee")
         if GROUP > 0 and p % TOGETHER == TOGETHER - 1:
             acc += d * tl.load(scales_ptr + group * stride)[:, None]
-    return acc if GROUP > 0 else d
+    return acc if GROUP > 0 else acc + d
 
 
 @triton.jit
