@@ -134,7 +134,9 @@ class LinearLayer:
             bias = None if self.bias is None else self.bias[start : start + weight.shape[0]]
             start += weight.shape[0]
             if isinstance(weight, QuantizedWeight):
-                products.append(ops.prepare_quantized(weight, bias, self._make.dtype))
+                alone = gated and len(weights) == 1
+                products.append(ops.prepare_quantized(weight, bias, self._make.dtype, gated=alone))
+                gated = gated and not alone
             elif gated and len(weights) == 1 and loaded.activations is None:
                 products.append(ops.prepare_gated(weight, bias))
                 gated = False

@@ -77,9 +77,12 @@ class Ops:
         linear = self.prepare_linear(weight, bias)
         return lambda x: self.silu_mul(linear(x))
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
-        """A callable x -> x @ weight.T + bias, x of `dtype` and rounded as the weight says. It may keep the weight in another layout:
-        drop yours."""
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        """A callable x -> x @ weight.T + bias, x of `dtype` and rounded as the weight says; `gated`: silu_mul of that. It may keep the
+        weight in another layout: drop yours."""
+        if gated:
+            linear = self.prepare_quantized(weight, bias, dtype)
+            return lambda x: self.silu_mul(linear(x))
         if weight.device.type != "cpu":
             return lambda x: multiply_dense(weight, x, bias)
         packed = pack_for_cpu(weight, bias, dtype, fast_bfloat16=_packing_works(torch.bfloat16))
