@@ -2,8 +2,8 @@
 
     int8 for each channel   oneDNN's product of 8-bit numbers. A token's numbers are split in parts of 8 bits, 256 · high + low, two for
                             bfloat16 and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough.
-                            In bfloat16, one or two rows take torch's kernel for int8 weights, and many multiply dense
-    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight and multiply dense
+                            In bfloat16, one or two rows take torch's kernel for int8 weights. Many rows unpack the weight
+    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight
 
 Neither keeps a second copy of the weight. The operators are torch's own but not public: where they are missing, have changed, or
 compute something else on this CPU, and for all other formats, weights are unpacked once and for all (Ops.prepare_quantized).
@@ -28,8 +28,7 @@ _GROUPS = (256, 128, 64, 32)
 _INT8_ROWS_UP_TO = 2
 # That kernel reads past the end of others' rows.
 _INT8_COLUMNS = 64
-_UNPACK_INT8_FROM = 64
-_UNPACK_INT4_FROM = 64
+_UNPACK_FROM = 64
 # Torch's products misread matrices of one row or column.
 _LEAST = 2
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
@@ -38,32 +37,32 @@ _PER_TOKEN = Activations(is_float=False, dynamic=True)
 _BASE = 256  # of parts that follow each other
 
 
-def pack(weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, fast_bfloat16: bool) -> Int8Linear | Int4Linear | None:
-    """Returns the layer x -> x @ weight.T + bias for x [M, K] of `dtype`; None where none of these takes the weight. `fast_bfloat16`: this
-    CPU multiplies dense bfloat16 by itself."""
+def pack(weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Int8Linear | Int4Linear | None:
+    """Returns the layer x -> x @ weight.T + bias for x [M, K] of `dtype`; None where none of these takes the weight."""
     rows, columns = weight.shape
     if min(rows, columns) < _LEAST or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
         return None
     if weight.bits == 8:
         takes = weight.zeros is None and weight.group >= columns and int8_works()
-        return Int8Linear(weight, bias, unpacks=fast_bfloat16 and dtype == torch.bfloat16) if takes else None
+        return Int8Linear(weight, bias, dtype) if takes else None
     takes = _group_of(weight) > 0 and weight.activations is None and int4_rows_together() > 0
-    return Int4Linear(weight, bias, fast_bfloat16=fast_bfloat16) if takes else None
+    return Int4Linear(weight, bias) if takes else None
 
 
 class Int8Linear:
-    """A callable x [M, K] -> [M, N], in x's dtype."""
+    """A callable x [M, K] -> [M, N], both of `dtype`."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, *, unpacks: bool) -> None:
-        """`unpacks`: many rows are multiplied dense, in x's dtype."""
-        self._values = weight.values.contiguous()
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        # The kernel for few rows in bfloat16 takes the weight as it lies. Else oneDNN's layout is worth having.
+        self._is_packed = dtype != torch.bfloat16
+        self._values = _pack_int8(weight.values) if self._is_packed else weight.values.contiguous()
         self._scales = weight.scales.flatten().contiguous()
         self._scales_bfloat16 = self._scales.to(torch.bfloat16)
+        self._ones, self._zeros = torch.ones_like(self._scales), torch.zeros_like(self._scales, dtype=torch.int32)
         self._bias = bias
         self._activations = weight.activations
         self._in_one = weight.activations is not None and weight.activations.how == _PER_TOKEN
-        self._unpacks = unpacks
-        self._few_rows = 0 if weight.shape[1] % _INT8_COLUMNS else _INT8_ROWS_UP_TO
+        self._few_rows = 0 if self._is_packed or weight.shape[1] % _INT8_COLUMNS else _INT8_ROWS_UP_TO
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._activations is not None and not self._in_one:
@@ -73,20 +72,27 @@ class Int8Linear:
 
     def _in_8_bits(self, x: torch.Tensor) -> torch.Tensor:
         scale = (x.abs().amax(-1, keepdim=True).float() / 127).clamp_min_(torch.finfo(torch.float32).tiny)
-        y = torch._int_mm((x / scale).round_().to(torch.int8), self._values.t())
+        y = self._multiply((x / scale).round_().to(torch.int8))
         return y.mul(scale).mul_(self._scales).to(x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.bfloat16 and len(x) <= self._few_rows:
+        if len(x) <= self._few_rows:
             return torch._weight_int8pack_mm(x, self._values, self._scales_bfloat16)
-        if self._unpacks and len(x) >= _UNPACK_INT8_FROM:
-            return F.linear(x, self._values.to(x.dtype)).mul_(self._scales)
+        if len(x) >= _UNPACK_FROM:
+            values = self._values.to_dense().t() if self._is_packed else self._values
+            return F.linear(x, values.to(x.dtype)).mul_(self._scales)
         parts, scale = split(x)
-        *lower, highest = torch._int_mm(parts, self._values.t()).view(-1, len(x), len(self._scales))
+        *lower, highest = self._multiply(parts).view(-1, len(x), len(self._scales))
         y: torch.Tensor = highest * float(_BASE ** len(lower))
         for place, part in enumerate(lower):
             y.add_(part, alpha=_BASE**place)
         return y.mul_(scale).mul_(self._scales).to(x.dtype)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x int8 [M, K]. Returns whole numbers [M, N], int32 or float32."""
+        if self._is_packed:
+            return _multiply_packed_int8(x, self._values, self._ones, self._zeros)
+        return torch._int_mm(x, self._values.t())
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +111,7 @@ def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int4Linear:
     """A callable x [M, K] -> [M, N] in x's dtype; the product is in bfloat16 whatever that is."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, *, fast_bfloat16: bool) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
         rows, columns = weight.shape
         self._rows = rows
         self._group = _group_of(weight)
@@ -126,10 +132,9 @@ class Int4Linear:
         self._scales_and_zeros = F.pad(both, (0, 0, 0, 0, 0, padding)).transpose(0, 1).to(torch.bfloat16).contiguous()
         self._symmetric = weight.zeros is None
         self._bias = bias
-        self._fast_bfloat16 = fast_bfloat16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) >= _UNPACK_INT4_FROM:
+        if len(x) >= _UNPACK_FROM:
             y = x @ self._dense().to(x.dtype)
         else:
             y = _multiply_int4(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
@@ -155,6 +160,17 @@ def _group_of(weight: QuantizedWeight) -> int:
 # ---- torch's operators ------------------------------------------------------------------------------------------------------
 
 
+def _pack_int8(values: torch.Tensor) -> Packed:
+    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values, None)
+    return packed
+
+
+def _multiply_packed_int8(x: torch.Tensor, packed: Packed, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    run = torch.ops.onednn.qlinear_pointwise.default
+    y: torch.Tensor = run(x, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    return y
+
+
 def _pack_int4(numbers: torch.Tensor) -> Packed:
     packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     return packed
@@ -174,7 +190,12 @@ def int8_works() -> bool:
         x[1], x[2] = 127, torch.arange(70) - 35
         weight = torch.full((33, 70), 127, dtype=torch.int8)
         weight[1::3], weight[2::3] = -127, torch.arange(70) * 3 - 100
-        if not torch.equal(torch._int_mm(x, weight.t()).long(), x.long() @ weight.long().T):
+        packed = _pack_int8(weight.clone())
+        whole = _multiply_packed_int8(x, packed, torch.ones(33), torch.zeros(33, dtype=torch.int32))
+        wanted = x.long() @ weight.long().T
+        if not torch.equal(torch._int_mm(x, weight.t()).long(), wanted) or not torch.equal(whole.long(), wanted):
+            return False
+        if not torch.equal(packed.to_dense(), weight.t()):
             return False
         weight = torch.randint(-128, 128, (33, _INT8_COLUMNS), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
         few = torch._weight_int8pack_mm(torch.eye(_INT8_COLUMNS, dtype=torch.bfloat16)[:2], weight, torch.ones(33, dtype=torch.bfloat16))

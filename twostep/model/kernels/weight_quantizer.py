@@ -18,7 +18,7 @@ def quantize(weight: torch.Tensor, format: LinearFormat) -> QuantizedWeight:
     the same without zero points whatever the format says of them. Rows and columns of zeros have scale 1."""
     rows, columns = weight.shape
     height, width = format.block[0] or 1, format.block[1] or columns
-    halves = not format.is_float and format.bits == 4 and columns % 2 == 0
+    halves = format.halves and columns % 2 == 0
     dtype = _FLOAT8 if format.is_float else torch.uint8 if halves else torch.int8
     values = torch.empty(rows, columns // 2 if halves else columns, dtype=dtype, device=weight.device)
     largest = torch.finfo(_FLOAT8).max if format.is_float else float((1 << (format.bits - 1)) - 1)
