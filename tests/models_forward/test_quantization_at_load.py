@@ -12,6 +12,7 @@ import transformers
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 from quantized_tensors import KINDS, Kind, config_of, quantize, quantize_directory, rounded_input
 
+from twostep.checkpoint.description import describe
 from twostep.errors import SetupError
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import ModelPart, shard_of
@@ -89,6 +90,10 @@ def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest
     bits = 4 if name == "int4" else 8
     assert sum(weight.num_bytes for weight in ops.weights) < numbers * bits / 8 * 1.3 + 4 * numbers / 32
     largest = max(weight.shape[0] * weight.shape[1] for weight in ops.weights) * 4
+    # The embedding and the norms beside them, and with 8 bits or less a head that is not dense.
+    described = describe(tmp_path, quantization=name)
+    rope = model.attention.cos.nbytes + model.attention.sin.nbytes
+    assert described.loaded_bytes == pytest.approx(kept - rope, rel=0.03)
     assert max(seen) < kept + at_once + largest
     assert kept + at_once + largest < 4 * numbers, "else the test says nothing"
 
@@ -120,6 +125,8 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     assert config_of(KINDS["gptq"])["quant_method"] == "gptq"
     with pytest.raises(SetupError, match=r"--quantization int8 .* gptq"):
         ModelRunner(tmp_path / "gptq", num_blocks=4, block_size=4, quantization="int8")
+    with pytest.raises(SetupError, match=r"--quantization int8 .* gptq"):
+        describe(tmp_path / "gptq", quantization="int8")
     with pytest.raises(SetupError, match="int3"):
         ModelRunner(tmp_path / "dense", num_blocks=4, block_size=4, quantization="int3")
 
