@@ -264,15 +264,36 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
     rows = [QuantizedRows(rows=count, num_warps=warps) for count, warps in [(2, 4), (4, 4), (8, 4), (4, 8), (2, 8), (1, 4)]]
     if tokens <= 64:
         padded = max(16, 1 << (tokens - 1).bit_length())
-        for cols, warps, parts, ahead in [
-            (128, 4, 1, 0), (128, 4, 1, 2), (128, 4, 1, 4), (128, 4, 2, 2), (128, 4, 4, 2), (128, 4, 8, 0), (128, 4, 8, 2), (64, 4, 1, 2),
-            (64, 4, 2, 2), (64, 4, 4, 2), (256, 8, 1, 2), (256, 8, 4, 2), (256, 4, 1, 2), (128, 8, 1, 2), (128, 8, 4, 2),
-        ]:  # fmt: skip
-            found += [
-                QuantizedTile(tokens=padded, cols=cols, num_warps=warps, num_stages=stages, parts=parts, ahead=ahead) for stages in (4, 8)
-            ]
+        # cols, warps, parts, stages, ahead
+        shapes = [
+            (128, 4, 1, 4, 0),
+            (128, 4, 1, 8, 0),
+            (128, 4, 1, 6, 2),
+            (128, 4, 2, 6, 2),
+            (128, 4, 4, 4, 2),
+            (128, 4, 4, 8, 2),
+            (128, 4, 8, 8, 2),
+            (64, 4, 1, 8, 2),
+            (64, 4, 2, 8, 2),
+            (64, 4, 4, 8, 2),
+            (64, 2, 1, 4, 0),
+            (64, 2, 1, 8, 2),
+            (64, 2, 2, 6, 2),
+            (64, 2, 4, 6, 2),
+            (64, 2, 8, 4, 2),
+            (32, 1, 1, 6, 2),
+            (32, 1, 4, 6, 2),
+            (32, 2, 2, 6, 2),
+            (256, 4, 1, 4, 2),
+            (256, 8, 1, 4, 2),
+        ]
+        found += [
+            QuantizedTile(tokens=padded, cols=cols, num_warps=warps, num_stages=stages, parts=parts, ahead=ahead, bulk=bulk)
+            for cols, warps, parts, stages, ahead in shapes
+            for bulk in (True, False)
+        ]
         if tokens == 1:
-            found += [replace(tile, tokens=8) for tile in found if tile.num_stages == 8]
+            found += [replace(tile, tokens=8) for tile in found if tile.num_warps <= 2]
     else:
         # tokens, cols, warps, stages, parts, turned, exact
         shapes = [
@@ -317,6 +338,7 @@ def describe(tile: QuantizedTile | QuantizedRows | None) -> str:
         return f"rows {tile.rows} w{tile.num_warps}"
     return (
         f"t{tile.tokens} c{tile.cols} p{tile.parts} w{tile.num_warps} s{tile.num_stages} a{tile.ahead}"
+        + ("" if tile.bulk else " ptr")
         + ("" if tile.turned else " straight")
         + ("" if tile.exact else " fast")
     )
