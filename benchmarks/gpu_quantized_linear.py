@@ -189,10 +189,22 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
 
         return run
 
+    def blocks(weight: torch.Tensor, product: Product) -> Run:
+        w = weight.to(torch.float8_e4m3fn).t()
+        scales = torch.ones(product.num_out // 128, product.width // 128, device=DEVICE).t()
+
+        def run(x: torch.Tensor) -> object:
+            x_scales = torch.ones(x.shape[1] // 128, len(x), device=DEVICE).t()
+            y = torch._scaled_mm(eights[x.shape[1]], w, x_scales, scales, out_dtype=DTYPE)
+            return silu_mul(y) if product.gated else y
+
+        return run
+
     makers: dict[str, Callable[[torch.Tensor, Product], Run]] = {
         "bf16": bfloat16,
         "cuBLAS-fp8": functools.partial(float8, fast=True),
         "-exact": functools.partial(float8, fast=False),
+        "-blocks": blocks,
     }
     for name, make in makers.items():
         layer = [(p, [make(w, p) for w in dense[p.name]]) for p in LAYER]
@@ -202,7 +214,7 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
             try:
                 times[name, tokens] = steps_ms(tokens, layer, head)
             except (RuntimeError, ValueError) as error:
-                print(f"{name} {tokens}: {str(error)[:100]}")
+                print(f"{name} {tokens}: {str(error)[:300]}")
     return times
 
 
@@ -296,7 +308,7 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
             found += [replace(tile, tokens=8) for tile in found if tile.num_warps <= 2]
     else:
         # tokens, cols, warps, stages, parts, turned, exact
-        shapes = [
+        large = [
             (128, 128, 8, 4, 1, True, True),
             (128, 128, 8, 4, 2, True, True),
             (128, 128, 8, 4, 4, True, True),
@@ -318,9 +330,9 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
         ]
         found += [
             QuantizedTile(tokens=rows, cols=cols, num_warps=warps, num_stages=stages, parts=parts, turned=turned, exact=exact)
-            for rows, cols, warps, stages, parts, turned, exact in shapes
+            for rows, cols, warps, stages, parts, turned, exact in large
         ]
-    tiles = [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.turned)))]
+    tiles = [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.num_warps == 4)))]
     return [*(rows if tokens == 1 else []), *tiles]
 
 
