@@ -118,7 +118,8 @@ class TritonOps(Ops):
         share = num_heads // kv.num_kv_heads
         if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability):
             return None, HOPPER_ROWS // share
-        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
+        quantized = cache.quantized is not None
+        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
 
     def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
@@ -273,6 +274,11 @@ class TritonAttentionPlan:
             triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
+        if cache.quantized is not None:
+            from twostep.model.kernels.hopper_prefill_quantized import hopper_quantized_attention  # noqa: PLC0415
+
+            hopper_quantized_attention(qkv, out, cache, layer, num_programs=num_sms_of(qkv.device), **inputs)
+            return
         from twostep.model.kernels.hopper_prefill import hopper_attention, pool_blocks  # noqa: PLC0415
 
         if self._pool_blocks is None:

@@ -32,20 +32,24 @@ _ENOUGH_ROWS = 64
 
 
 def uses_hopper(kv: KvShape, *, num_heads: int, max_queries: int, capability: tuple[int, int] | None) -> bool:
-    """Whether hopper_prefill.py attends chunks of at most `max_queries` tokens; the kernel here does otherwise, exactly in float32. Chosen
-    by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the device's, None: no NVIDIA GPU."""
+    """Whether hopper_prefill.py, or hopper_prefill_quantized.py, attends chunks of at most `max_queries` tokens; the kernel here does
+    otherwise, exactly in float32. Chosen by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the
+    device's, None: no NVIDIA GPU."""
     share = num_heads // kv.num_kv_heads
     rows = kv.num_blocks * kv.num_layers * 2 * kv.num_kv_heads * kv.block_size
+    if kv.quantization == "none":
+        # What TMA boxes can be.
+        readable = kv.dtype in ("bfloat16", "float16") and kv.block_size in (8, 16, 32, 64, 128) and rows < 2**31
+    else:
+        # What bytes are made numbers of.
+        readable = kv.dtype == "bfloat16"
     return (
         capability is not None
         and capability[0] == 9
-        and kv.dtype in ("bfloat16", "float16")
-        and kv.quantization == "none"
-        # What its tiles in shared memory and its TMA boxes can be.
+        and readable
+        # What tiles in shared memory can be.
         and kv.head_dim in (64, 128)
-        and kv.block_size in (8, 16, 32, 64, 128)
         and share <= HOPPER_ROWS
-        and rows < 2**31
         and share * max_queries >= _ENOUGH_ROWS
     )
 
@@ -70,15 +74,17 @@ class TileShape:
     num_stages: int
 
 
-def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int) -> TileShape:
-    """The tile for chunks of at most `max_queries` tokens; `share` query heads to a KV head."""
+def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int, *, quantized: bool = False) -> TileShape:
+    """The tile for chunks of at most `max_queries` tokens; `share` query heads to a KV head. `quantized`: bytes become numbers on the way,
+    for which four warps have no registers beside 128 rows."""
     wide = triton.next_power_of_2(head_dim)
     largest = 64 if dtype == torch.float32 or wide > 128 else 128
     smallest = max(16, triton.next_power_of_2(share))
     rows = max(smallest, min(largest, triton.next_power_of_2(share * max_queries)))
     if dtype == torch.float32:
         return TileShape(num_rows=rows, num_keys=32, num_warps=4, num_stages=2)
-    return TileShape(num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=4, num_stages=3 if wide <= 128 else 2)
+    warps = 8 if quantized and rows == 128 else 4
+    return TileShape(num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=warps, num_stages=3 if wide <= 128 else 2)
 
 
 def plan_tiles(num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], tokens_per_tile: int) -> npt.NDArray[np.int32]:
@@ -135,7 +141,8 @@ def prefill_attention(
         math.log2(math.e) / math.sqrt(kv.head_dim),
         NUM_KV_HEADS=kv.num_kv_heads, SHARE=share, HEAD_DIM=kv.head_dim, BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
         BLOCK_SIZE=kv.block_size, BLOCK_M=shape.num_rows, BLOCK_N=shape.num_keys, TOKENS=shape.num_rows // share, WINDOW=window,
-        FORMAT=kv.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        FORMAT=kv.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
 
 
