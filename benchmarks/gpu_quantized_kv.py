@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/gpu_quantized_kv.py                     # Llama-3.1-8B's shape, random weights, bfloat16
     PYTHONPATH=. python benchmarks/gpu_quantized_kv.py --check-only
 
-Logits of a small model are those of the CPU over the same format, but for bytes that a rounding turns to their neighbours: their distance is
-given as a share of what the format itself costs. Steps are captured, those with prompts too. Times as in gpu_engine.py.
+Logits of a small model are those of the CPU over the same format, but for bytes that a rounding turns to their neighbours: their distance
+is given as a share of what the format and the type's rounding cost. Steps are captured, those with prompts too. Times as in gpu_engine.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check(formats: list[str]) -> None:
                     cost = float((want - lossless).norm())
                     shares.append(error / (cost + rounding))
                 print(
-                    f"check {quantization} {dtype}: distance to the CPU's logits by what format and rounding cost, of "
-                    f"{gpu.captured.count} captured steps' kinds: " + " ".join(f"{share:.2f}" for share in shares),
+                    f"check {quantization} {dtype}, {gpu.captured.count} captured steps: distance to the CPU's logits as a share: "
+                    + " ".join(f"{share:.2f}" for share in shares),
                     flush=True,
                 )
                 assert max(shares) < 1.5, shares
