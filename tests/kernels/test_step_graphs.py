@@ -136,6 +136,27 @@ def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path
         assert graphs.logits(make_batch([(s, 3) for s in too_many], BLOCK_SIZE)) is None
 
 
+def test_a_mixed_step_over_quantized_kv_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_warm_ups(monkeypatch)
+    save_model("qwen2", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype="int8")
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    replayed, launched = KvCache(runner.kv_shape, DEVICE), KvCache(runner.kv_shape, DEVICE)
+    sequences = scattered_sequences([40, 20, 6], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    with torch.inference_mode(), graphs_of(model, replayed, ops, [1], [StepShape(32, 2, 2)]) as graphs:
+        for counts in ([9, 5, 0], [1, 4, 3]):
+            work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+            batch = make_batch(work, BLOCK_SIZE, every_row=False)
+            got = graphs.logits(batch)
+            assert got is not None
+            torch.testing.assert_close(got, model.forward(batch, launched), rtol=0, atol=1e-4)
+            assert torch.equal(replayed.tensor, launched.tensor)
+            for sequence, count in work:
+                sequence.num_computed += count
+
+
 def test_tokens_are_carried_into_a_mixed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     save_model("llama", tmp_path)

@@ -66,7 +66,7 @@ class StepGraphs:
         self._cache = cache
         self._ops = ops
         self._max_model_len = model.config.max_model_len
-        if cache.quantized is not None or cache.shape.block_size % 16:
+        if cache.shape.block_size % 16:
             mixed = ()
         blocks = -(-self._max_model_len // cache.shape.block_size)
         most_seqs = max([self._sizes[-1], *(shape.num_seqs for shape in mixed)])
