@@ -136,6 +136,7 @@ def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path
         assert graphs.logits(make_batch([(s, 3) for s in too_many], BLOCK_SIZE)) is None
 
 
+@pytest.mark.system
 def test_a_mixed_step_over_quantized_kv_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     save_model("qwen2", tmp_path)
@@ -262,13 +263,14 @@ def test_the_ladder_of_mixed_steps_wastes_little() -> None:
 
 
 @pytest.mark.system
-def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_sharing_proves_itself_or_is_off(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     monkeypatch.setattr(step_graphs, "_TRIAL_KEYS", 256)
     monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
     monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
     save_model("llama", tmp_path)
-    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
     ops = TritonOps(DEVICE)
     model = build_model(config.config, torch.float32, ops, DEVICE)
     load_weights(model, tmp_path)
