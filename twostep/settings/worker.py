@@ -26,6 +26,7 @@ from twostep.settings.table import Rule, setting
 ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on; larger steps read the weights
 # less often, and a prompt's first token waits for what of the next prompt fits into its last step. A decode worker's prompts share their
@@ -53,6 +54,12 @@ class WorkerSettings(TracedServiceSettings):
     runner: str = setting("model", "fake: hand-computable tokens and settable timing, no weights", choices=("model", "fake"))
     dtype: str = setting("auto", "auto: that of the weights, on a CPU without bfloat16 float32", choices=DTYPES)
     kv_cache_dtype: str = setting("auto", "auto: as --dtype; fp8, int8: a byte a number, lossy", choices=KV_CACHE_DTYPES)
+    quantization: str = setting(
+        "none",
+        "of an unquantized checkpoint, as it is read. fp8: weights for each channel, activations for each token; int8: weights for each "
+        "channel; int4: weights in groups of 128, lossy",
+        choices=QUANTIZATIONS,
+    )
     device: str = setting("auto", "where the model runs: cpu, cuda, cuda:N, or auto: a GPU if there is one (auto:N: the N-th)", device)
     tensor_parallel_size: int = setting(
         1, "devices that one model is cut over: --device and those after it, a process each", Whole(1, 64), aliases=("-tp",)

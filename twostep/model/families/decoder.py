@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.quantization import HEAD
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
@@ -119,7 +120,7 @@ class Decoder(ABC):
         places = {f"{self.embed_name}.weight": Place.whole(self._embed_weight)}
         self._norm.place(places, self.norm_name)
         if not self.config.tie_word_embeddings:
-            self._head.place(places, ("lm_head", self._head_rows.stop - self._head_rows.start, Cut.VOCABULARY))
+            self._head.place(places, (HEAD, self._head_rows.stop - self._head_rows.start, Cut.VOCABULARY))
         for layer in self._layers:
             layer.place(places, f"{self.layers_name}.{layer.index}")
         return places if self._part is None else self._part.shard.places(places)
@@ -130,7 +131,7 @@ class Decoder(ABC):
             for linear in layer.linears():
                 linear.finish_loading(self._ops)
         if self.config.tie_word_embeddings:
-            self._head.use(self._embed_weight[self._head_rows])
+            self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
 
     def forward(self, batch: Batch, cache: KvCache, scorer: PromptScorer | None = None) -> torch.Tensor:

@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 
 from twostep.checkpoint.linear_format import LinearFormat
-from twostep.checkpoint.quantization import Quantization
+from twostep.checkpoint.quantization import Quantization, fitting
 from twostep.model.families.quantized_part import LoadedWeight, QuantizedPart, joined
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
+from twostep.model.kernels.weight_quantizer import quantize
 
 
 class Cut(Enum):
@@ -112,6 +113,8 @@ class LinearLayer:
     def _place_quantized(self, name: str, format: LinearFormat, rows: int, cut: Cut) -> Places:
         make = self._make
         assert make.quantization is not None
+        if not make.quantization.stored:
+            format = fitting(format, self._shape[1])
         part = QuantizedPart(format, stored=make.quantization.stored, dtype=make.dtype, device=torch.device(make.device))
         self._parts.append(part)
         nowhere = torch.empty(rows, self._shape[1], dtype=make.dtype, device="meta")
@@ -142,10 +145,15 @@ class LinearLayer:
         product = products[0] if len(products) == 1 else _side_by_side(products)
         self.run = (lambda x: ops.silu_mul(product(x))) if gated else product
 
-    def use(self, weight: torch.Tensor) -> None:
-        """Takes dense memory that something else has filled, [rows, cols], as the whole weight."""
+    def use(self, name: str, weight: torch.Tensor) -> None:
+        """Takes dense memory that something else has filled, [rows, cols], for the whole weight, of the checkpoint's layer `name`."""
         assert weight.shape == self._shape
         self._parts = [weight]
+        format = None if self._make.quantization is None else self._make.quantization.format_of(name)
+        if format is not None and len(weight):
+            part = QuantizedPart(fitting(format, weight.shape[1]), stored=False, dtype=weight.dtype, device=weight.device)
+            part.fill(quantize(weight, part.format))
+            self._parts = [part]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
+from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.step.kv_cache import KvCache
@@ -84,6 +85,9 @@ class Ops:
             return lambda x: self.silu_mul(linear(x))
         if weight.device.type != "cpu":
             return lambda x: multiply_dense(weight, x, bias)
+        packed = pack_for_cpu(weight, bias, dtype, fast_bfloat16=_packing_works(torch.bfloat16))
+        if packed is not None:
+            return packed
         # To unpack it in each step would take longer than to read it dense.
         linear = self.prepare_linear(weight.dequantize(dtype), bias)
         quantizer = weight.activations

@@ -19,6 +19,7 @@ from twostep.checkpoint.linear_format import Axis, Role, StoredPart
 from twostep.errors import SetupError
 from twostep.model.families.modules import Place
 from twostep.model.kernels.quantized_weight import QuantizedWeight
+from twostep.model.kernels.weight_quantizer import quantize
 from twostep.model.loading.weight_files import StoredTensor, bytes_to_read
 
 # Numbers that are taken out of their words at a time.
@@ -225,6 +226,35 @@ class QuantizedTensors:
 
     def _wrong(self, role: Role, what: str) -> SetupError:
         return SetupError(f"tensor {self._stored[role].name} {what}; download the model again, or take another quantization of it")
+
+
+class DenseTensor:
+    """A layer that is put into its place's format as it is read. Use: as QuantizedTensors."""
+
+    def __init__(self, place: Place, stored: StoredTensor) -> None:
+        assert place.part is not None
+        self._place = place
+        self._part = place.part
+        self._stored = stored
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return bytes_to_read(self._stored, len(self._place.tensor))
+
+    def reads(self) -> list[tuple[StoredTensor, Place]]:
+        """Takes memory for the place's part of it, in the file's dtype: it is rounded once."""
+        self._buffer = torch.empty(self._place.tensor.shape, dtype=self._stored.dtype, device=self._part.device)
+        return [(self._stored, replace(self._place, tensor=self._buffer, part=None))]
+
+    def take(self) -> QuantizedWeight:
+        """Returns the place's weight, and lets go of the dense one. Raises SetupError, naming the tensor, for what is no number."""
+        assert self._buffer is not None
+        weight = quantize(self._buffer, self._part.format)
+        self._buffer = None
+        if not bool(weight.scales.isfinite().all()):
+            raise SetupError(f"tensor {self._stored.name} has weights that are infinite or no numbers; download the model again")
+        return weight
 
 
 def _cut(start: int, count: int, unit: int) -> tuple[int, int]:
