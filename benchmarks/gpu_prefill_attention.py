@@ -3,6 +3,7 @@
     PYTHONPATH=. python benchmarks/gpu_prefill_attention.py                all shapes
     PYTHONPATH=. python benchmarks/gpu_prefill_attention.py --sweep        tiles of the portable kernel at two of them, to choose them anew
     PYTHONPATH=. python benchmarks/gpu_prefill_attention.py --check-only   errors only
+    PYTHONPATH=. python benchmarks/gpu_prefill_attention.py --kv-cache-dtype fp8 int8    over quantized KV, beside exact KV
 
 Llama-3.1-8B's heads (32 query, 8 KV, 128 wide), bf16, blocks of 16 in random order in a pool of 32 layers. TFLOP/s count the visible
 keys of each query, 4 * 32 * 128 per key. A time is the median of CUDA graph replays in turns. torch's kernels know no blocks: they get
@@ -28,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_prefill
 from twostep.model.kernels.hopper_prefill import hopper_attention
+from twostep.model.kernels.hopper_prefill_quantized import hopper_quantized_attention
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, TileShape, plan_tiles, prefill_attention, tile_shape
@@ -87,7 +89,7 @@ class Inputs(TypedDict):
 
 
 class PrefillCase:
-    def __init__(self, chunks: list[tuple[int, int]], num_layers: int = NUM_LAYERS) -> None:
+    def __init__(self, chunks: list[tuple[int, int]], num_layers: int = NUM_LAYERS, quantization: str = "none") -> None:
         self.counts = np.array([count for _, count in chunks], np.int64)
         self.lens = np.array([context + count for context, count in chunks], np.int64)
         self.contexts = self.lens - self.counts
@@ -101,10 +103,16 @@ class PrefillCase:
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             dtype="bfloat16",
+            quantization=quantization,
         )
         self.cache, self.layer = KvCache(shape, "cuda"), num_layers // 2
-        for part in self.cache.tensor[:, self.layer].split(4096):
-            part.normal_()
+        if self.cache.quantized is None:
+            for part in self.cache.tensor[:, self.layer].split(4096):
+                part.normal_()
+        else:
+            for slots in torch.arange(shape.num_blocks * BLOCK_SIZE, device="cuda").split(8192):
+                vectors = torch.randn(len(slots), 2 * NUM_KV_HEADS, HEAD_DIM, device="cuda")
+                self.cache.quantized.write(self.layer, slots // BLOCK_SIZE, slots % BLOCK_SIZE, vectors)
         order = np.random.default_rng(0).permutation(shape.num_blocks).astype(np.int32)
         self.tables = np.zeros((len(chunks), int(blocks.max())), np.int32)
         for s, ids in enumerate(np.split(order, np.cumsum(blocks)[:-1])):
@@ -125,13 +133,17 @@ class PrefillCase:
 
     def hopper(self, num_programs: int) -> Call:
         inputs = self.inputs(HOPPER_ROWS // SHARE)
+        if self.cache.quantized is not None:
+            return lambda: hopper_quantized_attention(
+                self.qkv, self.out, self.cache, self.layer, num_heads=NUM_HEADS, num_programs=num_programs, **inputs
+            )
         triton_prefill.clear_tails(self.cache, inputs["seq_lens"], inputs["block_tables"])
         return lambda: hopper_attention(
             self.qkv, self.out, self.cache, self.layer, num_heads=NUM_HEADS, num_programs=num_programs, **inputs
         )
 
     def portable(self, shape: TileShape | None = None) -> Call:
-        chosen = shape or tile_shape(torch.bfloat16, HEAD_DIM, SHARE, int(self.counts.max()))
+        chosen = shape or tile_shape(torch.bfloat16, HEAD_DIM, SHARE, int(self.counts.max()), quantized=self.cache.quantized is not None)
         inputs = self.inputs(chosen.num_rows // SHARE)
         return lambda: prefill_attention(self.qkv, self.out, self.cache, self.layer, num_heads=NUM_HEADS, shape=chosen, **inputs)
 
@@ -161,7 +173,7 @@ class PrefillCase:
         for s in range(len(self.counts)):
             mine = rows[(rows >= self.starts[s]) & (rows < self.starts[s + 1])]
             blocks = torch.from_numpy(self.tables[s, : -(-self.lens[s] // BLOCK_SIZE)].astype(np.int64)).cuda()
-            kv = self.cache.tensor[blocks, self.layer].float().permute(1, 2, 0, 3, 4).reshape(2, NUM_KV_HEADS, -1, HEAD_DIM)
+            kv = self.cache.numbers(self.layer, blocks).float().permute(1, 2, 0, 3, 4).reshape(2, NUM_KV_HEADS, -1, HEAD_DIM)
             k, v = kv[:, :, : self.lens[s]]
             positions = torch.from_numpy(mine - self.starts[s] + self.contexts[s]).cuda()
             for some, at in zip(torch.from_numpy(mine).cuda().split(16), positions.split(16), strict=True):
@@ -200,6 +212,23 @@ def table(with_hopper: bool) -> None:
         cells = ["-" if us is None else f"{case.flop / us / 1e6:.0f} ({us:.0f})" for us in found]
         print(f"{name:16} " + " ".join(f"{cell:>16}" for cell in cells), flush=True)
         del case, calls
+
+
+def quantized_table(formats: Sequence[str]) -> None:
+    """Errors, then rates of both kernels over each format, beside the Hopper kernel over exact KV."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for quantization in formats:
+        for name in ("64 after 8192", "ragged 8192", "2048 after 6144"):
+            case = PrefillCase(SHAPES[name], num_layers=2, quantization=quantization)
+            errors = [case.error(call) for call in (case.portable(), case.hopper(sms), case.hopper(7))]
+            print(f"error {quantization:5} {name:16} portable, hopper: " + " ".join(f"{error:.1e}" for error in errors), flush=True)
+    names = ["exact", *(f"{kind} {each}" for each in formats for kind in ("hopper", "portable"))]
+    print(f"{'TFLOP/s (us)':16} " + " ".join(f"{name:>16}" for name in names), flush=True)
+    for name in ("1 x 2048", "1 x 8192", "8 x 2048", "2048 after 6144", "512 after 8192", "64 after 8192"):
+        cases = [PrefillCase(SHAPES[name], 4, quantization) for quantization in ("none", *formats)]
+        calls = [cases[0].hopper(sms), *(call for case in cases[1:] for call in (case.hopper(sms), case.portable()))]
+        cells = [f"{cases[0].flop / us / 1e6:.0f} ({us:.0f})" for us in medians_us(calls, rounds=2)]
+        print(f"{name:16} " + " ".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 def plan_cost() -> None:
@@ -264,10 +293,14 @@ def main() -> None:
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--without-hopper", action="store_true")
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=[], choices=["fp8", "int8"])
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.sweep:
         sweep()
+        return
+    if args.kv_cache_dtype:
+        quantized_table(args.kv_cache_dtype)
         return
     if not args.without_hopper:
         check()

@@ -22,9 +22,13 @@ def tolerance(dtype: torch.dtype) -> dict[str, Any]:
 def poisoned_pool(dtype: torch.dtype, *, quantization: str = "none", **sizes: int) -> KvCache:
     """A pool of a KvShape of these sizes. Slots never written are NaN; quantized ones have any bytes but NaN's, and NaN scales."""
     cache = KvCache(KvShape(dtype=str(dtype).removeprefix("torch."), quantization=quantization, **sizes), DEVICE)
+    poison(cache)
+    return cache
+
+
+def poison(cache: KvCache) -> None:
     if cache.quantized is None:
         cache.tensor.fill_(torch.nan)
     else:
         cache.tensor.copy_(torch.randint(0, 0x7F, cache.tensor.shape, dtype=torch.uint8))
         cache.quantized.scales.fill_(torch.nan)
-    return cache

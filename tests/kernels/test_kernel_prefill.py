@@ -42,6 +42,12 @@ def fill(cache: KvCache, lengths: list[int], seed: int) -> np.ndarray:
         for i in range(-(-length // shape.block_size)):
             tables[s, i] = block = free.pop()
             used = min(shape.block_size, length - i * shape.block_size)
+            if cache.quantized is not None:
+                vectors = torch.randn(used, 2 * shape.num_kv_heads, shape.head_dim) * torch.exp(
+                    torch.randn(used, 2 * shape.num_kv_heads, 1)
+                )
+                cache.quantized.write(1, torch.full((used,), block, device=DEVICE), torch.arange(used, device=DEVICE), vectors.to(DEVICE))
+                continue
             part = cache.tensor[block, :, :, :, :used]
             part.copy_(torch.randn(part.shape))
     return tables
@@ -58,17 +64,19 @@ def check(
     rows: int = 0,
     window: int = 0,
     num_programs: int = 0,
+    quantization: str = "none",
 ) -> None:
     """`num_programs`: of the Hopper kernel; 0: the portable kernel."""
     lengths = [context + count for context, count in chunks]
     num_blocks = sum(-(-n // block_size) for n in lengths) + 3
-    cache = poisoned_pool(dtype, num_blocks=num_blocks, num_layers=2, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim)
+    sizes = {"num_blocks": num_blocks, "num_layers": 2, "num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
+    cache = poisoned_pool(dtype, quantization=quantization, **sizes)
     tables = fill(cache, lengths, seed=len(chunks))
     counts = np.array([count for _, count in chunks], np.int64)
     starts = np.concatenate(([0], np.cumsum(counts)))
     qkv = torch.randn(int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(dtype)
     share = num_heads // num_kv_heads
-    shape = tile_shape(dtype, head_dim, share, int(counts.max()))
+    shape = tile_shape(dtype, head_dim, share, int(counts.max()), quantized=cache.quantized is not None)
     if rows:
         shape = replace(shape, num_rows=rows, num_keys=16)
     out = torch.full((len(qkv), num_heads * head_dim), torch.nan, device=DEVICE, dtype=dtype)
@@ -78,11 +86,15 @@ def check(
 
     inputs = {"query_start": upload(starts), "seq_lens": upload(np.array(lengths)), "block_tables": upload(tables)}
     if num_programs:
-        from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415 (of use on a Hopper GPU only)
+        # Of use on a Hopper GPU only.
+        from twostep.model.kernels.hopper_prefill import hopper_attention  # noqa: PLC0415
+        from twostep.model.kernels.hopper_prefill_quantized import hopper_quantized_attention  # noqa: PLC0415
 
         tiles = upload(plan_tiles(counts, np.array(lengths), HOPPER_ROWS // share))
-        clear_tails(cache, inputs["seq_lens"], inputs["block_tables"])
-        hopper_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, window=window, num_programs=num_programs, **inputs)
+        if cache.quantized is None:
+            clear_tails(cache, inputs["seq_lens"], inputs["block_tables"])
+        attention = hopper_attention if cache.quantized is None else hopper_quantized_attention
+        attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, window=window, num_programs=num_programs, **inputs)
     else:
         tiles = upload(plan_tiles(counts, np.array(lengths), shape.num_rows // share))
         prefill_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, shape=shape, window=window, **inputs)
@@ -95,6 +107,7 @@ def check(
         assert error < {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype], (s, error)
 
 
+FORMATS = ["fp8", "int8"]
 RAGGED: Chunks = [(0, 1), (0, 33), (70, 5), (15, 17), (64, 1)]
 
 
@@ -127,6 +140,26 @@ def test_windows(window: int) -> None:
     check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, rows=32, window=window)
 
 
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype"),
+    [(4, 2, 64, 16, torch.bfloat16), (7, 1, 80, 32, torch.float32), (3, 3, 12, 4, torch.float32), (2, 2, 96, 8, torch.float16)],
+    ids=str,
+)
+def test_chunks_read_quantized_blocks(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, quantization: str
+) -> None:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    check(RAGGED, **shape, dtype=dtype, quantization=quantization)
+
+
+@pytest.mark.parametrize("window", [1, 40])
+def test_windows_over_quantized_blocks(window: int) -> None:
+    chunks = [(0, 37), (60, 21), (64, 1)]
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16}
+    check(chunks, **shape, dtype=torch.float32, rows=32, window=window, quantization="int8")
+
+
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "windows"),
@@ -144,6 +177,22 @@ def test_hopper(num_heads: int, num_kv_heads: int, head_dim: int, block_size: in
     for window in windows:
         for num_programs in (1, 7, 132):
             check(chunks, **shape, dtype=dtype, window=window, num_programs=num_programs)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "windows"),
+    [(32, 8, 128, 16, (0, 1, 100, 300)), (9, 3, 64, 32, (0, 257)), (7, 1, 64, 4, (0,)), (5, 1, 128, 64, (0, 128))],
+)
+def test_hopper_over_quantized_blocks(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, windows: tuple[int, ...], quantization: str
+) -> None:
+    chunks = [*RAGGED, (0, 700), (513, 257), (1000, 64), (127, 129), (128, 128)]
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    for window in windows:
+        for num_programs in (1, 7, 132):
+            check(chunks, **shape, dtype=torch.bfloat16, window=window, num_programs=num_programs, quantization=quantization)
 
 
 def test_tails_are_zeros_and_nothing_else_changes() -> None:
@@ -180,10 +229,11 @@ def test_the_hopper_kernel_is_for_what_it_can_hold() -> None:
         {"head_dim": 80},
         {"head_dim": 256},
         {"block_size": 5},
-        {"quantization": "fp8"},
+        {"quantization": "fp8", "dtype": "float16"},
         {"num_blocks": 2**25},
     ):
         assert not uses_hopper(replace(kv, **change), **good), change
+    assert uses_hopper(replace(kv, quantization="int8", block_size=4, num_blocks=2**25), **good)
 
 
 def test_tiles_cover_every_query_once_heaviest_first() -> None:

@@ -1,8 +1,6 @@
-"""Quantized blocks written and read by kernels equal, byte for byte, those of the CPU's code."""
+"""Quantized blocks written by kernels equal, byte for byte, those of the CPU's code."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from kernel_pools import DEVICE
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels import triton_elementwise as kernels
-from twostep.model.kernels.triton_quantized_kv import DenseCopy
 from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
@@ -76,31 +73,3 @@ def test_new_vectors_are_quantized_as_on_the_cpu(
         found[block, :, :, slot] = right[block, :, :, slot]
         assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
         assert torch.equal(cache.tensor[:, [0, 2]].cpu(), want.tensor[:, [0, 2]])
-
-
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (24, 4)])
-def test_a_dense_copy_holds_the_numbers(quantization: str, head_dim: int, block_size: int) -> None:
-    cache = pool(quantization, torch.float32, num_kv_heads=3, head_dim=head_dim, block_size=block_size)
-    assert cache.quantized is not None
-    cache.quantized.scales.copy_(torch.rand(cache.quantized.scales.shape) + 0.1)
-    lengths = [block_size + 3, 1, 0, 3 * block_size]
-    free = random.Random(5).sample(range(7), 7)
-    tables = torch.full((4, 4), 2**31 - 1, dtype=torch.int32)
-    for s, length in enumerate(lengths):
-        for i in range(-(-length // block_size)):
-            tables[s, i] = free.pop()
-    tables[3, 0] = -1  # before a window
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    copy = DenseCopy.reserve(cache, seq_lens, num_blocks=6, num_columns=3)
-    copy.cache.tensor.fill_(torch.nan)
-    copy.fill(cache, LAYER, seq_lens, tables.to(DEVICE))
-    for s, length in enumerate(lengths):
-        for i in range(-(-length // block_size)):
-            if tables[s, i] < 0:
-                continue
-            want = cache.numbers(LAYER, tables[s, i : i + 1].long().to(DEVICE))[0]
-            used = min(block_size, length - i * block_size)
-            got = copy.cache.tensor[copy.block_tables[s, i], 0]
-            assert torch.equal(got[:, :, :used], want[:, :, :used])
-            assert not got[:, :, used:].any()

@@ -59,7 +59,8 @@ def test_a_layer_is_right(
 
 TILES = [
     QuantizedTile(tokens=16, cols=32, parts=3, num_warps=2, num_stages=2),
-    QuantizedTile(tokens=32, cols=64, parts=1, num_warps=2, num_stages=3),
+    QuantizedTile(tokens=32, cols=64, parts=1, num_warps=2, num_stages=3, bulk=False),
+    QuantizedTile(tokens=128, cols=64, parts=1, num_warps=4, num_stages=3),
     QuantizedTile(tokens=16, cols=32, parts=1, num_warps=2, num_stages=2, turned=False, exact=False),
 ]
 

@@ -136,6 +136,28 @@ def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path
         assert graphs.logits(make_batch([(s, 3) for s in too_many], BLOCK_SIZE)) is None
 
 
+@pytest.mark.system
+def test_a_mixed_step_over_quantized_kv_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_warm_ups(monkeypatch)
+    save_model("qwen2", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype="int8")
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    replayed, launched = KvCache(runner.kv_shape, DEVICE), KvCache(runner.kv_shape, DEVICE)
+    sequences = scattered_sequences([40, 20, 6], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    with torch.inference_mode(), graphs_of(model, replayed, ops, [1], [StepShape(32, 2, 2)]) as graphs:
+        for counts in ([9, 5, 0], [1, 4, 3]):
+            work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+            batch = make_batch(work, BLOCK_SIZE, every_row=False)
+            got = graphs.logits(batch)
+            assert got is not None
+            torch.testing.assert_close(got, model.forward(batch, launched), rtol=0, atol=1e-4)
+            assert torch.equal(replayed.tensor, launched.tensor)
+            for sequence, count in work:
+                sequence.num_computed += count
+
+
 def test_tokens_are_carried_into_a_mixed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     save_model("llama", tmp_path)
@@ -241,13 +263,14 @@ def test_the_ladder_of_mixed_steps_wastes_little() -> None:
 
 
 @pytest.mark.system
-def test_sharing_proves_itself_or_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_sharing_proves_itself_or_is_off(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     monkeypatch.setattr(step_graphs, "_TRIAL_KEYS", 256)
     monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
     monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
     save_model("llama", tmp_path)
-    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
     ops = TritonOps(DEVICE)
     model = build_model(config.config, torch.float32, ops, DEVICE)
     load_weights(model, tmp_path)

@@ -61,6 +61,8 @@ class KeepingOps(Ops):
         self.weights: list[QuantizedWeight] = []
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        if gated:
+            return super().prepare_quantized(weight, bias, dtype, gated=True)
         self.weights.append(weight)
         return lambda x: multiply_dense(weight, x, bias)
 

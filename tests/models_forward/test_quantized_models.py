@@ -194,9 +194,11 @@ class RecordingOps(Ops):
         return super().prepare_linear(weight, bias)
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        if gated:
+            return super().prepare_quantized(weight, bias, dtype, gated=True)
         self.quantized.append(weight)
         self.weights.append(weight.dequantize(dtype))
-        return lambda x: self.silu_mul(multiply_dense(weight, x, bias)) if gated else multiply_dense(weight, x, bias)
+        return lambda x: multiply_dense(weight, x, bias)
 
 
 # Bits of a number with its scale of float32, and a byte or half for its zero point.

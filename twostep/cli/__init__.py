@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if words[-1] not in ("up", "demo"):
             for problem in check_variables(os.environ):
                 print(f"warning: {problem}", file=sys.stderr)
-        if words[-1] in ("up", "demo", "engine"):
+        if words[-1] in ("up", "demo", "engine", "quality"):
             require_worker_extra(f"twostep {' '.join(words)}")
         command = importlib.import_module(f"twostep.cli._{'_'.join(words)}")
         status: int = command.run(args)

@@ -33,6 +33,15 @@ def _workload(name: str) -> str:
     raise argparse.ArgumentTypeError(f"{name!r}: {why}")
 
 
+QUALITY_DESCRIPTION = """What a checkpoint in fewer bits, or lossy KV, changes, beside a reference. One engine after the other, without any
+network.
+
+  twostep bench quality --against kv-cache-dtype=fp8 kv-cache-dtype=int8                  the default model, its KV in a byte
+  twostep bench quality --model ./Qwen3-8B --against ./Qwen3-8B-FP8 ./Qwen3-8B-AWQ,kv-cache-dtype=fp8
+
+docs/quality.md has every figure's definition, and what the formats cost on a small model."""
+
+
 PAGE_DESCRIPTION = """Draws where the time of earlier runs went, one beside the other, as an HTML file that loads nothing.
 
   twostep bench page before.jsonl after.jsonl --output page.html        two runs of `twostep bench serve --save-requests`

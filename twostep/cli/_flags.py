@@ -143,6 +143,13 @@ def parser() -> FlagParser:
         "device reaches in the same run, and which limit binds. docs/benchmarking.md has the definitions.",
     )
     _bench_engine(engine)
+    quality = kinds.add_parser(
+        "quality",
+        help="what fewer bits change: perplexity, divergence, equal greedy tokens",
+        description=_bench_flags.QUALITY_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _bench_quality(quality)
     serve = kinds.add_parser(
         "serve",
         help="a served model under load: TTFT, TPOT, gaps, goodput, throughput",
@@ -196,6 +203,31 @@ def _bench_engine(command: FlagParser) -> None:
     command.flag(f"--{num_bytes}", type=worker[num_bytes], metavar="BYTES", help="size of the KV cache, instead of what is free")
     share = "gpu-memory-utilization"
     command.flag(f"--{share}", type=worker[share], default=0.9, metavar="X", help="share of the GPU to take")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _bench_quality(command: FlagParser) -> None:
+    worker = readers_of(WorkerSettings)
+    command.flag("--model", default=DEFAULT_MODEL, metavar="DIR|NAME", help="the reference")
+    command.add_argument(
+        "--against",
+        nargs="+",
+        required=True,
+        metavar="WHAT",
+        help="what to compare with it, each by itself: a model, or settings of a worker, NAME=VALUE, or several of these between commas; "
+        "what is not given is the reference's",
+    )
+    command.flag("--dtype", default="auto", choices=DTYPES, help="of the reference; auto: that of the weights")
+    command.flag("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the reference; auto: the model's")
+    command.flag("--device", type=worker["device"], default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
+    command.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8; some pages in the package if not given")
+    command.add_argument("--max-tokens", type=COUNT, default=4096, metavar="N", help="tokens of it to take at most (default: 4096)")
+    command.add_argument(
+        "--window", type=Whole(2, 1 << 20), default=512, metavar="N", help="tokens of a prompt that is scored (default: 512)"
+    )
+    command.add_argument("--num-prompts", type=COUNT, default=16, metavar="N", help="prompts that are continued (default: 16)")
+    command.add_argument("--prompt-tokens", type=COUNT, default=64, metavar="N", help="tokens of each (default: 64)")
+    command.add_argument("--answer-tokens", type=COUNT, default=64, metavar="N", help="tokens of each one's answer (default: 64)")
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 

@@ -38,7 +38,8 @@ _NUM_STAGES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperProgram:
-    """Says what the kernel is compiled for. `tokens` of a tile of queries; `block_rows` of the pool from block to block."""
+    """Says what the kernel is compiled for. `tokens` of a tile of queries; `block_rows` of the pool from block to block; `turned`: values
+    lie in shared memory by dimension, not by key."""
 
     num_kv_heads: int
     share: int
@@ -49,6 +50,8 @@ class HopperProgram:
     window: int
     num_keys: int
     stages: int
+    turned: bool
+    fp8: bool
 
 
 def hopper_attention(
@@ -79,7 +82,7 @@ def hopper_attention(
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert block_tables.stride(1) == 1
-    program = _program(kv, num_heads, window)
+    program = program_of(kv, num_heads, window)
     _attention_kernel[(min(most_items, num_programs),)](
         qkv, out, pool_blocks(cache) if blocks is None else blocks, tiles, query_start, seq_lens, block_tables, qkv.stride(0),
         out.stride(0), block_tables.stride(0), layer * _rows_of_layer(kv), kv.num_blocks * program.block_rows,
@@ -96,7 +99,7 @@ def pool_blocks(cache: KvCache) -> TensorDescriptor:
 
 
 @functools.cache
-def _program(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
+def program_of(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
     share = num_heads // kv.num_kv_heads
     return HopperProgram(
         num_kv_heads=kv.num_kv_heads,
@@ -108,6 +111,8 @@ def _program(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
         window=window,
         num_keys=_NUM_KEYS,
         stages=_NUM_STAGES,
+        turned=kv.quantization != "none",
+        fp8=kv.quantization == "fp8",
     )
 
 
@@ -116,7 +121,7 @@ def _rows_of_layer(kv: KvShape) -> int:
 
 
 @gluon.jit
-def _tile_of(item, step, P: gl.constexpr):
+def tile_of(item, step, P: gl.constexpr):
     """KV head, sequence, first query, rows and length of an item, and its tiles of keys: [first_tile, num_tiles)."""
     tiles_ptr, query_start_ptr, seq_lens_ptr = step
     tile = item // P.num_kv_heads
@@ -135,7 +140,7 @@ def _tile_of(item, step, P: gl.constexpr):
 
 
 @gluon.jit
-def _item_of(turn):
+def item_of(turn):
     """There and back over the list: who has the heaviest item of one turn has the lightest of the next."""
     width = gl.num_programs(0)
     me = gl.program_id(0)
@@ -153,9 +158,9 @@ def _fill(blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P: 
     BOXES: gl.constexpr = P.head_dim // BOX_COLUMNS
     count = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = _item_of(turn)
+        item = item_of(turn)
         if item < num_items:
-            kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = _tile_of(item, step, P)
+            kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = tile_of(item, step, P)
             table_ptr = tables_ptr + seq.to(gl.int64) * stride_table
             num_blocks = (seq_len + P.block_size - 1) // P.block_size
             for i in range(first_tile, num_tiles):
@@ -189,6 +194,15 @@ def _fill(blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P: 
 
 
 @gluon.jit
+def _values(v_smem, stage, P: gl.constexpr):
+    """A tile of values [P.num_keys, P.head_dim], whichever way it lies."""
+    if P.turned:
+        return v_smem.index(stage)._reinterpret(v_smem.dtype, [P.head_dim, P.num_keys], v_smem.layout).permute((1, 0))
+    else:
+        return v_smem.index(stage)._reinterpret(v_smem.dtype, [P.num_keys, P.head_dim], v_smem.layout)
+
+
+@gluon.jit
 def _softmax(score, best, total, position, key_start, scale_log2, P: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
     """Weights of a tile's scores under the new maximum, and by how much the old sums shrink."""
     if MASKED:
@@ -216,7 +230,7 @@ def _fold(
     stage = count % P.stages
     before = (count - 1) % P.stages
     keys = k_smem.index(stage)._reinterpret(k_smem.dtype, [P.num_keys, P.head_dim], k_smem.layout).permute((1, 0))
-    values = v_smem.index(before)._reinterpret(v_smem.dtype, [P.num_keys, P.head_dim], v_smem.layout)
+    values = _values(v_smem, before, P)
     mbarrier.wait(k_full.index(stage), (count // P.stages) & 1)
     score_token = warpgroup_mma(q, keys, gl.zeros([64, NUM_KEYS], gl.float32, SCORES), use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((count - 1) // P.stages) & 1)
@@ -231,7 +245,7 @@ def _fold(
 
 
 @gluon.jit
-def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, GROUP: gl.constexpr, P: gl.constexpr):
+def attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, GROUP: gl.constexpr, P: gl.constexpr):
     """A warp group: 64 rows of each item."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     num_items = gl.load(step[0]) * P.num_kv_heads
@@ -246,9 +260,9 @@ def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2
     q = q_smem.index(GROUP)
     count = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = _item_of(turn)
+        item = item_of(turn)
         if item < num_items:
-            kv_head, _, first, row_start, num_queries, seq_len, first_tile, num_tiles = _tile_of(item, step, P)
+            kv_head, _, first, row_start, num_queries, seq_len, first_tile, num_tiles = tile_of(item, step, P)
             context = seq_len - num_queries
             row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
             d = gl.arange(0, P.head_dim, layout=gl.SliceLayout(0, WIDE))
@@ -302,7 +316,7 @@ def _attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2
                     )  # fmt: skip
                     count += 1
             last = (count - 1) % P.stages
-            values = v_smem.index(last)._reinterpret(v_smem.dtype, [P.num_keys, P.head_dim], v_smem.layout)
+            values = _values(v_smem, last, P)
             mbarrier.wait(v_full.index(last), ((count - 1) // P.stages) & 1)
             acc_token = warpgroup_mma(weight, values, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
@@ -336,8 +350,8 @@ def _attention_kernel(
     step = (tiles_ptr, query_start_ptr, seq_lens_ptr)
     gl.warp_specialize(
         [
-            (_attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
-            (_attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 1, P)),
+            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
+            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 1, P)),
             (_fill, (blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P)),
         ],
         [4, 1],

@@ -10,7 +10,6 @@ device only, so a captured step may be replayed with others (after "Stream-K", O
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +20,7 @@ from twostep.engine.batch import KvShape
 from twostep.errors import SetupError
 from twostep.model.kernels.shared_prefix import OWN_COLUMNS
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of, overlaps, shared_bytes_of
+from twostep.model.kernels.triton_quantized_kv import converts_fp8
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix
 
 WORK_COLUMNS = tl.constexpr(8)
@@ -225,12 +225,6 @@ class DecodePlan:
             TILE=self.layout.tile_keys, WINDOW=self.window, SHARED=self.program.shared,
             SEQS=triton.next_power_of_2(self.num_seqs), WORKERS=_WORKERS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
-
-
-@functools.cache
-def converts_fp8(device: torch.device) -> bool:
-    """Returns whether the device has an instruction for it; the interpreter does it too."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit

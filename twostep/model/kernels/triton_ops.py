@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +23,6 @@ from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_progress import StepProgress, note_layers
-from twostep.model.kernels.triton_quantized_kv import DenseCopy
 from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, prepare
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
@@ -128,8 +126,6 @@ class TritonOps(Ops):
         if num_decodes:
             plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
-        if cache.quantized is not None and max_queries:
-            plan.reserve_dense(batch.seq_lens[num_decodes:])
         return plan
 
     def _chunk_tile(self, cache: KvCache, num_heads: int, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
@@ -138,7 +134,8 @@ class TritonOps(Ops):
         share = num_heads // kv.num_kv_heads
         if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability):
             return None, HOPPER_ROWS // share
-        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries))
+        quantized = cache.quantized is not None
+        shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
 
     def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
@@ -165,7 +162,7 @@ class TritonOps(Ops):
         """
         shape, kv, num_heads, windows = inputs.shape, cache.shape, spec.num_heads, spec.windows
         decodes_apart = _decodes_apart(cache)
-        assert not shape.chunks or (decodes_apart and cache.quantized is None), "chunks over such a pool are not captured"
+        assert not shape.chunks or decodes_apart, "chunks over such a pool are not captured"
         if shape.chunks:
             sample_rows, query_start, tiles = inputs.tensor("sample_rows"), inputs.tensor("query_start"), inputs.tensor("tiles").view(-1, 2)
         else:
@@ -210,7 +207,7 @@ class TritonOps(Ops):
 
 def _decodes_apart(cache: KvCache) -> bool:
     """Returns whether the decode kernel takes this pool."""
-    return cache.shape.block_size % 16 == 0 or cache.quantized is not None
+    return cache.shape.block_size % 16 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,23 +244,13 @@ class TritonAttentionPlan:
         self.progress: tuple[torch.Tensor, torch.Tensor] | None = None
         # For the Hopper kernel: the same for all layers.
         self._pool_blocks: Any = None
-        # What the others' chunks attend to where the pool is quantized, and its lengths: 0 for those that are decoded.
-        self._dense: DenseCopy | None = None
-        self._dense_lens = step.seq_lens
-
-    def reserve_dense(self, seq_lens: npt.NDArray[np.int32]) -> None:
-        """Room for the blocks of the sequences behind the first `num_decodes`, which have these lengths."""
-        num_blocks = -(-seq_lens.astype(np.int64) // self._cache.shape.block_size)
-        self._dense_lens = self._step.seq_lens.clone()
-        self._dense_lens[: self.num_decodes] = 0
-        self._dense = DenseCopy.reserve(self._cache, self._dense_lens, num_blocks=int(num_blocks.sum()), num_columns=int(num_blocks.max()))
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         step, spec = self._step, self._spec
         if layer == 0:
             for plan in self.decode.values():
                 plan.refresh(step.seq_lens[: self.num_decodes])
-            if self._tile_shape is None and self._dense is None:
+            if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(
             qkv, step.positions, step.slots, spec.cos, spec.sin, self._cache, layer, spec.num_heads, self.progress
@@ -290,25 +277,26 @@ class TritonAttentionPlan:
         return out
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        step = self._step
-        cache, block_tables, at = self._cache, step.block_tables, layer
-        if self._dense is not None:
-            self._dense.fill(cache, layer, self._dense_lens, block_tables)
-            cache, block_tables, at = self._dense.cache, self._dense.block_tables, 0
+        step, cache = self._step, self._cache
         inputs: dict[str, Any] = {
             "num_heads": self._spec.num_heads,
             "tiles": step.tiles,
             "query_start": step.query_start,
             "seq_lens": step.seq_lens,
-            "block_tables": block_tables,
+            "block_tables": step.block_tables,
             "window": self._spec.windows[layer],
         }
         if self._tile_shape is not None:
-            triton_prefill.prefill_attention(qkv, out, cache, at, shape=self._tile_shape, **inputs)
+            triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
+        if cache.quantized is not None:
+            from twostep.model.kernels.hopper_prefill_quantized import hopper_quantized_attention  # noqa: PLC0415
+
+            hopper_quantized_attention(qkv, out, cache, layer, num_programs=num_sms_of(qkv.device), **inputs)
+            return
         from twostep.model.kernels.hopper_prefill import hopper_attention, pool_blocks  # noqa: PLC0415
 
         if self._pool_blocks is None:
             self._pool_blocks = pool_blocks(cache)
-        hopper_attention(qkv, out, cache, at, num_programs=num_sms_of(qkv.device), blocks=self._pool_blocks, **inputs)
+        hopper_attention(qkv, out, cache, layer, num_programs=num_sms_of(qkv.device), blocks=self._pool_blocks, **inputs)

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_pull import clear_sums
+from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized
 from twostep.model.step.kv_cache import KvCache
 
 _CLEAR_TILE = 8192
@@ -31,20 +32,24 @@ _ENOUGH_ROWS = 64
 
 
 def uses_hopper(kv: KvShape, *, num_heads: int, max_queries: int, capability: tuple[int, int] | None) -> bool:
-    """Whether hopper_prefill.py attends chunks of at most `max_queries` tokens; the kernel here does otherwise, exactly in float32. Chosen
-    by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the device's, None: no NVIDIA GPU."""
+    """Whether hopper_prefill.py, or hopper_prefill_quantized.py, attends chunks of at most `max_queries` tokens; the kernel here does
+    otherwise, exactly in float32. Chosen by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the
+    device's, None: no NVIDIA GPU."""
     share = num_heads // kv.num_kv_heads
     rows = kv.num_blocks * kv.num_layers * 2 * kv.num_kv_heads * kv.block_size
+    if kv.quantization == "none":
+        # What TMA boxes can be.
+        readable = kv.dtype in ("bfloat16", "float16") and kv.block_size in (8, 16, 32, 64, 128) and rows < 2**31
+    else:
+        # What bytes are made numbers of.
+        readable = kv.dtype == "bfloat16"
     return (
         capability is not None
         and capability[0] == 9
-        and kv.dtype in ("bfloat16", "float16")
-        and kv.quantization == "none"
-        # What its tiles in shared memory and its TMA boxes can be.
+        and readable
+        # What tiles in shared memory can be.
         and kv.head_dim in (64, 128)
-        and kv.block_size in (8, 16, 32, 64, 128)
         and share <= HOPPER_ROWS
-        and rows < 2**31
         and share * max_queries >= _ENOUGH_ROWS
     )
 
@@ -69,15 +74,17 @@ class TileShape:
     num_stages: int
 
 
-def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int) -> TileShape:
-    """The tile for chunks of at most `max_queries` tokens; `share` query heads to a KV head."""
+def tile_shape(dtype: torch.dtype, head_dim: int, share: int, max_queries: int, *, quantized: bool = False) -> TileShape:
+    """The tile for chunks of at most `max_queries` tokens; `share` query heads to a KV head. `quantized`: bytes become numbers on the way,
+    for which four warps have no registers beside 128 rows."""
     wide = triton.next_power_of_2(head_dim)
     largest = 64 if dtype == torch.float32 or wide > 128 else 128
     smallest = max(16, triton.next_power_of_2(share))
     rows = max(smallest, min(largest, triton.next_power_of_2(share * max_queries)))
     if dtype == torch.float32:
         return TileShape(num_rows=rows, num_keys=32, num_warps=4, num_stages=2)
-    return TileShape(num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=4, num_stages=3 if wide <= 128 else 2)
+    warps = 8 if quantized and rows == 128 else 4
+    return TileShape(num_rows=rows, num_keys=64 if wide <= 128 else 32, num_warps=warps, num_stages=3 if wide <= 128 else 2)
 
 
 def plan_tiles(num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], tokens_per_tile: int) -> npt.NDArray[np.int32]:
@@ -118,7 +125,7 @@ def prefill_attention(
     block_tables  int32 [S, B]; entries wholly before every window are not read
     window        keys that a query sees, its own included; 0: all
     """
-    pool, kv = cache.tensor, cache.shape
+    pool, kv, quantized = cache.tensor, cache.shape, cache.quantized
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert pool.stride(-1) == 1
@@ -126,13 +133,16 @@ def prefill_attention(
     share = num_heads // kv.num_kv_heads
     if len(tiles) == 1:
         return
+    words = None if quantized is None else quantized.words[:, layer]
     # The interpreter multiplies bfloat16 wrongly.
     _prefill_kernel[((len(tiles) - 1) * kv.num_kv_heads,)](
         qkv, out, pool[:, layer], tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
-        pool.stride(0), *pool.stride()[2:5], math.log2(math.e) / math.sqrt(kv.head_dim),
+        pool.stride(0), *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
+        math.log2(math.e) / math.sqrt(kv.head_dim),
         NUM_KV_HEADS=kv.num_kv_heads, SHARE=share, HEAD_DIM=kv.head_dim, BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
         BLOCK_SIZE=kv.block_size, BLOCK_M=shape.num_rows, BLOCK_N=shape.num_keys, TOKENS=shape.num_rows // share, WINDOW=window,
-        IN_FLOAT32=not pool.is_cuda, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        FORMAT=kv.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
 
 
@@ -178,9 +188,10 @@ def _clear_kernel(
 )
 def _prefill_kernel(
     q_ptr, out_ptr, pool_ptr, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
-    stride_block, stride_kv, stride_head, stride_slot, scale_log2,
+    stride_block, stride_kv, stride_head, stride_slot, words_ptr, stride_words, scale_log2,
     NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
+    CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -208,7 +219,9 @@ def _prefill_kernel(
     k_ptr = pool_ptr + kv_head.to(tl.int64) * stride_head
     v_ptr = k_ptr + stride_kv
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
-    pool = (k_ptr, v_ptr, table_ptr, stride_block, stride_slot)
+    if FORMAT != "none":
+        words_ptr += kv_head * BLOCK_SIZE
+    pool = (k_ptr, v_ptr, table_ptr, stride_block, stride_slot, words_ptr, stride_words)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -237,6 +250,8 @@ def _prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             WINDOW,
+            FORMAT,
+            CONVERTS,
             IN_FLOAT32,
             True,
         )
@@ -257,6 +272,8 @@ def _prefill_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         WINDOW,
+        FORMAT,
+        CONVERTS,
         IN_FLOAT32,
         False,
     )
@@ -276,6 +293,8 @@ def _prefill_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         WINDOW,
+        FORMAT,
+        CONVERTS,
         IN_FLOAT32,
         True,
     )
@@ -288,33 +307,39 @@ def _prefill_kernel(
 def _attend_keys(
     best, total, acc, q, position, pool, start, stop, end, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
+    FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [start, stop) into the running maximum, sum and weighted values of each row."""
-    k_ptr, v_ptr, table_ptr, stride_block, stride_slot = pool
+    k_ptr, v_ptr, table_ptr, stride_block, stride_slot, words_ptr, stride_words = pool
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
     for key_start in tl.range(start, stop, BLOCK_N):
         key = key_start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            there = key < end
-            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-        else:
-            block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        at = (block * stride_block + (key % BLOCK_SIZE) * stride_slot)[:, None] + d[None, :]
         # Never more than is there: a slot not yet written may hold anything, and 0 * NaN is NaN.
-        if MASKED:
-            k = tl.load(k_ptr + at, mask=there[:, None] & d_mask[None, :], other=0.0)
-            v = tl.load(v_ptr + at, mask=there[:, None] & d_mask[None, :], other=0.0)
-        elif BLOCK_D == HEAD_DIM:
-            k = tl.load(k_ptr + at)
-            v = tl.load(v_ptr + at)
+        if FORMAT != "none":
+            k, v = load_quantized(
+                k_ptr, v_ptr, words_ptr, table_ptr, key_start, end, stride_block, stride_words,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, FORMAT, CONVERTS, q.dtype,
+            )  # fmt: skip
         else:
-            k = tl.load(k_ptr + at, mask=d_mask[None, :], other=0.0)
-            v = tl.load(v_ptr + at, mask=d_mask[None, :], other=0.0)
-        if IN_FLOAT32:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+            if MASKED:
+                there = key < end
+                block = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            else:
+                block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+            at = (block * stride_block + (key % BLOCK_SIZE) * stride_slot)[:, None] + d[None, :]
+            if MASKED:
+                k = tl.load(k_ptr + at, mask=there[:, None] & d_mask[None, :], other=0.0)
+                v = tl.load(v_ptr + at, mask=there[:, None] & d_mask[None, :], other=0.0)
+            elif BLOCK_D == HEAD_DIM:
+                k = tl.load(k_ptr + at)
+                v = tl.load(v_ptr + at)
+            else:
+                k = tl.load(k_ptr + at, mask=d_mask[None, :], other=0.0)
+                v = tl.load(v_ptr + at, mask=d_mask[None, :], other=0.0)
+            if IN_FLOAT32:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             seen = key[None, :] <= position[:, None]

@@ -1,25 +1,29 @@
 """Into and out of quantized blocks (layout and formats: twostep/model/step/kv_quantization.py) on a GPU.
 
-A step's new vectors are quantized where they are rotated (triton_elementwise.py, by the functions here). Prompt chunks attend to a
-dense copy of their sequences' blocks, one layer at a time: a chunk has so many queries for each key that the copy costs nothing
-beside them, and their kernel may be any. Decode reads the bytes themselves (triton_decode_quantized.py).
+A step's new vectors are quantized where they are rotated (triton_elementwise.py), and prompt chunks and shared prefixes read tiles of
+keys as numbers of the model's type (triton_prefill.py, triton_shared_prefix.py), by the functions here. Decode has a way of its own
+(triton_decode_quantized.py), and so has Hopper's kernel for chunks (hopper_prefill_quantized.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from twostep.model.kernels.triton_launch import follow, overlaps
-from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 NUM_SCALES = tl.constexpr(FP8_SCALES)
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
+
+
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Returns whether the device has an instruction for it; the interpreter does it too."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
@@ -138,68 +142,42 @@ def number_of_e4m3(byte):
     return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
 
 
-@dataclass(frozen=True, slots=True)
-class DenseCopy:
-    """One layer's blocks of some sequences as numbers. `cache` has a single layer; the blocks of sequence s are block_tables[s], in
-    order. Slots past a sequence's end are zeros."""
+@triton.jit
+def load_quantized(
+    k_ptr, v_ptr, words_ptr, table_ptr, start, end, stride_block, stride_words,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
+    CONVERTS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [BLOCK_N, BLOCK_D] from key `start` on, a multiple of 4, as numbers of `dtype`; zeros from `end` on.
 
-    cache: KvCache
-    block_tables: torch.Tensor
-
-    @staticmethod
-    def reserve(cache: KvCache, seq_lens: torch.Tensor, *, num_blocks: int, num_columns: int) -> DenseCopy:
-        """Room for sequences with int32 lengths [S] that have `num_blocks` blocks together and `num_columns` at most."""
-        shape = replace(cache.shape, num_blocks=max(1, num_blocks), num_layers=1, quantization="none")
-        sizes = (shape.num_blocks, 1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        memory = torch.empty(sizes, dtype=cache.dtype, device=cache.tensor.device)
-        counts = (seq_lens + (shape.block_size - 1)) // shape.block_size
-        starts = torch.cumsum(counts, 0, dtype=torch.int32) - counts
-        tables = starts[:, None] + torch.arange(num_columns, dtype=torch.int32, device=memory.device)
-        return DenseCopy(KvCache(shape, tensor=memory), tables)
-
-    def fill(self, source: KvCache, layer: int, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
-        """Copies the sequences' blocks of a layer of `source`; entries of int32 block_tables [S, B] that are no blocks are left out."""
-        shape, quantized = source.shape, source.quantized
-        assert quantized is not None
-        assert block_tables.stride(1) == 1
-        columns = min(block_tables.shape[1], self.block_tables.shape[1])
-        target, pdl = self.cache.tensor, overlaps(source.tensor.device)
-        _dequantize_kernel[(columns, 2 * shape.num_kv_heads, len(seq_lens))](
-            source.tensor[:, layer], target, seq_lens, block_tables, self.block_tables, shape.num_blocks,
-            block_tables.stride(0), self.block_tables.stride(0), source.tensor.stride(0), target.stride(0),
-            HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim),
-            BLOCK_SIZE=shape.block_size, SLOTS=triton.next_power_of_2(shape.block_size), FP8=shape.quantization == "fp8",
-            PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
+    k_ptr, v_ptr, words_ptr  of a head, in the first block of the layer: bytes, and both scales of a slot
+    table_ptr                blocks of the sequence
+    FORMAT                   fp8 or int8; CONVERTS: the device has an instruction for fp8
+    """
+    key = start + tl.arange(0, BLOCK_N)
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+    words = tl.load(words_ptr + block * stride_words + key % BLOCK_SIZE, mask=key < end, other=0)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    k_at = block * stride_block + key % BLOCK_SIZE * HEAD_DIM
+    k = tl.load(k_ptr + k_at[:, None] + d, mask=(key < end)[:, None] & (d < HEAD_DIM), other=0)
+    # Four values of one dimension lie beside each other.
+    four = start + 4 * tl.arange(0, BLOCK_N // 4)
+    block = tl.load(table_ptr + four // BLOCK_SIZE, mask=four < end, other=0).to(tl.int64)
+    v_at = block * stride_block + four % BLOCK_SIZE * HEAD_DIM
+    d = tl.arange(0, 4 * BLOCK_D)[None, :]
+    v = tl.load(v_ptr + v_at[:, None] + d, mask=(four < end)[:, None] & (d < 4 * HEAD_DIM), other=0)
+    v = tl.reshape(tl.permute(tl.reshape(v, [BLOCK_N // 4, BLOCK_D, 4]), (0, 2, 1)), [BLOCK_N, BLOCK_D])
+    k_scale = (words << 16).to(tl.float32, bitcast=True)[:, None]
+    v_scale = (words & -65536).to(tl.float32, bitcast=True)[:, None]
+    return (_numbers(k, FORMAT, CONVERTS) * k_scale).to(dtype), (_numbers(v, FORMAT, CONVERTS) * v_scale).to(dtype)
 
 
 @triton.jit
-def _dequantize_kernel(
-    source_ptr, target_ptr, lens_ptr, tables_ptr, target_tables_ptr, num_blocks,
-    stride_table, stride_target_table, stride_source, stride_target,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        follow()
-    column = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
-    length = tl.load(lens_ptr + seq)
-    if column * BLOCK_SIZE < length:
-        block = tl.load(tables_ptr + seq * stride_table + column).to(tl.int64)
-        if (block >= 0) & (block < num_blocks):
-            target = tl.load(target_tables_ptr + seq * stride_target_table + column).to(tl.int64)
-            slot = tl.arange(0, SLOTS)[:, None]
-            d = tl.arange(0, BLOCK_D)[None, :]
-            base = source_ptr + block * stride_source
-            is_value = kv_head >= HEADS
-            inside = tl.where(is_value, slot // 4 * (4 * HEAD_DIM) + 4 * d + slot % 4, slot * HEAD_DIM + d)
-            there = (slot < BLOCK_SIZE) & (column * BLOCK_SIZE + slot < length)
-            byte = tl.load(base + kv_head * (BLOCK_SIZE * HEAD_DIM) + inside, mask=there & (d < HEAD_DIM), other=0)
-            scales = (base + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.bfloat16))
-            scale = tl.load(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, mask=there, other=0.0).to(tl.float32)
-            numbers = number_of_e4m3(byte).to(tl.float32) if FP8 else byte.to(tl.float32) - 128.0
-            numbers = tl.where(there, numbers * scale, 0.0).to(target_ptr.dtype.element_ty)
-            out = target_ptr + target * stride_target + kv_head * (BLOCK_SIZE * HEAD_DIM)
-            tl.store(out + slot * HEAD_DIM + d, numbers, mask=(slot < BLOCK_SIZE) & (d < HEAD_DIM))
+def _numbers(byte, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
+    """Float32 of bytes, without their scales."""
+    if FORMAT == "int8":
+        return byte.to(tl.float32) - 128.0
+    elif CONVERTS:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return number_of_e4m3(byte).to(tl.float32)

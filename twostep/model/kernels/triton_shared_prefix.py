@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.shared_prefix import GRANULE, ITEM_COLUMNS, OWN_COLUMNS, SharedLayout, find_groups, pack, room_for_items
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of, overlaps
+from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -51,9 +52,9 @@ def shared_tile(shape: KvShape, *, num_heads: int, num_seqs: int) -> SharedTile:
 
 
 def serves_shared(shape: KvShape, *, num_heads: int, windows: Sequence[int]) -> bool:
-    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Quantized blocks, and those in a window, are read by
-    each sequence for itself."""
-    return 0 in windows and shape.quantization == "none" and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
+    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Blocks in a window are read by each sequence for
+    itself."""
+    return 0 in windows and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
 
 
 class SharedPrefix:
@@ -103,17 +104,20 @@ class SharedPrefix:
 
     def attend(self, q: torch.Tensor, cache: KvCache, layer: int, block_tables: torch.Tensor, *, scale_log2: float) -> None:
         """Leaves the states of the listed items; arguments as decode_attention has them, `scale_log2` in units of log2."""
-        shape, pool, tile = cache.shape, cache.tensor, self.tile
+        shape, pool, tile, quantized = cache.shape, cache.tensor, self.tile, cache.quantized
+        words = None if quantized is None else quantized.words[:, layer]
         pdl = overlaps(pool.device)
         own_end = self.layout.num_seqs * OWN_COLUMNS
         items = self.listed[own_end:]
         # The interpreter multiplies bfloat16 wrongly.
         _shared_kernel[(shape.num_kv_heads, self.layout.max_items)](
             q, pool[:, layer], block_tables, items, items[self.layout.max_items * ITEM_COLUMNS :], self.parts, self.scales,
-            scale_log2, q.stride(0), block_tables.stride(0), pool.stride(0), *pool.stride()[2:5],
+            scale_log2, q.stride(0), block_tables.stride(0), pool.stride(0),
+            *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
             COLUMNS=ITEM_COLUMNS, SHARE=self.num_heads // shape.num_kv_heads, ROWS=tile.num_rows, KEYS=tile.num_keys,
             HEAD_DIM=shape.head_dim, BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)), BLOCK_SIZE=shape.block_size,
-            IN_FLOAT32=not pool.is_cuda, PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+            FORMAT=shape.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda, PDL=pdl,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -125,9 +129,9 @@ def log2_scale(head_dim: int, scale: float | None) -> float:
 @triton.jit
 def _shared_kernel(
     q_ptr, pool_ptr, tables_ptr, items_ptr, members_ptr, parts_ptr, scales_ptr,
-    scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, stride_slot,
+    scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, stride_slot, words_ptr, stride_words,
     COLUMNS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: decode attention, which starts beside this, may then read what came before without waiting.
@@ -160,7 +164,12 @@ def _shared_kernel(
             next_key = key_start + KEYS + inside
             next_block = tl.load(table_ptr + next_key // BLOCK_SIZE, mask=next_key < end, other=0)
             at = (block.to(tl.int64) * stride_block + (key_start + inside) % BLOCK_SIZE * stride_slot)[:, None] + d[None, :]
-            if BLOCK_D == HEAD_DIM:
+            if FORMAT != "none":
+                k, v = load_quantized(
+                    k_ptr, k_ptr + stride_kv, words_ptr + head * BLOCK_SIZE, table_ptr, key_start, end, stride_block, stride_words,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, FORMAT, CONVERTS, q.dtype,
+                )  # fmt: skip
+            elif BLOCK_D == HEAD_DIM:
                 k = tl.load(k_ptr + at)
                 v = tl.load(k_ptr + stride_kv + at)
             else:

@@ -66,7 +66,7 @@ class StepGraphs:
         self._cache = cache
         self._ops = ops
         self._max_model_len = model.config.max_model_len
-        if cache.quantized is not None or cache.shape.block_size % 16:
+        if cache.shape.block_size % 16:
             mixed = ()
         blocks = -(-self._max_model_len // cache.shape.block_size)
         most_seqs = max([self._sizes[-1], *(shape.num_seqs for shape in mixed)])
@@ -156,12 +156,12 @@ class StepGraphs:
         batch = self._worth_sharing(sharing[max(sharing)])
         if batch is None:
             return ""
-        used = self._cache.tensor[: int(batch.block_tables.max()) + 1]
-        used.normal_()
+        used = int(batch.block_tables.max()) + 1
+        self._cache.fill_random(used)
         want = self._replayed(batch)
         self._sharing = sharing
         got = self._replayed(batch)
-        used.zero_()
+        self._cache.tensor[:used].zero_()
         difference = float((got - want).norm() / want.norm())
         if difference < _TRIAL_DIFFERENCE:
             return ""

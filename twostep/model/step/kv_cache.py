@@ -91,6 +91,19 @@ class KvCache:
         heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
         return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
 
+    def fill_random(self, num_blocks: int) -> None:
+        """Random numbers in the first blocks, for trials while nobody owns them."""
+        used = self.tensor[:num_blocks]
+        if self.quantized is None:
+            used.normal_()
+            return
+        shape = self.shape
+        # Bytes as they are stored, in every layer the same.
+        for slots in torch.arange(num_blocks * shape.block_size, device=used.device).split(1024):
+            vectors = torch.randn(len(slots), 2 * shape.num_kv_heads, shape.head_dim, device=used.device)
+            self.quantized.write(0, slots // shape.block_size, slots % shape.block_size, vectors)
+        used[:, 1:] = used[:, :1]
+
     def read_blocks(self, block_ids: Sequence[int], out: npt.NDArray[np.uint8], layers: LayerRange | None = None) -> None:
         """Copies whole blocks, or a range of their layers, into `out`: uint8 [len(block_ids), block_bytes], or
         [len(block_ids), num_layers * layer_bytes], contiguous. Raises ValueError if it is not that."""
