@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
+from hypothesis import given
+from hypothesis import strategies as st
 from quantized_tensors import KINDS, Kind, config_of, quantize, quantize_directory, rounded_input
 
 from twostep.checkpoint.description import describe
+from twostep.checkpoint.quantization import fitting, quantization_at_load
 from twostep.errors import SetupError
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import ModelPart, shard_of
+from twostep.model.kernels import weight_quantizer
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.loading import weights
@@ -24,6 +29,28 @@ from twostep.model.runner.model_runner import ModelRunner, with_quantization
 
 HEAD = KINDS["int8"]
 LAYERS = {"fp8": KINDS["fp8 rows"], "int8": KINDS["int8"], "int4": Kind("packed", group=32)}
+INT4 = quantization_at_load("int4").groups[0].format
+
+
+def dense_of(kind: Kind, weight: torch.Tensor) -> torch.Tensor:
+    """What the weight becomes: of 8 bits by a definition of the test's own. Scales of 4 bits are chosen by what is tested."""
+    if kind.method == "packed":
+        return weight_quantizer.quantize(weight, fitting(INT4, weight.shape[1])).dequantize(torch.float32)
+    return torch.from_numpy(quantize(kind, weight.numpy(), scale_dtype=torch.float32).dense)
+
+
+@given(st.integers(1, 9), st.integers(1, 100), st.integers(0, 99), st.sampled_from([32, 64]))
+def test_4_bits_are_the_nearest_and_no_worse_than_without_a_search(rows: int, columns: int, seed: int, group: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(rows, columns) * torch.rand(rows, 1)
+    weight[0] = 0
+    made = weight_quantizer.quantize(weight, replace(INT4, block=(1, group)))
+    dense, scale = made.dequantize(torch.float32), made.spread(made.scales)
+    assert not dense[0].any()
+    low, high = torch.minimum(-8 * scale, 7 * scale), torch.maximum(-8 * scale, 7 * scale)
+    assert bool(((dense - weight.clamp(low, high)).abs() <= scale.abs() * 0.5001).all())
+    plain = torch.from_numpy(quantize(Kind("packed", group=group), weight.numpy(), scale_dtype=torch.float32).dense)
+    assert float((dense - weight).square().sum()) <= float((plain - weight).square().sum()) * 1.0001 + 1e-9
 
 
 def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transformers.PreTrainedModel:
@@ -32,9 +59,7 @@ def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transfor
         if not isinstance(module, torch.nn.Linear) or (path == "lm_head" and name == "fp8"):
             continue
         kind = HEAD if path == "lm_head" else LAYERS[name]
-        module.weight = torch.nn.Parameter(
-            torch.from_numpy(quantize(kind, module.weight.detach().numpy(), scale_dtype=torch.float32).dense)
-        )
+        module.weight = torch.nn.Parameter(dense_of(kind, module.weight.detach()))
 
         def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor], kind: Kind = kind) -> torch.Tensor:
             x = inputs[0]
@@ -114,8 +139,8 @@ def test_ranks_hold_their_parts(name: str, tmp_path: Path) -> None:
     for at, weight in enumerate(whole.weights):
         dense, halves = weight.dequantize(torch.float32), [rank[at] for rank in ranks]
         if halves[0].shape[1] < dense.shape[1]:
-            # By half a step of each.
-            step = weight.scales.max() + (dense.abs() / 8 if name == "fp8" else 0)
+            # By half a step of each; of 4 bits, the largest may be cut off.
+            step = weight.scales.abs().max() * (4 if name == "int4" else 1) + (dense.abs() / 8 if name == "fp8" else 0)
             assert bool(((torch.cat(halves, 1) - dense).abs() <= step).all())
         else:
             torch.testing.assert_close(torch.cat(halves).sort(0).values, dense.sort(0).values)

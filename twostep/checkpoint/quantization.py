@@ -66,7 +66,7 @@ _INT4 = LinearFormat(storage=PACKED, is_float=False, bits=4, block=(1, _INT4_GRO
 
 
 def quantization_at_load(name: str) -> Quantization:
-    """What `--quantization` means, one of QUANTIZATIONS: scales by the largest magnitude, for each output channel with 8 bits."""
+    """What `--quantization` means, one of QUANTIZATIONS but none."""
     format, head = {"fp8": (_FP8_ROWS, None), "int8": (_INT8_ROWS, _INT8_ROWS), "int4": (_INT4, _INT8_ROWS)}[name]
     groups = [FormatGroup(targets=(_ANY_LINEAR,), format=format)]
     groups += [] if head is None else [FormatGroup(targets=(HEAD,), format=head)]
