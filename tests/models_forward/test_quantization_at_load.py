@@ -40,17 +40,21 @@ def dense_of(kind: Kind, weight: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.integers(1, 9), st.integers(1, 100), st.integers(0, 99), st.sampled_from([32, 64]))
-def test_4_bits_are_the_nearest_and_no_worse_than_without_a_search(rows: int, columns: int, seed: int, group: int) -> None:
+def test_4_bits_lose_half_a_step_at_most_and_use_all_of_them(rows: int, columns: int, seed: int, group: int) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(rows, columns) * torch.rand(rows, 1)
     weight[0] = 0
     made = weight_quantizer.quantize(weight, replace(INT4, block=(1, group)))
-    dense, scale = made.dequantize(torch.float32), made.spread(made.scales)
+    dense, scale = made.dequantize(torch.float32), made.spread(made.scales).expand(rows, -1)
     assert not dense[0].any()
-    low, high = torch.minimum(-8 * scale, 7 * scale), torch.maximum(-8 * scale, 7 * scale)
-    assert bool(((dense - weight.clamp(low, high)).abs() <= scale.abs() * 0.5001).all())
-    plain = torch.from_numpy(quantize(Kind("packed", group=group), weight.numpy(), scale_dtype=torch.float32).dense)
-    assert float((dense - weight).square().sum()) <= float((plain - weight).square().sum()) * 1.0001 + 1e-9
+    # But for those between 7 and 8 steps on the side that has no 8.
+    beyond = weight / scale > 7.5
+    assert bool((((dense - weight).abs() <= scale.abs() * 0.5001) | beyond).all())
+    assert bool(((dense - weight).abs() <= scale.abs() * 1.0001).all())
+    for row in range(1, rows):
+        for start in range(0, columns, group):
+            part = weight[row, start : start + group]
+            assert float(made.scales[row, start // group].abs() * 8) == pytest.approx(float(part.abs().max()))
 
 
 def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transformers.PreTrainedModel:
@@ -139,8 +143,8 @@ def test_ranks_hold_their_parts(name: str, tmp_path: Path) -> None:
     for at, weight in enumerate(whole.weights):
         dense, halves = weight.dequantize(torch.float32), [rank[at] for rank in ranks]
         if halves[0].shape[1] < dense.shape[1]:
-            # By half a step of each; of 4 bits, the largest may be cut off.
-            step = weight.scales.abs().max() * (4 if name == "int4" else 1) + (dense.abs() / 8 if name == "fp8" else 0)
+            # By half a step of each, of 4 bits by one.
+            step = weight.scales.abs().max() * (2 if name == "int4" else 1) + (dense.abs() / 8 if name == "fp8" else 0)
             assert bool(((torch.cat(halves, 1) - dense).abs() <= step).all())
         else:
             torch.testing.assert_close(torch.cat(halves).sort(0).values, dense.sort(0).values)
