@@ -13,7 +13,16 @@ from twostep.model.step.kv_cache import KvCache
 LAYER = 1
 
 
-def pool(quantization: str, dtype: torch.dtype, *, num_kv_heads: int, head_dim: int, block_size: int, device: str = DEVICE) -> KvCache:
+def pool(
+    quantization: str,
+    dtype: torch.dtype,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    device: str = DEVICE,
+    scales: torch.Tensor | None = None,
+) -> KvCache:
     shape = KvShape(
         num_blocks=7,
         block_size=block_size,
@@ -23,7 +32,7 @@ def pool(quantization: str, dtype: torch.dtype, *, num_kv_heads: int, head_dim: 
         dtype=str(dtype).removeprefix("torch."),
         quantization=quantization,
     )
-    cache = KvCache(shape, device)
+    cache = KvCache(shape, device, scales=scales)
     cache.tensor.copy_((torch.arange(cache.tensor.numel()) % 113).view(cache.tensor.shape))
     return cache
 
@@ -73,3 +82,22 @@ def test_new_vectors_are_quantized_as_on_the_cpu(
         found[block, :, :, slot] = right[block, :, :, slot]
         assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
         assert torch.equal(cache.tensor[:, [0, 2]].cpu(), want.tensor[:, [0, 2]])
+
+
+@pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (96, 24)])
+def test_scales_of_a_checkpoint_stand_at_every_vector(head_dim: int, rotated: int) -> None:
+    scales = torch.rand(3, 2) * 0.01 + 1e-3
+    sizes = {"num_kv_heads": 2, "head_dim": head_dim, "block_size": 16, "scales": scales}
+    cache, want = (pool("fp8", torch.float32, **sizes, device=device) for device in (DEVICE, "cpu"))
+    num_tokens, num_heads = 5, 4
+    slots, positions = torch.randperm(7 * 16)[:num_tokens], torch.randint(0, 50, (num_tokens,), device=DEVICE)
+    angle = torch.randn(50, rotated // 2, device=DEVICE)
+    qkv = torch.randn(num_tokens, num_heads + 4, head_dim)
+    qkv[1, -1, 3] = torch.inf
+    qkv[2, -4, 0] = 1e4
+    got = kernels.rotate_and_write(
+        qkv.view(num_tokens, -1).to(DEVICE), positions, slots.to(DEVICE), angle.cos(), angle.sin(), cache, LAYER, num_heads
+    )
+    assert want.quantized is not None
+    want.quantized.write(LAYER, slots // 16, slots % 16, got.view(num_tokens, -1, head_dim)[:, num_heads:].cpu())
+    assert torch.equal(cache.tensor.cpu(), want.tensor)

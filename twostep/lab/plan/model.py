@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twostep.checkpoint.directory import read_header, read_json, weight_files
+from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import QUANTIZATION_KEYS
 from twostep.errors import InvalidRequest, SetupError
 
@@ -95,7 +96,7 @@ def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv
     # Quantized weights are made dense when they are loaded.
     is_dense = not any(config.get(key) for key in QUANTIZATION_KEYS)
     weight_bytes = on_disk * item_bytes // _ITEM_BYTES[stored] if on_disk is not None and is_dense else params * item_bytes
-    quantized = kv_cache_dtype != "auto"
+    quantized = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config)) != "none"
     return PlannedModel(
         name=model_dir.name,
         num_layers=num_layers,

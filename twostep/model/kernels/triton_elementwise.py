@@ -94,16 +94,17 @@ def rotate_and_write(
     tail = shape.head_dim - 2 * half
     pdl = overlaps(qkv.device)
     sums = cache.sums
+    static = None if cache.quantized is None or cache.quantized.static is None else cache.quantized.static[layer]
     assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
     _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, HEADS_PER_PROGRAM))](
         qkv, positions, slots, cos, sin, pool[:, layer], pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
         *((pool, 0, 0) if sums is None else (sums.tensor[:, layer], sums.tensor.stride(0), layer * sums.layer_words)),
-        *((positions, positions) if progress is None else progress), layer,
+        *((positions, positions) if progress is None else progress), layer, static,
         NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
         QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
         BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=HEADS_PER_PROGRAM, SUM_PARTS=0 if sums is None else sums.num_parts,
-        TELLS=progress is not None, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
+        TELLS=progress is not None, STATIC=static is not None, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return qkv
 
@@ -165,13 +166,13 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(out_ptr + row * width + col, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["static_ptr"])
 def _rotate_and_write_kernel(
     qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, stride_block, stride_kv, stride_head, stride_slot,
-    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer,
+    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer, static_ptr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZATION: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, HEADS: tl.constexpr,
-    SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, PDL: tl.constexpr,
+    SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
@@ -232,8 +233,8 @@ def _rotate_and_write_kernel(
         tl.store(to_sums, total.to(tl.int64, bitcast=True), mask=slot >= 0)
     if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
         store_quantized(
-            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept,
-            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8",
+            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept, static_ptr,
+            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8", STATIC,
         )  # fmt: skip
 
 

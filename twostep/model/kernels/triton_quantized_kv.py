@@ -28,9 +28,9 @@ def converts_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def store_quantized(
-    block_ptr, low, high, rest, kv_head, slot, kept,
+    block_ptr, low, high, rest, kv_head, slot, kept, static_ptr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Quantizes vectors, in the pieces that RoPE leaves them in, to a slot of the block (of one layer) at `block_ptr`.
 
@@ -38,6 +38,7 @@ def store_quantized(
     rest       [rows, BLOCK_TAIL]: TAIL more, where there are any
     kv_head    [rows, 1]: keys' heads, then values'
     kept       [rows, 1]: whether a row is stored
+    static_ptr with STATIC: scales of the layer's keys and values; else each vector gets its own
     """
     low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
     peak = tl.maximum(_peak(low), _peak(high), propagate_nan=tl.PropagateNan.ALL)
@@ -45,7 +46,9 @@ def store_quantized(
         peak = tl.maximum(peak, _peak(rest), propagate_nan=tl.PropagateNan.ALL)
     low, high, rest = _finite(low), _finite(high), _finite(rest)
     scale = _scale(peak, FP8)
-    if FP8:
+    if STATIC:
+        scale = tl.where(peak < float("inf"), tl.load(static_ptr + kv_head // HEADS, mask=kept, other=1.0), scale)
+    elif FP8:
         finite = tl.where(peak < float("inf"), peak, 1.0)
         first = _scale(finite, FP8)
         least, best = tl.zeros_like(first), first
