@@ -22,8 +22,8 @@ from dataclasses import dataclass
 # Share of the best rate at which the knee of a throughput curve is taken to be.
 KNEE_SHARE = 0.95
 # Of a promised TPOT, what steps may take on average: the rest is the host's, and that of steps that last longer than foretold. Of a
-# promised gap, what a step may; and where a first token's gap holds a hand-over, too (twostep/engine/step_bound.py).
-PACE_SHARE, GAP_SHARE, FIRST_GAP_SHARE = 0.95, 0.6, 1 / 3
+# promised gap, what a step may; and what it may before and in the first step after a hand-over (twostep/engine/step_bound.py).
+PACE_SHARE, GAP_SHARE, FIRST_GAP_SHARE = 0.95, 0.6, 0.42
 # Tokens within which a sequence that is late makes up for it.
 MADE_UP_WITHIN = 4
 

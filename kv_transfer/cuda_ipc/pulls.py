@@ -58,12 +58,13 @@ class Lane:
             )  # fmt: skip
         return self._receive(count)
 
-    def sums_of(self, cache: KvCache, block_ids: Sequence[int], part: slice) -> Sums:
-        """Returns those of whole layers of blocks, [n]: out of what steps have kept, else out of the bytes."""
+    def sums_of(self, cache: KvCache, block_ids: Sequence[int], part: slice, *, of_bytes: bool = False) -> Sums:
+        """Returns those of whole layers of blocks, [n]: out of what steps have kept, else, or `of_bytes`, out of the bytes."""
         with launching(self._stream):
             ids, sums = self._send(block_ids)
             size = cache.shape.block_bytes
-            add_block_sums(cache.tensor, cache.sums, block_ids, ids, sums, part, block_bytes=size, shape=WITHIN_GPU)
+            kept = None if of_bytes else cache.sums
+            add_block_sums(cache.tensor, kept, block_ids, ids, sums, part, block_bytes=size, shape=WITHIN_GPU)
         return self._receive(len(block_ids))
 
     def _send(self, *rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -211,7 +211,8 @@ class CudaIpcTransport(InPlaceTransport):
             torch.cuda.current_stream().synchronize()
             lane, scratch = self._lane, torch.empty_like(self._pattern)
             lane.pull(self._pattern.data_ptr(), scratch.data_ptr(), [0], [0], block_bytes=4096, part=slice(0, 4096), shape=self._shape)
-            lane.sums_of(self._cache, [0], self._part(None))
+            for of_bytes in (False, True):
+                lane.sums_of(self._cache, [0], self._part(None), of_bytes=of_bytes)
         if not self._serves:
             return None
         pool, probe = (export(x) if x.is_cuda else None for x in (self._cache.tensor, self._pattern))

@@ -12,6 +12,9 @@ from twostep.sampling_params import SamplingParams
 
 Metadata = tuple[tuple[str, str], ...]
 
+# Of the time that the first token was promised within, what may have passed when one that was kept is sent.
+_FIRST_TOKEN_WITHIN = 0.95
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestJob:
@@ -34,6 +37,14 @@ class RequestJob:
     targets: Targets = NO_TARGETS
     arrived: float = field(default_factory=time.monotonic)
     expected_tokens: int = 1
+
+    def first_token_may_wait_s(self) -> float:
+        """Returns how long it may be kept from the client for the sake of the gap behind it: no longer than that may be, nor than its own
+        target allows. 0: no gap was promised."""
+        targets = self.targets
+        if targets.gap_s is None or targets.ttft_s is None:
+            return targets.gap_s or 0.0
+        return max(0.0, min(targets.gap_s, _FIRST_TOKEN_WITHIN * targets.ttft_s - (time.monotonic() - self.arrived)))
 
     def remaining_s(self) -> float:
         return max(0.001, self.deadline - time.monotonic())

@@ -123,6 +123,8 @@ class Attempt:
         self._first_position = output.next_position
         self._queued_tokens = 0
         self._early: dict[int, prefill_pb2.Token] = {}
+        # The prefill worker's, while it is kept from the client.
+        self._first: prefill_pb2.FirstToken | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepted_at = 0.0
         self._tasks: list[asyncio.Task[Any]] = []
@@ -267,7 +269,7 @@ class Attempt:
                     prefill.touch()
                     kind = event.WhichOneof("event")
                     if kind == "first_token":
-                        self._on_first_token(event.first_token)
+                        self._hold_first_token(event.first_token)
                     elif kind == "prompt_logprobs":
                         self._output.push_prompt(event.prompt_logprobs)
                     elif kind == "done":
@@ -331,6 +333,7 @@ class Attempt:
         elif kind == "committed":
             self._committed = True
             self._report.on_committed(event.committed)
+            self._give_first_token()
         elif kind == "failed":
             self._on_decode = False
             failed = event.failed
@@ -363,6 +366,21 @@ class Attempt:
         if token.position == self._next_decode_position:
             self._next_decode_position += 1
 
+    def _hold_first_token(self, first: prefill_pb2.FirstToken) -> None:
+        """Keeps it until the decode worker has the KV, where a gap was promised and the time to the first token has room: the hand-over is
+        no part of the first gap then."""
+        self._first = first
+        goes_on = not (self._committed or self._first_position or first.token.finish_reason)
+        if goes_on and (hold_s := self._job.first_token_may_wait_s()) > 0:
+            asyncio.get_running_loop().call_later(hold_s, self._give_first_token)
+        else:
+            self._give_first_token()
+
+    def _give_first_token(self) -> None:
+        first, self._first = self._first, None
+        if first is not None and not self._ended.done():
+            self._on_first_token(first)
+
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
         self._unqueue()
         self._on_computed()
@@ -373,6 +391,7 @@ class Attempt:
     def _on_prefill_lost(self, code: str, why: str) -> None:
         """Before the first token it is over at once. After it, the decode worker may have all it needs: it has the word, for a while."""
         self._run_over.set()
+        self._give_first_token()
         if self._committed or self._ended.done():
             return
         message = f"prefill worker {self._computing.record.worker_id}: {why}"
@@ -389,6 +408,9 @@ class Attempt:
         position, expected = token.position, self._output.next_position
         if self._ended.done() or position < expected:
             return
+        if position > expected and self._first is not None:
+            self._give_first_token()
+            expected = self._output.next_position
         if position > expected:
             if not self._early:
                 asyncio.get_running_loop().call_later(_MAX_EARLY_S, self._no_filling, expected)

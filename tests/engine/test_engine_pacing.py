@@ -204,3 +204,21 @@ def test_a_request_that_comes_while_a_step_runs_is_in_the_next_one() -> None:
     assert first == came_after[0] + 1
     for request in (old, new):
         assert ids_of(answers[request.seq_id]) == answer_of(request, 512)
+
+
+def test_steps_that_are_shorter_than_foretold_leave_prompts_no_less() -> None:
+    """What they are shorter by does not add up while one follows the other: else each sequence that comes would seem late at once."""
+    clock = Clock()
+    runner = Clocked(clock, num_blocks=2000, block_size=4, vocab_size=1000, max_model_len=6000)
+    config = EngineConfig(hash_unit=4, look_ahead=True, max_num_batched_tokens=512)
+    engine = Engine(runner, config, clock=clock.monotonic, sleep=clock.sleep)
+    engine.set_curve(StepCurve(fixed_s=0.022, per_row_s=1e-4, knee=8))
+    chunks: list[int] = []
+    engine.submit(make_request("long", [i % 1000 for i in range(5000)], max_tokens=2))
+    while sum(chunks) < 5000:
+        if len(chunks) % 8 == 0:
+            engine.reserve(make_request(f"new {len(chunks)}", [1, 2, 3], max_tokens=40, tpot_s=0.03))
+            engine.commit(f"new {len(chunks)}", [4])
+        chunks.append(engine.step().workload.prompt_tokens)
+    # A step of 28.5 ms, which is what the pace allows, has room for 73 of its tokens by the curve; and steps take 20 ms.
+    assert len(chunks) < 5000 / 73

@@ -15,7 +15,7 @@ from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, StepOutput
 from twostep.errors import ResourceExhausted, SetupError
 from twostep.request_class import RequestClass
-from twostep.step_curve import StepCurve
+from twostep.step_curve import FIRST_GAP_SHARE, StepCurve
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
 CONTEXT, BLOCK = 200, 4
@@ -363,7 +363,7 @@ def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: st
     run.submit(request("e", STANDARD, 5, max_tokens=40, tpot_s=1.0) if how != "max_step_s" else request("e", STANDARD, 5, max_tokens=40))
     run.step()
     if how == "reserved":
-        run.engine.reserve(request("r", STANDARD, 5, gap_s=6e-3 + 1e-9))
+        run.engine.reserve(request("r", STANDARD, 5, gap_s=2e-3 / FIRST_GAP_SHARE + 1e-9))
     run.engine.set_curve(CURVE)
     run.submit(request("p", STANDARD, 30))
     if how == "tpot_s":
@@ -382,7 +382,7 @@ def test_prompts_beside_decodes_are_cut_to_the_time_that_a_step_may_take(how: st
 def test_the_bound_of_a_sequence_that_is_to_come_ends_with_its_reservation() -> None:
     run = Run(make_engine(max_num_batched_tokens=100, min_chunk_tokens=2))
     run.engine.set_curve(CURVE)
-    coming = request("r", STANDARD, 5, gap_s=6e-3 + 1e-9)
+    coming = request("r", STANDARD, 5, gap_s=2e-3 / FIRST_GAP_SHARE + 1e-9)
     run.engine.reserve(coming)
     run.submit(request("p", STANDARD, 60, max_tokens=1))
     assert run.step().num_prefill_tokens == 10, "nobody decodes, and yet 2 ms"

@@ -55,14 +55,14 @@ def test_without_any_promise_the_workers_bound_is_the_only_one() -> None:
     assert limit_of((None, 1)) is None
     assert bound_of((None, 1), max_step_s=0.02) == 0.02
     assert limit_of(max_step_s=0.02) is None, "nobody's gap is at stake"
-    assert bound_of((Promise(gap_s=0.3), 1), max_step_s=0.02) == pytest.approx(0.1), "who was promised something has that"
+    assert bound_of((Promise(gap_s=0.3), 1), max_step_s=0.02) == pytest.approx(0.3 * FIRST_GAP_SHARE), "who was promised something has that"
     assert bound_of((Promise(gap_s=0.3), 1), (None, 1), max_step_s=0.02) == 0.02
 
 
-def test_a_gap_is_a_third_and_holds_for_one_that_is_to_come() -> None:
-    assert bound_of((Promise(gap_s=0.06), 1), (Promise(gap_s=0.09), 1)) == pytest.approx(0.02)
-    assert bound_of((Promise(gap_s=0.06), 1), coming_gap_s=0.03) == pytest.approx(0.01)
-    assert bound_of(coming_gap_s=0.03) == pytest.approx(0.01)
+def test_a_gap_is_for_two_steps_and_holds_for_one_that_is_to_come() -> None:
+    assert bound_of((Promise(gap_s=0.06), 1), (Promise(gap_s=0.09), 1)) == pytest.approx(0.06 * FIRST_GAP_SHARE)
+    assert bound_of((Promise(gap_s=0.06), 1), coming_gap_s=0.03) == pytest.approx(0.03 * FIRST_GAP_SHARE)
+    assert bound_of(coming_gap_s=0.03) == pytest.approx(0.03 * FIRST_GAP_SHARE)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_model(family: str, directory: Path) -> transformers.PreTrainedModel:
-    """A random float32 model of a family, saved to `directory` and returned as transformers' own."""
+def save_model(family: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
+    """A random float32 model of a family, with `changes` to its config, saved to `directory` and returned as transformers' own."""
     config_class, extra = FAMILIES[family]
-    config = getattr(transformers, config_class)(**{key: value for key, value in (_SMALL | extra).items() if value is not ...})
+    config = getattr(transformers, config_class)(**{key: value for key, value in (_SMALL | extra | changes).items() if value is not ...})
     torch.manual_seed(len(family))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

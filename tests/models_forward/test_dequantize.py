@@ -17,33 +17,42 @@ from safetensors.torch import save_file
 from twostep.checkpoint.quantization import read_quantization
 from twostep.errors import SetupError
 from twostep.model.families.modules import Place
+from twostep.model.families.quantized_part import QuantizedPart
+from twostep.model.kernels import quantized_weight
 from twostep.model.kernels.input_quantizer import InputQuantizer
+from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.loading import quantized
-from twostep.model.loading.quantized import QuantizedWeight, check_part
+from twostep.model.loading.quantized import QuantizedTensors, check_part
 from twostep.model.loading.weight_files import read_weights, stored_tensors
 
 NAME = "model.layers.0.mlp.down_proj"
 
 
-def loaded(kind: Kind, made: Quantized, out: torch.Tensor, start: tuple[int, int]) -> torch.Tensor:
-    """Reads the part of the weight that begins at `start` into `out`."""
+def loaded(kind: Kind, made: Quantized, rows: slice, columns: slice, dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    """Reads this part of the weight."""
     found = read_quantization(Path("nowhere"), {"quantization_config": config_of(kind)})
     assert found is not None
     format = found.format_of(NAME)
     assert format is not None
-    place = Place(out, made.dense.shape, start, format=format)
+    part = QuantizedPart(format, stored=True, dtype=dtype, device=torch.device("cpu"))
+    nowhere = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=dtype, device="meta")
+    place = Place(nowhere, made.dense.shape, (rows.start, columns.start), part=part)
     with tempfile.TemporaryDirectory() as folder:
         save_file(made.tensors, Path(folder, "model.safetensors"))
         stored = {tensor.name: tensor for tensor in stored_tensors(Path(folder))}
         parts = {part.role: (stored[part.suffix], part) for part in format.parts if part.suffix in stored}
-        for tensor, part in parts.values():
-            check_part(tensor, part, place)
-        weight = QuantizedWeight(place, {role: tensor for role, (tensor, _) in parts.items()})
+        for tensor, stored_part in parts.values():
+            check_part(tensor, stored_part, place)
+        weight = QuantizedTensors(place, {role: tensor for role, (tensor, _) in parts.items()})
         seen = [0]
         read_weights(weight.reads(), lambda done, total: seen.append(total))
         assert seen[-1] == weight.num_bytes
-        weight.unpack()
-    return out
+        return weight.take()
+
+
+def whole(kind: Kind, made: Quantized, dtype: torch.dtype = torch.float32) -> QuantizedWeight | torch.Tensor:
+    rows, columns = made.dense.shape
+    return loaded(kind, made, slice(0, rows), slice(0, columns), dtype)
 
 
 @st.composite
@@ -76,9 +85,16 @@ def test_any_part_of_a_weight_is_what_its_format_says(
     made = quantize(kind, weight, scale_dtype=scale_dtype, seed=seed)
     wanted = torch.from_numpy(made.dense[rows, columns]).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized, "_ELEMENTS_AT_ONCE", at_once)
-        got = loaded(kind, made, torch.full(wanted.shape, torch.nan, dtype=dtype), (rows.start, columns.start))
-    assert torch.equal(got, wanted)
+        for module in (quantized, quantized_weight):
+            patch.setattr(module, "_ELEMENTS_AT_ONCE", at_once)
+        got = loaded(kind, made, rows, columns, dtype)
+        assert torch.equal(got.dequantize(dtype) if isinstance(got, QuantizedWeight) else got, wanted)
+        if isinstance(got, QuantizedWeight):
+            halves = kind.bits == 4 and kind.method != "int8" and kind.method != "fp8" and not wanted.shape[1] % 2
+            assert got.values.nbytes == wanted.numel() // (2 if halves else 1)
+        else:
+            # A part that begins within a group, or columns in an order of their own.
+            assert kind.ordered or columns.start % (kind.group or kind.block[1] or 1)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -136,7 +152,7 @@ def test_scales_that_are_no_numbers_are_refused(name: str, bad: float) -> None:
     broken = made.tensors[scale].clone()
     broken.view(-1)[-1] = bad
     with pytest.raises(SetupError, match=scale):
-        loaded(kind, change(made, scale, broken), torch.empty(32, 32), (0, 0))
+        whole(kind, change(made, scale, broken))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -148,7 +164,7 @@ def test_tensors_of_another_shape_or_dtype_are_refused(name: str) -> None:
             continue
         for wrong in (torch.cat([tensor, tensor]), torch.zeros(tensor.shape, dtype=torch.uint8)):
             with pytest.raises(SetupError, match=part):
-                loaded(kind, change(made, part, wrong), torch.empty(32, 48), (0, 0))
+                whole(kind, change(made, part, wrong))
 
 
 def test_values_that_cannot_be_are_refused() -> None:
@@ -157,16 +173,16 @@ def test_values_that_cannot_be_are_refused() -> None:
     broken = fp8.tensors["weight"].view(torch.uint8).clone()
     broken[3, 4] = 0x7F
     with pytest.raises(SetupError, match="weight"):
-        loaded(KINDS["fp8"], change(fp8, "weight", broken.view(torch.float8_e4m3fn)), torch.empty(32, 32), (0, 0))
+        whole(KINDS["fp8"], change(fp8, "weight", broken.view(torch.float8_e4m3fn)))
     large = quantize(KINDS["fp8"], ones * 1e6, scale_dtype=torch.float32)
     with pytest.raises(SetupError, match="float16"):
-        loaded(KINDS["fp8"], large, torch.empty(32, 32, dtype=torch.float16), (0, 0))
+        whole(KINDS["fp8"], large, torch.float16)
     # What `gptq` calls 8 is another number in `gptq_v2`: the one cannot be taken for the other unnoticed.
     with pytest.raises(SetupError, match="qzeros"):
-        loaded(KINDS["gptq_v2"], quantize(KINDS["gptq"], ones), torch.empty(32, 32), (0, 0))
+        whole(KINDS["gptq_v2"], quantize(KINDS["gptq"], ones))
     ordered = quantize(KINDS["gptq in order of activations"], ones)
     with pytest.raises(SetupError, match="g_idx"):
-        loaded(KINDS["gptq"], change(ordered, "g_idx", torch.full((32,), 2, dtype=torch.int32)), torch.empty(32, 32), (0, 0))
+        whole(KINDS["gptq"], change(ordered, "g_idx", torch.full((32,), 2, dtype=torch.int32)))
     packed = quantize(KINDS["packed"], ones)
     with pytest.raises(SetupError, match="weight_shape"):
-        loaded(KINDS["packed"], change(packed, "weight_shape", torch.tensor([32, 31])), torch.empty(32, 32), (0, 0))
+        whole(KINDS["packed"], change(packed, "weight_shape", torch.tensor([32, 31])))

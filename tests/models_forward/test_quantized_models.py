@@ -21,9 +21,11 @@ from twostep.errors import SetupError
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import ModelPart, shard_of
 from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.loading import weights
 from twostep.model.loading.weights import load_weights
-from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner, kv_shape
+from twostep.model.step.kv_cache import KvCache
 
 Tensors = dict[str, torch.Tensor]
 
@@ -184,10 +186,52 @@ class RecordingOps(Ops):
 
     def __init__(self) -> None:
         self.weights: list[torch.Tensor] = []
+        self.quantized: list[QuantizedWeight] = []
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         self.weights.append(weight)
         return super().prepare_linear(weight, bias)
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+        self.quantized.append(weight)
+        self.weights.append(weight.dequantize(dtype))
+        return lambda x: multiply_dense(weight, x, bias)
+
+
+# Bits of a number with its scale of float32, and a byte or half for its zero point.
+BITS = {
+    "awq": 4 + (32 + 8) / 16,
+    "gptq": 4 + 32 / 16,
+    "packed": 4 + 32 / 16,
+    "packed, fp8 inputs": 4 + 32 / 16,
+    "packed rows": 8,
+    "int8": 8,
+    "int8 groups": 8 + 32 / 16,
+    "w8a8": 8,
+    "fp8": 8,
+    "fp8 static": 8,
+    "fp8 blocks": 8,
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_weights_keep_their_bits(name: str, tmp_path: Path) -> None:
+    """What layers are made of takes the bytes that the format says, q, k and v are one, and nothing is dense."""
+    oracle = quantize_model(tmp_path, save_model("llama-biases", tmp_path), everywhere(KINDS[name]), config_of(KINDS[name]))
+    ops = RecordingOps()
+    model = build_model(parse_config(tmp_path), torch.float32, ops)
+    load_weights(model, tmp_path)
+    assert len(ops.quantized) == 12
+    numbers = sum(weight.shape[0] * weight.shape[1] for weight in ops.quantized)
+    rows = sum(weight.shape[0] for weight in ops.quantized)
+    # Scales and zero points of whole rows, and of blocks or groups that are not full, are few.
+    assert numbers * BITS[name] / 8 <= sum(weight.num_bytes for weight in ops.quantized) <= numbers * BITS[name] / 8 + 15 * rows
+    (sequence,) = scattered_sequences([23], 4, 16, random.Random(0))
+    cache = KvCache(kv_shape(parse_config(tmp_path), "float32", 16, 4))
+    with torch.inference_mode():
+        got = model.forward(make_batch([(sequence, 23)], 4), cache)
+    wanted = reference_logits(oracle, sequence.tokens)
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq in order of activations", "packed asymmetric", "fp8 blocks", "int8 groups"])

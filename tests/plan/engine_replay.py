@@ -138,6 +138,8 @@ class Replay:
     def _commit(self, now: float, argument: tuple[_Worker, _Worker, int, int]) -> None:
         source, worker, i, token_id = argument
         source.engine.release(str(i))
+        # As the router does: what the first token waits for is no gap.
+        self._times[i][0] = min(now, self._times[i][0] + worker.spec.gap_s)
         # Its KV did not travel: the tokens are nonsense, their times are not.
         worker.engine.commit(str(i), [token_id])
         self._wake(now, source)

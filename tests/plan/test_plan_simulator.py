@@ -20,7 +20,7 @@ from twostep.lab.plan.workload import PlannedWorkload, parse_workload
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.cluster import SimulatedRequest as Request
 from twostep.lab.simulator.engine import EngineSpec, SimulatedEngine, SimulatedSequence
-from twostep.step_curve import StepCurve
+from twostep.step_curve import FIRST_GAP_SHARE, StepCurve
 
 # A step takes 10 ms, and 1 ms more for each row.
 PLAIN = StepCurve(fixed_s=0.010, per_row_s=0.001)
@@ -84,18 +84,18 @@ def test_while_anybody_decodes_steps_with_prompts_are_bounded() -> None:
 
 def test_promises_bound_steps_with_prompts() -> None:
     """A decode step takes 11 ms. With a TPOT of 20 the first token leaves 19 for a step, and 8 more for each of the 4 tokens to come; an
-    answer with none to come has the 19 alone. A gap of 60 leaves 20, and does so while a sequence is to come."""
+    answer with none to come has the 19 alone. A gap of 60 leaves two steps, and does so while a sequence is to come."""
     for promise, num_output, longest in (
         ({"tpot_s": 0.020}, 100, 0.019 + MADE_UP_WITHIN * 0.008),
         ({"tpot_s": 0.020}, 2, 0.019),
-        ({"tpot_s": 0.020, "gap_s": 0.060}, 100, 0.020),
+        ({"tpot_s": 0.020, "gap_s": 0.060}, 100, 0.060 * FIRST_GAP_SHARE),
     ):
         engine = SimulatedEngine(EngineSpec(curve=PLAIN, **promise))
         assert engine.time_limit(0.0) is None
         coming = SimulatedSequence(num_prompt=10, num_output=num_output, num_uncached=10)
         assert engine.reserve(coming)
         limit = engine.time_limit(0.0)
-        assert (None if limit is None else limit.max_step_s) == (pytest.approx(0.020) if "gap_s" in promise else None)
+        assert (None if limit is None else limit.max_step_s) == (pytest.approx(longest) if "gap_s" in promise else None)
         engine.commit(coming, 0.0)
         limit = engine.time_limit(0.0)
         assert limit is not None

@@ -363,14 +363,24 @@ def test_launches_of_mixed_steps_are_followed_and_a_kernel_that_is_built_is_forg
     tracker = CurveTracker(GPU)
     assert tracker.curve is not None
     assert tracker.curve.mixed_s == 0.0
-    tracker.observe_mixed_launch(0.7)
-    for _ in range(40):
-        tracker.observe_mixed_launch(0.015)
-    assert tracker.curve.mixed_s == pytest.approx(0.015, rel=0.05)
     mixed = StepWorkload(prompt_tokens=32, decodes=4, context=400)
+    tracker.observe_mixed_launch(mixed, 0.7)
+    for _ in range(40):
+        tracker.observe_mixed_launch(mixed, 0.015)
+    assert tracker.curve.mixed_s == pytest.approx(0.015, rel=0.05)
     assert tracker.curve.step_s(mixed) == pytest.approx(0.015, rel=0.05)
     for alone in (dataclasses.replace(mixed, decodes=0), dataclasses.replace(mixed, prompt_tokens=0)):
         assert tracker.curve.step_s(alone) == GPU.step_s(alone)
+
+
+def test_a_launch_that_takes_less_than_its_step_says_nothing_of_smaller_ones() -> None:
+    """Small steps are captured: only one of thousands of tokens is launched kernel by kernel."""
+    tracker = CurveTracker(GPU)
+    small, large = (StepWorkload(prompt_tokens=count, decodes=4, context=400) for count in (32, 30_000))
+    tracker.observe_mixed_launch(small, 0.001)
+    tracker.observe_mixed_launch(large, GPU.step_s(large) / 2)
+    assert tracker.curve is not None
+    assert tracker.curve.step_s(small) == GPU.step_s(small)
 
 
 def test_a_first_step_that_takes_long_and_a_pause_say_little() -> None:

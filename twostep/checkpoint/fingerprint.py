@@ -8,17 +8,19 @@ import struct
 from pathlib import Path
 
 from twostep.checkpoint.directory import read_header, read_json, weight_files
+from twostep.checkpoint.quantization import QUANTIZATION_FILES
 from twostep.errors import SetupError
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 _DUMMY = "dummy-"
 _ANY = "any"
+_QUANTIZED = "+"
 
 
 def model_fingerprint(model_dir: Path) -> str:
     """Hex sha256 over config.json (canonical), tokenizer.json, and of each safetensors file: name, size, header, and 64 evenly
-    spaced samples of 4 KiB of its data.
+    spaced samples of 4 KiB of its data; and what files beside config.json say of quantization.
 
     It tells apart: other shapes, dtypes, configurations, vocabularies, layouts of shards; other checkpoints and fine-tunes (which
     move nearly every weight); truncated or exchanged files. It does not see a change between the samples (a flipped bit, one edited
@@ -32,6 +34,9 @@ def model_fingerprint(model_dir: Path) -> str:
     tokenizer = model_dir / "tokenizer.json"
     try:
         _add(digest, tokenizer.read_bytes())
+        for name in QUANTIZATION_FILES:
+            if (model_dir / name).is_file():
+                _add(digest, (model_dir / name).read_bytes())
         for path in weight_files(model_dir):
             header = read_header(path)
             _add(digest, path.name.encode())
@@ -54,8 +59,15 @@ def dummy_fingerprint(model_dir: Path, kind: str = _ANY) -> str:
     return f"{_DUMMY}{kind}-{hashlib.sha256(shape.encode()).hexdigest()}"
 
 
+def quantized_fingerprint(fingerprint: str, quantization: str) -> str:
+    """Returns that of a model whose weights are quantized as they are read, or not ("none"): its KV is another."""
+    return fingerprint if quantization == "none" else f"{fingerprint}{_QUANTIZED}{quantization}"
+
+
 def is_same_model(wanted: str, found: str) -> bool:
-    """Returns whether the fingerprint `found` is `wanted`, or is of made-up weights and `wanted` is of any such."""
+    """Returns whether the fingerprint `found` is `wanted`, however its weights are quantized; or is of made-up weights, and `wanted` is of
+    any such."""
+    found = found.partition(_QUANTIZED)[0]
     any_kind = f"{_DUMMY}{_ANY}-"
     if wanted.startswith(any_kind):
         return found.startswith(_DUMMY) and found.endswith(wanted.removeprefix(any_kind))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,13 @@ class FormatGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What the files say. `ignored` is written as targets are, and goes before them."""
+    """Which layers are quantized, and how. `ignored` is written as targets are, and goes before them. `stored`: the files hold them so;
+    else they are quantized as they are read."""
 
     method: str
     groups: tuple[FormatGroup, ...]
     ignored: tuple[str, ...]
+    stored: bool = True
 
     def format_of(self, layer: str) -> LinearFormat | None:
         """Returns the format of a linear layer of this name; None: it is not quantized. A whole name goes before patterns, and those
@@ -52,6 +54,30 @@ class Quantization:
             return None
         found = [(_rank(target), group.format) for group in self.groups for target in group.targets if _matches(target, layer)]
         return min(found, key=lambda one: one[0])[1] if found else None
+
+
+# Groups of columns that a layer's width may be a multiple of, the best first; of no such width the last group is short.
+_INT4_GROUPS = (128, 64, 32)
+# The output layer decides between tokens that are close: 8 bits at least.
+_INT8_ROWS = LinearFormat(storage=PLAIN, is_float=False, bits=8, block=(1, 0))
+_FP8_ROWS = LinearFormat(storage=PLAIN, is_float=True, bits=8, block=(1, 0), activations=Activations(is_float=True, dynamic=True))
+_INT4 = LinearFormat(storage=PLAIN, is_float=False, bits=4, block=(1, _INT4_GROUPS[0]))
+
+
+def quantization_at_load(name: str) -> Quantization:
+    """What `--quantization` means, one of QUANTIZATIONS: scales by the largest magnitude, for each output channel with 8 bits."""
+    format, head = {"fp8": (_FP8_ROWS, None), "int8": (_INT8_ROWS, _INT8_ROWS), "int4": (_INT4, _INT8_ROWS)}[name]
+    groups = [FormatGroup(targets=(_ANY_LINEAR,), format=format)]
+    groups += [] if head is None else [FormatGroup(targets=(HEAD,), format=head)]
+    return Quantization(method=name, groups=tuple(groups), ignored=() if head is not None else (HEAD,), stored=False)
+
+
+def fitting(format: LinearFormat, columns: int) -> LinearFormat:
+    """Returns `format`, of quantization_at_load, with groups that a layer of so many columns consists of."""
+    if format.block != _INT4.block:
+        return format
+    group = next((group for group in _INT4_GROUPS if not columns % group), _INT4_GROUPS[-1])
+    return replace(format, block=(1, group))
 
 
 def _rank(target: str) -> tuple[int, str]:
@@ -72,7 +98,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 # ---- where it is said -------------------------------------------------------------------------------------------------------
 
 # Files beside config.json that older tools write, and the method that is meant where they name none.
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
@@ -85,7 +111,7 @@ def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantizatio
             if not isinstance(raw, dict):
                 Fields(model_dir / "config.json", {}).refuse(key, raw, "it must be a JSON object")
             found.append(_parse(model_dir / "config.json", f"{key}.", raw, "compressed-tensors" if key == QUANTIZATION_KEYS[1] else ""))
-    for name, method in _FILES.items():
+    for name, method in QUANTIZATION_FILES.items():
         if (path := model_dir / name).is_file():
             raw = read_json(path)
             inner = raw.get("quantization")

@@ -451,7 +451,9 @@ class Predictor:
         if not answer:
             return Prediction(candidate=at.candidate, cost=at.penalty, load_s=0.0)
         moving = hand_over_s(at.missing_bytes, transport, at.candidate.record.load.hand_overs) + at.host_copy_s
-        # The second token waits for the hand-over and for the step under way.
+        # The second token waits for the hand-over and for the step under way; where a gap was promised, the first one waits with it, for so
+        # long at most (router/serving/attempt.py).
+        moving = max(0.0, moving - (self._demand.gap_ms or 0.0) / 1e3)
         tpot = at.tpot_s + (moving + at.step_s / 2) / answer
         gap = max(at.gap_s, moving + at.step_s / 2 + at.longer_step_s)
         missed = _miss(tpot, self._demand.tpot_ms) + _miss(gap, self._demand.gap_ms)

@@ -225,7 +225,7 @@ class Engine:
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:
                 running = self._launched[-1]
-                began = max(running.since, self._ended_at)
+                began = self._began_at(running, due)
                 prompts = running.workload.prompt_tokens > 0 or self._scheduler.has_waiting
                 wait_s = self._pacing.wait_s(running.workload, due - began, prompts=prompts)
                 self._sleep(wait_s)
@@ -253,7 +253,7 @@ class Engine:
         while work is None:
             since = self._clock()
             with self._changed:
-                work = self._scheduler.plan(since)
+                work = self._scheduler.plan(since, self._free_at(since))
                 self._note_work()
                 if work is not None:
                     self._steps += 1
@@ -263,6 +263,19 @@ class Engine:
                 return False
         self._launched.append(self._launcher.launch(work, step=step, since=since))
         return True
+
+    def _began_at(self, running: LaunchedStep, now: float) -> float:
+        """Returns when the device began with it: a runner that computes when it is asked for the result does not before that."""
+        return max(running.since, self._ended_at) if self._runner.overlaps else now
+
+    def _free_at(self, now: float) -> float:
+        """Returns when the device likely begins with what is launched next: reckoned from the end that was seen last, since what steps take
+        less than foretold would add up, and every promise seem broken."""
+        curve = self._pacing.curve
+        if curve is None or not self._launched:
+            return now
+        running = self._launched[-1]
+        return max(now, self._began_at(running, now) + curve.step_s(running.workload))
 
     def _settle(self) -> StepOutput:
         launched = self._launched[0]

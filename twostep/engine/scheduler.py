@@ -115,9 +115,7 @@ class Scheduler:
         # The prompt that waits for blocks, as of the last plan.
         self._short: EngineSequence | None = None
         self._planned: deque[StepWork] = deque()
-        self._planned_at = 0.0
-        # When the steps planned so far are likely done.
-        self._busy_until = 0.0
+        self._planned_at = self._begins_at = 0.0
         # Gaps that were promised to urgent sequences whose KV is to come.
         self._coming_gaps: dict[str, float] = {}
         # How many steps in a row prompts were left out for the sake of a promise.
@@ -300,11 +298,11 @@ class Scheduler:
 
     # ---- planning ---------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepWork | None:
+    def plan(self, now: float, free_at: float) -> StepWork | None:
         """Returns the next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or
-        failed. `now`: of any one clock, in seconds."""
+        failed. `now`, and `free_at`, when the step that runs is likely over and this one begins: of any one clock, in seconds."""
         assert len(self._planned) < 2
-        self._planned_at = now
+        self._planned_at, self._begins_at = now, free_at
         unready = self._constrained.unready
         active, short = [], []
         # Fields, not properties, in loops over all sequences: a call would cost as much as the rest of a turn.
@@ -336,16 +334,11 @@ class Scheduler:
         self._blocked = work is None
         if work is not None:
             self._planned.append(work)
-            if self.curve is not None:
-                self._busy_until = self._free_at(now) + self.curve.step_s(work.workload)
+            ends_at = free_at if self.curve is None else free_at + self.curve.step_s(work.workload)
             for sequence in work.sequences[work.num_decodes :]:
                 if sequence.decodes:
-                    sequence.begin_pace(self._free_at(now))
+                    sequence.begin_pace(ends_at)
         return work
-
-    def _free_at(self, now: float) -> float:
-        """Returns when the device begins with what is planned next."""
-        return max(now, self._busy_until) if self._planned else now
 
     def _plan(
         self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence], now: float, *, unlimited: bool = False
@@ -359,7 +352,7 @@ class Scheduler:
             limit = time_limit_of(
                 [sequence.promise for sequence in decodes],
                 lengths,
-                begin_s=self._free_at(now),
+                begin_s=self._begins_at,
                 curve=self.curve,
                 decodes=work,
                 decode_step_s=self.curve.step_s(work),

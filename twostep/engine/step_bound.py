@@ -1,8 +1,9 @@
 """How long a step may take that computes prompts, by what was promised to those that get a token in it: one rule, for the engine and for
 its simulation (twostep/lab/simulator/engine.py).
 
-    gap      `GAP_SHARE` of it: the rest is for steps that last longer than foretold, and the way to the client. A third while a sequence is
-             to come, and in its first step: its first gap is the hand-over, the rest of the step that runs, and a step
+    gap      `GAP_SHARE` of it: the rest is for steps that last longer than foretold, and the way to the client. `FIRST_GAP_SHARE` while a
+             sequence is to come, and in its first step: its first gap is the rest of the step that runs, and a step (its first token is
+             kept from the client until its KV is here: router/serving/attempt.py)
     TPOT     what the sequence has left of its pace, and what it makes up within its next tokens, in steps without prompts
     neither  the worker's own bound, for the sake of those who were promised nothing
 

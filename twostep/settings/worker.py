@@ -27,6 +27,7 @@ ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
 KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
 QUANTIZED_KV = ("fp8", "int8")
+QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on; larger steps read the weights
 # less often, and a prompt's first token waits for what of the next prompt fits into its last step. A decode worker's prompts share their
@@ -57,6 +58,12 @@ class WorkerSettings(TracedServiceSettings):
         "auto",
         "exact: as --dtype; fp8, int8: a byte a number, lossy; auto: what the checkpoint's kv_cache_scheme asks for, else exact",
         choices=KV_CACHE_DTYPES,
+    )
+    quantization: str = setting(
+        "none",
+        "of an unquantized checkpoint, as it is read. fp8: weights for each channel, activations for each token; int8: weights for each "
+        "channel; int4: weights in groups of 128, lossy",
+        choices=QUANTIZATIONS,
     )
     device: str = setting("auto", "where the model runs: cpu, cuda, cuda:N, or auto: a GPU if there is one (auto:N: the N-th)", device)
     tensor_parallel_size: int = setting(

@@ -104,10 +104,10 @@ def calibrate(
                 continue
             batch = _batch(runner, probe)
             runner.launch(batch).result()
-            # As it is served: what the step before sampled is this one's input.
+            # As it is served: what the step before sampled is this one's input, and prompts that are handed over are marked.
             carried = np.full(len(batch.token_ids), -1, np.int32)
             carried[batch.query_start[:-1]] = np.arange(len(batch.seq_lens), dtype=np.int32)
-            runner.launch(replace(batch, carried=carried)).result()
+            runner.launch(replace(batch, carried=carried, mark_layers=(runner.kv_shape.num_layers,))).result()
     spent = 0.0
     samples: list[StepSample] = []
     for probe in probes(runner, step_tokens, max_num_seqs):

@@ -79,9 +79,11 @@ class CurveTracker:
             mixed_s=self._mixed_s,
         )
 
-    def observe_mixed_launch(self, seconds: float) -> None:
-        """Launching a step with prompts and decodes took so long."""
-        if seconds <= 0:
+    def observe_mixed_launch(self, work: StepWorkload, seconds: float) -> None:
+        """Launching a step with prompts and decodes took so long. That of a large step, which nothing was captured for, says nothing of
+        others as long as the device has more to do with it than the host."""
+        curve = self.curve
+        if seconds <= 0 or (curve is not None and self._mixed_s < seconds <= dataclasses.replace(curve, mixed_s=0.0).step_s(work)):
             return
         if not self._mixed_s:
             self._mixed_s = seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
+from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint, quantized_fingerprint
 from twostep.checkpoint.kv_scheme import kv_format
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import CapturedSteps, KvShape, Runner
@@ -172,8 +172,10 @@ def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:
     if model_dir is None:
         return "fake"
     if config.dummy_weights:
-        return dummy_fingerprint(model_dir, f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}")
-    return model_fingerprint(model_dir)
+        found = dummy_fingerprint(model_dir, f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}")
+    else:
+        found = model_fingerprint(model_dir)
+    return quantized_fingerprint(found, config.quantization)
 
 
 def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
@@ -251,6 +253,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
         "max_model_len": config.max_model_len or None,
         "num_threads": config.cpu_threads or None,
         "load_format": config.load_format,
+        "quantization": config.quantization,
         "max_num_seqs": config.max_num_seqs,
         "max_graph_tokens": config.max_cudagraph_capture_size,
     }

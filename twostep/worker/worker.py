@@ -368,7 +368,7 @@ class Worker:
         if output.timed:
             self._curve.observe(output.workload, output.duration_s)
         if output.num_prefill_tokens and output.num_decode_tokens:
-            self._curve.observe_mixed_launch(output.launch_s)
+            self._curve.observe_mixed_launch(output.workload, output.launch_s)
 
     def _on_engine_failure(self, error: Exception) -> None:
         self._ready = False

@@ -414,6 +414,9 @@ class SimulatedCluster:
         assert sequence is not None
         source.engine.release(prompt)
         self._pump(source, now)
+        if len(serving.times) == 1:
+            # Where a gap was promised, the client gets the first token when the sequence can go on.
+            serving.times[0] = max(serving.times[0], min(now, serving.times[0] + worker.engine.spec.gap_s))
         if worker.closed:
             self._place_again(serving, now)
         else:

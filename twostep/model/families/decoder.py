@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.quantization import HEAD
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
@@ -92,7 +93,8 @@ class Decoder(ABC):
         self._embed_weight = make.empty(config.vocab_size, config.hidden_size)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._norm = self._last_norm()
-        self._head = LinearLayer(self._embed_weight[self._head_rows], None) if config.tie_word_embeddings else self._untied_head()
+        rows = self._head_rows
+        self._head = make.linear(rows.stop - rows.start, config.hidden_size, bias=False)
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
         self.attention = AttentionSpec(num_heads=config.num_heads, cos=cos, sin=sin, windows=config.windows)
 
@@ -113,16 +115,12 @@ class Decoder(ABC):
         """The part of the vocabulary that the output layer is for."""
         return slice(0, self.config.vocab_size) if self._part is None else self._part.shard.vocabulary.slice
 
-    def _untied_head(self) -> LinearLayer:
-        rows = self._head_rows
-        return self._make.linear(rows.stop - rows.start, self.config.hidden_size, bias=False)
-
     def places(self) -> Places:
         """Where each tensor of the checkpoint goes."""
         places = {f"{self.embed_name}.weight": Place.whole(self._embed_weight)}
         self._norm.place(places, self.norm_name)
         if not self.config.tie_word_embeddings:
-            self._head.place(places, ("lm_head", self._head_rows.stop - self._head_rows.start, Cut.VOCABULARY))
+            self._head.place(places, (HEAD, self._head_rows.stop - self._head_rows.start, Cut.VOCABULARY))
         for layer in self._layers:
             layer.place(places, f"{self.layers_name}.{layer.index}")
         return places if self._part is None else self._part.shard.places(places)
@@ -132,6 +130,8 @@ class Decoder(ABC):
         for layer in self._layers:
             for linear in layer.linears():
                 linear.finish_loading(self._ops)
+        if self.config.tie_word_embeddings:
+            self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
 
     def forward(self, batch: Batch, cache: KvCache, scorer: PromptScorer | None = None) -> torch.Tensor:

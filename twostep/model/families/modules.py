@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import groupby
 from typing import Protocol
 
 import torch
 
 from twostep.checkpoint.linear_format import LinearFormat
-from twostep.checkpoint.quantization import Quantization
+from twostep.checkpoint.quantization import Quantization, fitting
+from twostep.model.families.quantized_part import LoadedWeight, QuantizedPart, joined
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.quantized_weight import QuantizedWeight
+from twostep.model.kernels.weight_quantizer import quantize
 
 
 class Cut(Enum):
@@ -31,14 +34,14 @@ class Cut(Enum):
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one tensor of a checkpoint goes. `tensor`, dense, is a view of its final (fused) buffer; it takes the part of the
-    checkpoint's tensor of that `shape` that begins at `start` and is as large as `tensor`. `format`: how the checkpoint holds it; None: as
-    it is."""
+    checkpoint's tensor of that `shape` that begins at `start` and is as large as `tensor`. With a `part`, that is filled instead, and
+    `tensor` has no memory (it is on the meta device)."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
     cut: Cut = Cut.WHOLE
-    format: LinearFormat | None = None
+    part: QuantizedPart | None = None
 
     @staticmethod
     def whole(tensor: torch.Tensor, cut: Cut = Cut.WHOLE) -> Place:
@@ -64,7 +67,7 @@ class Maker:
 
     def linear(self, rows: int, cols: int, *, bias: bool, gated: bool = False) -> LinearLayer:
         """`gated`: silu(gate) * up of a product whose first half of rows are the gates'."""
-        return LinearLayer(self.empty(rows, cols), self.empty(rows) if bias else None, gated=gated, quantization=self.quantization)
+        return LinearLayer(self, rows, cols, bias=bias, gated=gated)
 
     def rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(self.ops, self.empty(size), self.norm_eps)
@@ -74,53 +77,83 @@ class Maker:
 
 
 class LinearLayer:
-    """x @ weight.T + bias: dense while it is being loaded, whatever the device likes best after that. Its rows may be those of
-    several layers of the checkpoint, one after the other, each of which the checkpoint may hold in a format of its own."""
+    """x @ weight.T + bias. Its rows may be those of several layers of the checkpoint, one after the other, each dense or in a quantized
+    format of its own. Quantized ones stay so, whatever layout the device likes best; those who use the layer do not see it."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, quantization: Quantization | None = None
-    ) -> None:
-        """weight [rows, cols], bias [rows]"""
-        self.weight: torch.Tensor | None = weight
-        self.bias = bias
+    def __init__(self, make: Maker, rows: int, cols: int, *, bias: bool, gated: bool = False) -> None:
+        self.bias = make.empty(rows) if bias else None
         self.run: Linear  # there when loading has finished
+        self._make = make
+        self._shape = (rows, cols)
         self._gated = gated
-        self._quantization = quantization
-        # Rows whose input is quantized in one way, in order.
-        self._inputs: list[tuple[slice, InputQuantizer | None]] = []
+        # What `run` is made of, in order: dense rows, or those of quantized layers.
+        self._parts: list[torch.Tensor | QuantizedPart] = []
 
     def place(self, places: Places, *layers: tuple[str, int, Cut]) -> None:
-        """Registers the checkpoint's layers (name, rows, cut) that this one consists of, in order."""
-        assert self.weight is not None
-        start, self._inputs = 0, []
-        for name, rows, cut in layers:
-            part = slice(start, start + rows)
-            format = None if self._quantization is None else self._quantization.format_of(name)
-            places[f"{name}.weight"] = replace(Place.whole(self.weight[part], cut), format=format)
-            activations = None if format is None else format.activations
-            quantizer = None if activations is None else InputQuantizer(activations, self.weight.device)
-            if quantizer is not None and quantizer.scale is not None:
-                places[f"{name}.{INPUT_SCALE}"] = Place.whole(quantizer.scale)
-            self._inputs.append((part, quantizer))
-            if self.bias is not None:
-                places[f"{name}.bias"] = Place.whole(self.bias[part], cut)
-            start += rows
-        assert start == len(self.weight)
+        """Registers the checkpoint's layers (name, rows, cut) that this one consists of, in order, and takes memory for dense ones."""
+        self._parts, start = [], 0
+        quantization, cols = self._make.quantization, self._shape[1]
+        formats = {name: None if quantization is None else quantization.format_of(name) for name, _, _ in layers}
+        # Dense neighbours are one product.
+        for is_dense, neighbours in groupby(layers, lambda layer: formats[layer[0]] is None):
+            run = list(neighbours)
+            dense = self._make.empty(sum(rows for _, rows, _ in run), cols) if is_dense else None
+            self._parts += [] if dense is None else [dense]
+            for name, rows, cut in run:
+                if dense is not None:
+                    places[f"{name}.weight"] = Place.whole(dense[:rows], cut)
+                    dense = dense[rows:]
+                elif (format := formats[name]) is not None:
+                    places |= self._place_quantized(name, format, rows, cut)
+                if self.bias is not None:
+                    places[f"{name}.bias"] = Place.whole(self.bias[start : start + rows], cut)
+                start += rows
+        assert start == self._shape[0]
+
+    def _place_quantized(self, name: str, format: LinearFormat, rows: int, cut: Cut) -> Places:
+        make = self._make
+        assert make.quantization is not None
+        if not make.quantization.stored:
+            format = fitting(format, self._shape[1])
+        part = QuantizedPart(format, stored=make.quantization.stored, dtype=make.dtype, device=torch.device(make.device))
+        self._parts.append(part)
+        nowhere = torch.empty(rows, self._shape[1], dtype=make.dtype, device="meta")
+        places = {f"{name}.weight": replace(Place.whole(nowhere, cut), part=part)}
+        if part.activations is not None and part.activations.scale is not None:
+            places[f"{name}.{INPUT_SCALE}"] = Place.whole(part.activations.scale)
+        return places
 
     def finish_loading(self, ops: Ops) -> None:
-        """Hands the weight to the device; places given out are dead after it."""
-        assert self.weight is not None
-        weight, self.weight = self.weight, None
-        prepare = ops.prepare_gated if self._gated else ops.prepare_linear
-        inputs = _joined(self._inputs)
-        if len(inputs) <= 1:
-            quantizer = inputs[0][1] if inputs else None
-            self.run = _after(quantizer, prepare(weight, self.bias))
-            return
-        # Layers of the checkpoint that are one product here, but see unequal inputs.
-        parts = [_after(each, ops.prepare_linear(weight[rows], None if self.bias is None else self.bias[rows])) for rows, each in inputs]
-        product: Linear = lambda x: torch.cat([part(x) for part in parts], -1)  # noqa: E731
-        self.run = (lambda x: ops.silu_mul(product(x))) if self._gated else product
+        """Hands the weights to the device; places given out are dead after it."""
+        parts, self._parts = self._parts, []
+        weights = joined([LoadedWeight(part, None) if isinstance(part, torch.Tensor) else part.take() for part in parts])
+        products: list[Linear] = []
+        start, gated = 0, self._gated
+        for loaded in weights:
+            weight = loaded.weight
+            bias = None if self.bias is None else self.bias[start : start + weight.shape[0]]
+            start += weight.shape[0]
+            if isinstance(weight, QuantizedWeight):
+                alone = gated and len(weights) == 1
+                products.append(ops.prepare_quantized(weight, bias, self._make.dtype, gated=alone))
+                gated = gated and not alone
+            elif gated and len(weights) == 1 and loaded.activations is None:
+                products.append(ops.prepare_gated(weight, bias))
+                gated = False
+            else:
+                products.append(_after(loaded.activations, ops.prepare_linear(weight, bias)))
+        product = products[0] if len(products) == 1 else _side_by_side(products)
+        self.run = (lambda x: ops.silu_mul(product(x))) if gated else product
+
+    def use(self, name: str, weight: torch.Tensor) -> None:
+        """Takes dense memory that something else has filled, [rows, cols], for the whole weight, of the checkpoint's layer `name`."""
+        assert weight.shape == self._shape
+        self._parts = [weight]
+        format = None if self._make.quantization is None else self._make.quantization.format_of(name)
+        if format is not None and len(weight):
+            part = QuantizedPart(fitting(format, weight.shape[1]), stored=False, dtype=weight.dtype, device=weight.device)
+            part.fill(quantize(weight, part.format))
+            self._parts = [part]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
@@ -130,16 +163,8 @@ def _after(quantizer: InputQuantizer | None, linear: Linear) -> Linear:
     return linear if quantizer is None else lambda x: linear(quantizer(x))
 
 
-def _joined(inputs: Sequence[tuple[slice, InputQuantizer | None]]) -> list[tuple[slice, InputQuantizer | None]]:
-    """Neighbouring rows with the same input as one."""
-    joined: list[tuple[slice, InputQuantizer | None]] = []
-    for rows, quantizer in inputs:
-        last = joined[-1][1] if joined else None
-        if joined and (last is None if quantizer is None else quantizer.is_same_as(last)):
-            joined[-1] = slice(joined[-1][0].start, rows.stop), last
-        else:
-            joined.append((rows, quantizer))
-    return joined
+def _side_by_side(products: list[Linear]) -> Linear:
+    return lambda x: torch.cat([product(x) for product in products], -1)
 
 
 class Norm(Protocol):

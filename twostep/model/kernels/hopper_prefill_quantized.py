@@ -161,8 +161,8 @@ def _fill(pool_ptr, words_ptr, ring, bytes_of, step, tables_ptr, stride_table, s
             _copy_keys(k_bytes, pool_ptr, table_ptr, kv_head, start, seq_len, stride_block, P)
             _copy_values(v_bytes, pool_ptr, table_ptr, kv_head, start, seq_len, stride_block, P)
             for i in range(first_tile, num_tiles):
-                # Past the last tile nothing is copied.
-                next_end = gl.where(i + 1 < num_tiles, seq_len, 0)
+                # Past the last tile nothing is copied: before the first one, all keys are negative.
+                next_end = gl.where(i + 1 < num_tiles, seq_len, -NUM_KEYS)
                 stage = count % P.stages
                 phase = (count // P.stages) & 1 ^ 1
                 key = start + gl.arange(0, NUM_KEYS, layout=gl.SliceLayout(1, KEYS))

@@ -20,6 +20,7 @@ class InputQuantizer:
 
     def __init__(self, how: Activations, device: torch.device) -> None:
         self.how = how
+        self.device = device
         # Of a static format: float32 [1], the checkpoint's; it is loaded to here.
         self.scale = None if how.dynamic else torch.ones(1, dtype=torch.float32, device=device)
         self._low, self._high = (torch.finfo(_FLOAT8).min, torch.finfo(_FLOAT8).max) if how.is_float else (-128.0, 127.0)
@@ -38,7 +39,8 @@ class InputQuantizer:
         if self.scale is not None:
             scale = self.scale
         elif self.how.symmetric:
-            scale = values.abs().amax(-1, keepdim=True) / high
+            # (By a number that is no tensor a GPU would divide less exactly.)
+            scale = values.abs().amax(-1, keepdim=True) / torch.full((), high, device=x.device)
         else:
             least, most = values.amin(-1, keepdim=True).clamp_max(0), values.amax(-1, keepdim=True).clamp_min(0)
             scale = (most - least) / (high - low)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
+from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
+from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.step.kv_cache import KvCache
 
@@ -74,6 +76,22 @@ class Ops:
         """silu_mul of such a product; the first half of weight's rows are the gates'."""
         linear = self.prepare_linear(weight, bias)
         return lambda x: self.silu_mul(linear(x))
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        """A callable x -> x @ weight.T + bias, x of `dtype` and rounded as the weight says; `gated`: silu_mul of that. It may keep the
+        weight in another layout: drop yours."""
+        if gated:
+            linear = self.prepare_quantized(weight, bias, dtype)
+            return lambda x: self.silu_mul(linear(x))
+        if weight.device.type != "cpu":
+            return lambda x: multiply_dense(weight, x, bias)
+        packed = pack_for_cpu(weight, bias, dtype, fast_bfloat16=_packing_works(torch.bfloat16))
+        if packed is not None:
+            return packed
+        # To unpack it in each step would take longer than to read it dense.
+        linear = self.prepare_linear(weight.dequantize(dtype), bias)
+        quantizer = weight.activations
+        return linear if quantizer is None else lambda x: linear(quantizer(x))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N]."""

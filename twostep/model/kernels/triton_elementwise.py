@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
 from twostep.model.kernels.triton_progress import store_progress
+from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, round_arguments, round_constants, store_rounded
 from twostep.model.kernels.triton_quantized_kv import store_quantized
 from twostep.model.kernels.triton_sum64 import mix_vectors
 from twostep.model.step.kv_cache import KvCache
@@ -38,13 +40,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds x to `residual` in place, rounded to its dtype, and returns rms_norm(residual). x, residual [T, N], dense; weight [N].
     x may also be float32 [parts, T, N]: their sum is added."""
+    out = torch.empty_like(residual)
+    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True)
+    return out
+
+
+def add_rms_norm_rounded(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, how: InputQuantizer) -> RoundedInput:
+    """The same, rounded for the product that comes next; its result in 16 bits is never written."""
+    out = RoundedInput.empty(len(residual), residual.shape[1], how, residual.device)
+    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True, how=how)
+    return out
+
+
+def _checked(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     assert residual.is_contiguous()
     assert x.shape[-2:] == residual.shape[-2:]
     assert x.shape == residual.shape or (x.dim() == 3 and x.dtype == torch.float32)
-    x = x.contiguous()
-    out = torch.empty_like(residual)
-    _launch_norm(x, residual, weight, out, eps, has_residual=True)
-    return out
+    return x.contiguous()
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -110,32 +122,43 @@ def rotate_and_write(
 
 
 def _launch_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, has_residual: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | RoundedInput,
+    eps: float,
+    *,
+    has_residual: bool,
+    how: InputQuantizer | None = None,
 ) -> None:
     width = x.shape[-1]
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if not x.numel():
         return
-    rows = out.numel() // width
-    parts = x.numel() // out.numel()
+    values = out.values if isinstance(out, RoundedInput) else out
+    rounding = (values, values, values) if how is None or not isinstance(out, RoundedInput) else round_arguments(out, how)
+    constants = {"STATIC": False, "GROUPS": False, "HARDWARE": False} if how is None else round_constants(how)
+    rows = values.numel() // width
+    parts = x.numel() // values.numel()
     # Row r starts at (r // inner) * stride_outer + (r % inner) * stride_inner: heads of a fused projection need no copy.
     heads = x.dim() == 3 and parts == 1
     inner = x.shape[1] if heads else 1
-    block = triton.next_power_of_2(width)
+    block = triton.next_power_of_2(width if how is None else max(width, INPUT_GROUP))
     rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
     pdl = overlaps(x.device)
     _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
-        x, residual, weight, out, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0, x.stride(1) if heads else 0,
-        eps, out.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once, HAS_RESIDUAL=has_residual,
-        PDL=pdl, num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
+        x, residual, weight, *rounding, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0, x.stride(1) if heads else 0,
+        eps, values.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once, HAS_RESIDUAL=has_residual,
+        ROUNDS=how is not None, **constants, PDL=pdl, num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ROUNDS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -151,7 +174,12 @@ def _norm_kernel(
         tl.store(residual_ptr + dense, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
-    tl.store(out_ptr + dense, (x * scale[:, None] * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=mask)
+    y = x * scale[:, None] * weight.to(tl.float32)
+    if ROUNDS:
+        y = y.to(residual_ptr.dtype.element_ty)
+        store_rounded(y, out_ptr, scales_ptr, static_ptr, row, col, rows, WIDTH, BLOCK, ROWS, STATIC, GROUPS, HARDWARE)
+    else:
+        tl.store(out_ptr + dense, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill
 from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
@@ -22,6 +23,7 @@ from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_progress import StepProgress, note_layers
+from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, prepare
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
@@ -42,7 +44,7 @@ class TritonOps(Ops):
         self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
         # Whether kernels prove themselves before they serve.
         self.tries = self._device.type == "cuda"
-        self._trouble: dict[tuple[tuple[int, ...], torch.dtype, bool], str] = {}
+        self._trouble: dict[tuple[object, ...], str] = {}
         self.decode_workspace = DecodeWorkspace(device)
         self.shared_workspace = DecodeWorkspace(device)
         self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
@@ -65,6 +67,16 @@ class TritonOps(Ops):
                 log.warning("linear layers of %s: %s; cuBLAS multiplies instead", list(weight.shape), self._trouble[kind])
         return None if self._trouble.get(kind) else layer
 
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        layer = QuantizedLinear(prepare(weight, self._device), bias, gated=gated)
+        how = None if weight.activations is None else weight.activations.how
+        kind = (weight.shape, weight.values.dtype, weight.group, weight.block_rows, weight.zeros is None, how, dtype, gated)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = layer.trial(weight, dtype)
+            if self._trouble[kind]:
+                log.warning("quantized layers of %s: %s; they are made dense for every product", list(weight.shape), self._trouble[kind])
+        return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
 
@@ -74,7 +86,11 @@ class TritonOps(Ops):
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
-        y = linear.parts(x) if isinstance(linear, StreamedLinear) else linear(x)
+        y = linear.parts(x) if isinstance(linear, StreamedLinear | QuantizedLinear) else linear(x)
+        if isinstance(then, QuantizedLinear) and then.weight.takes_rounded:
+            assert then.weight.activations is not None
+            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, then.weight.activations)
+            return then.of_rounded(rounded, residual.dtype)
         return then(self.add_rms_norm(y, residual, weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,9 @@ def store_quantized(
     static_ptr with STATIC: scales of the layer's keys and values; else each vector gets its own
     """
     low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
-    peak = tl.maximum(_peak(low), _peak(high), propagate_nan=tl.PropagateNan.ALL)
+    peak = tl.maximum(peak_of(low), peak_of(high), propagate_nan=tl.PropagateNan.ALL)
     if TAIL > 0:
-        peak = tl.maximum(peak, _peak(rest), propagate_nan=tl.PropagateNan.ALL)
+        peak = tl.maximum(peak, peak_of(rest), propagate_nan=tl.PropagateNan.ALL)
     low, high, rest = _finite(low), _finite(high), _finite(rest)
     scale = _scale(peak, FP8)
     if STATIC:
@@ -77,7 +77,7 @@ def store_quantized(
 
 
 @triton.jit
-def _peak(x):
+def peak_of(x):
     """Largest magnitude of each row, [rows, 1]; NaN where there is one."""
     any_nan = tl.max((x != x).to(tl.int32), 1)
     return tl.where(any_nan > 0, float("nan"), tl.max(tl.abs(x), 1))[:, None]
@@ -105,7 +105,7 @@ def _store_bytes(
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     if FP8:
-        byte = _e4m3(tl.clamp(scaled, -448.0, 448.0))
+        byte = e4m3_bytes(tl.clamp(scaled, -448.0, 448.0))
     else:
         # The nearest integer, ties to even, is left in the low digits.
         byte = ((tl.clamp(scaled, -127.0, 127.0) + (12582912.0 + 128.0)).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
@@ -129,7 +129,7 @@ def _squared_error(x):
 
 
 @triton.jit
-def _e4m3(x):
+def e4m3_bytes(x):
     """Bytes of numbers of 448 at most, by arithmetic that any GPU has."""
     magnitude = tl.abs(_rounded(x))
     normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - 120 * 8

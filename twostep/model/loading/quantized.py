@@ -1,13 +1,15 @@
-"""Quantized weights of a checkpoint become dense ones: which parts of which tensors a layer's place takes, and the arithmetic.
+"""Quantized tensors of a checkpoint become the one form that products know: which parts of which tensors a layer's place takes, and how.
 
-    w = (q - z) · s      in float32, rounded once to the place's dtype
+    w = (q - z) · s
 
 A place may be any rows and columns of the whole weight (tensor parallelism): of each tensor the elements that these depend on are read,
-so that groups and words may begin before the place does and end behind it. Formats: twostep/checkpoint/linear_format.py.
+so that groups and words may begin before the place does and end behind it. The numbers stay in their bits; what formats differ in goes:
+words of 32 bits and their order, which way round tensors lie, scales of a whole tensor. Formats: twostep/checkpoint/linear_format.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,10 +18,15 @@ import torch
 from twostep.checkpoint.linear_format import Axis, Role, StoredPart
 from twostep.errors import SetupError
 from twostep.model.families.modules import Place
+from twostep.model.kernels.quantized_weight import QuantizedWeight
+from twostep.model.kernels.weight_quantizer import quantize
 from twostep.model.loading.weight_files import StoredTensor, bytes_to_read
 
-# Of a weight that are made dense at a time, in float32.
+# Numbers that are taken out of their words at a time.
 _ELEMENTS_AT_ONCE = 1 << 22
+# A part that begins within a group has smaller ones; with still smaller ones the scales take as much as a dense weight.
+_LEAST_GROUP = 8
+_NOT_A_NUMBER = 0x7F  # of 8-bit floats, but for the sign
 
 
 def check_part(tensor: StoredTensor, part: StoredPart, place: Place) -> None:
@@ -38,15 +45,16 @@ def check_part(tensor: StoredTensor, part: StoredPart, place: Place) -> None:
         )
 
 
-class QuantizedWeight:
-    """One layer's tensors on the way to its place. Use: fill what `reads` returns, then `unpack`."""
+class QuantizedTensors:
+    """One layer's tensors on the way to its place. Use: fill what `reads` returns, then `take`."""
 
     def __init__(self, place: Place, stored: Mapping[Role, StoredTensor]) -> None:
         """`stored` has passed check_part."""
-        assert place.format is not None
+        assert place.part is not None
         self._place = place
-        self._format = place.format
-        self._parts = {part.role: part for part in place.format.parts if part.role in stored}
+        self._device = place.part.device
+        self._format = place.part.format
+        self._parts = {part.role: part for part in self._format.parts if part.role in stored}
         # Sides of 1 that the file leaves out are there again.
         self._stored = {role: replace(stored[role], shape=_lying(part, part.shape(*place.shape))) for role, part in self._parts.items()}
         self._buffers: dict[Role, torch.Tensor] = {}
@@ -63,17 +71,18 @@ class QuantizedWeight:
         for role, part in self._parts.items():
             start, size = (_lying(part, pair) for pair in self._region(part))
             stored = self._stored[role]
-            buffer = torch.empty(size, dtype=stored.dtype, device=self._place.tensor.device)
+            buffer = torch.empty(size, dtype=stored.dtype, device=self._device)
             work.append((stored, Place(buffer, stored.shape, start)))
             self._buffers[role] = buffer
         return work
 
-    def unpack(self) -> None:
-        """Fills the place, and lets go of the tensors. Raises SetupError, naming the tensor, for what is no number or contradicts the
-        config."""
-        if not self._buffers:
-            return
-        place, out = self._place, self._place.tensor
+    def take(self) -> QuantizedWeight | torch.Tensor:
+        """Returns the place's weight, and lets go of the tensors: dense, in the place's dtype, where columns belong to groups in an order
+        of their own, or a rank's part cuts groups too small. Raises SetupError, naming the tensor, for what is no number or
+        contradicts the config."""
+        rows, columns = self._place.tensor.shape
+        if not rows or not columns:
+            return torch.empty(rows, columns, dtype=self._place.tensor.dtype, device=self._device)
         for role, part in self._parts.items():
             if part.turned:
                 # Still packed: to go through it in order is worth a copy.
@@ -82,24 +91,111 @@ class QuantizedWeight:
         scales = self._buffers[Role.SCALE].float()
         if not bool((scales.isfinite() & (scales != 0)).all()):
             raise self._wrong(Role.SCALE, "has scales that are zero, infinite or no numbers")
-        columns = self._column_groups()
-        first, unit = place.start[0], self._format.block[0]
-        at_once = max(1, _ELEMENTS_AT_ONCE // out.shape[1])
-        finite = torch.ones((), dtype=torch.bool, device=out.device)
-        for start in range(0, len(out), at_once):
-            chunk = out[start : start + at_once]
-            begin = first + start
-            at = torch.arange(begin, begin + len(chunk), device=out.device)
-            rows = at // unit - first // unit if unit else torch.zeros_like(at)
-            numbers = self._numbers(begin, len(chunk))
-            zeros = self._zeros(begin, len(chunk), rows)
-            if zeros is not None:
-                numbers.sub_(_spread(zeros, None, columns))
-            chunk.copy_(numbers.mul_(_spread(scales, rows, columns)))
-            finite &= chunk.isfinite().all()
-        if not bool(finite):
-            raise self._wrong(Role.WEIGHT, f"has weights that are infinite or no numbers in {str(out.dtype).removeprefix('torch.')}")
+        scales, zeros, height = self._by_rows(scales), self._zeros(), self._height
+        groups, width = self._columns()
+        if groups is not None:
+            # Of each group of the part, or of each column, the scales that are its.
+            scales = scales.index_select(1, groups)
+            zeros = None if zeros is None else zeros.index_select(1, groups)
+        values = self._values()
+        zeros = None if zeros is None else zeros.to(values.dtype) if self._halves else (zeros - self._middle).to(torch.int8)
+        weight = QuantizedWeight(values=values, scales=scales.contiguous(), group=width, block_rows=height, zeros=zeros)
+        self._check_values(weight)
         self._buffers.clear()
+        return weight if width >= min(_LEAST_GROUP, columns) else weight.dequantize(self._place.tensor.dtype)
+
+    @property
+    def _middle(self) -> int:
+        """What the numbers of words are more than those that they stand for."""
+        return 1 << (self._format.bits - 1) if self._format.per_word > 1 else 0
+
+    @property
+    def _halves(self) -> bool:
+        """Returns whether two numbers share a byte: 4 bits in words, of an even number of columns."""
+        return self._format.bits == 4 and self._format.per_word > 1 and self._place.tensor.shape[1] % 2 == 0
+
+    @property
+    def _height(self) -> int:
+        """Rows that share a scale. 1 where the place begins within such a block."""
+        unit = self._format.block[0]
+        return unit if unit and self._place.start[0] % unit == 0 else 1
+
+    def _by_rows(self, grid: torch.Tensor) -> torch.Tensor:
+        """Returns scales, or zero points, as rows of the place that `_height` counts."""
+        rows, first, unit = len(self._place.tensor), self._place.start[0], self._format.block[0]
+        if not unit:
+            return grid.expand(rows, -1)
+        if self._height == unit:
+            return grid
+        return grid.index_select(0, torch.arange(first, first + rows, device=grid.device) // unit - first // unit)
+
+    def _columns(self) -> tuple[torch.Tensor | None, int]:
+        """Returns which columns of scales, as they were read, belong to the place's groups (None: all, in order), and how many columns each
+        of those has: the format's, or less where the place begins within a group; 1 where they are in no order."""
+        first, count, unit = self._place.start[1], self._place.tensor.shape[1], self._format.block[1] or self._place.shape[1]
+        at = torch.arange(first, first + count, device=self._device) // unit
+        groups = at - first // unit
+        index = self._buffers.get(Role.INDEX)
+        if index is not None:
+            groups = index.flatten().long()
+            if bool(((groups < 0) | (groups >= self._buffers[Role.SCALE].shape[1])).any()):
+                raise self._wrong(Role.INDEX, "names groups that are not there")
+            if not torch.equal(groups, at):
+                return groups, 1
+        width = count if first // unit == (first + count - 1) // unit else math.gcd(unit, first)
+        return (None, width) if width == unit and index is None else (groups[::width].contiguous(), width)
+
+    def _values(self) -> torch.Tensor:
+        """Returns q as QuantizedWeight has them."""
+        words, format = self._buffers[Role.WEIGHT], self._format
+        if format.per_word == 1:
+            return words
+        (rows, columns), (first, left) = self._place.tensor.shape, self._place.start
+        width = columns // 2 if self._halves else columns
+        if (
+            format.storage.packed is Axis.IN
+            and not format.storage.order
+            and left % format.per_word == 0
+            and (format.bits == 8 or self._halves)
+        ):
+            # The bytes of a word are in order.
+            values = words.flatten().view(torch.uint8).view(rows, -1)[:, :width].contiguous()
+            return values if self._halves else values.bitwise_xor_(self._middle).view(torch.int8)
+        values = torch.empty(rows, width, dtype=torch.uint8 if self._halves else torch.int8, device=self._device)
+        at_once = max(1, _ELEMENTS_AT_ONCE // columns)
+        for start in range(0, rows, at_once):
+            chunk = values[start : start + at_once]
+            if format.storage.packed is Axis.OUT:
+                numbers = self._unpacked(words, Axis.OUT, first, first + start, len(chunk))
+            else:
+                numbers = self._unpacked(words[start : start + at_once], Axis.IN, left, left, columns)
+            chunk.copy_(numbers[:, ::2] | numbers[:, 1::2] << 4 if self._halves else numbers - self._middle)
+        return values
+
+    def _zeros(self) -> torch.Tensor | None:
+        """Returns z of the rows that `_height` counts, as many columns as scales, less than their numbers are by nothing; None: those that
+        go without saying."""
+        format, words = self._format, self._buffers.get(Role.ZERO)
+        if words is None:
+            return None
+        if format.per_word == 1:
+            return self._by_rows(words)
+        zeros = self._unpacked(words, Axis.OUT, self._place.start[0], self._place.start[0], len(self._place.tensor))
+        zeros = (zeros + format.storage.zero_less) & ((1 << format.bits) - 1)
+        if not format.symmetric:
+            return zeros
+        if not bool((zeros == self._middle).all()):
+            raise self._wrong(Role.ZERO, f"has zero points other than {self._middle}, but the config says symmetric")
+        return None
+
+    def _check_values(self, weight: QuantizedWeight) -> None:
+        dtype = self._place.tensor.dtype
+        what = f"has weights that are infinite or no numbers in {str(dtype).removeprefix('torch.')}"
+        if self._format.is_float and bool(((weight.values.view(torch.uint8) & _NOT_A_NUMBER) == _NOT_A_NUMBER).any()):
+            raise self._wrong(Role.WEIGHT, what)
+        largest = torch.finfo(weight.values.dtype).max if self._format.is_float else float(1 << self._format.bits)
+        if float(weight.scales.abs().max()) * largest > torch.finfo(dtype).max and not bool(weight.dequantize(dtype).isfinite().all()):
+            raise self._wrong(Role.WEIGHT, what)
 
     def _region(self, part: StoredPart) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns where in a tensor, as [out, in], what the place depends on begins, and how large it is."""
@@ -115,44 +211,6 @@ class QuantizedWeight:
     def _check_shape(self) -> None:
         if (shape := self._buffers.get(Role.SHAPE)) is not None and tuple(shape.flatten().tolist()) != self._place.shape:
             raise self._wrong(Role.SHAPE, f"is {shape.flatten().tolist()}, but config.json asks for {list(self._place.shape)}")
-
-    def _column_groups(self) -> torch.Tensor:
-        """Returns to which of the scales' columns that were read each of the place's belongs, int64."""
-        start, count, unit = self._place.start[1], self._place.tensor.shape[1], self._format.block[1]
-        if (index := self._buffers.get(Role.INDEX)) is not None:
-            groups = index.flatten().long()
-            if bool(((groups < 0) | (groups >= self._buffers[Role.SCALE].shape[1])).any()):
-                raise self._wrong(Role.INDEX, "names groups that are not there")
-            return groups
-        at = torch.arange(start, start + count, device=self._place.tensor.device)
-        return at // unit - start // unit if unit else torch.zeros_like(at)
-
-    def _numbers(self, begin: int, count: int) -> torch.Tensor:
-        """Returns q of rows [begin, begin + count) of the whole weight and the place's columns, float32."""
-        words, per_word = self._buffers[Role.WEIGHT], self._format.per_word
-        if per_word == 1:
-            first = self._place.start[0]
-            return words[begin - first : begin - first + count].float()
-        axis = self._format.storage.packed
-        if axis is Axis.OUT:
-            return self._unpacked(words, Axis.OUT, self._place.start[0], begin, count).float()
-        rows = slice(begin - self._place.start[0], begin - self._place.start[0] + count)
-        start, size = self._place.start[1], self._place.tensor.shape[1]
-        return self._unpacked(words[rows], Axis.IN, start, start, size).float()
-
-    def _zeros(self, begin: int, count: int, rows: torch.Tensor) -> torch.Tensor | None:
-        """Returns z of these rows, float32 [count or 1, as many columns as scales]."""
-        format, words = self._format, self._buffers.get(Role.ZERO)
-        middle = 1 << (format.bits - 1)
-        if words is None:
-            return torch.full((1, 1), float(middle), device=rows.device) if format.per_word > 1 else None
-        if format.per_word == 1:
-            return _spread(words.float(), rows, None)
-        zeros = self._unpacked(words, Axis.OUT, self._place.start[0], begin, count)
-        zeros = (zeros + format.storage.zero_less) & ((1 << format.bits) - 1)
-        if format.symmetric and not bool((zeros == middle).all()):
-            raise self._wrong(Role.ZERO, f"has zero points other than {middle}, but the config says symmetric")
-        return zeros.float()
 
     def _unpacked(self, words: torch.Tensor, axis: Axis, first: int, begin: int, count: int) -> torch.Tensor:
         """Returns numbers [begin, begin + count) along `axis` of words of which the first holds number `first` of the whole."""
@@ -170,6 +228,35 @@ class QuantizedWeight:
         return SetupError(f"tensor {self._stored[role].name} {what}; download the model again, or take another quantization of it")
 
 
+class DenseTensor:
+    """A layer that is put into its place's format as it is read. Use: as QuantizedTensors."""
+
+    def __init__(self, place: Place, stored: StoredTensor) -> None:
+        assert place.part is not None
+        self._place = place
+        self._part = place.part
+        self._stored = stored
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return bytes_to_read(self._stored, len(self._place.tensor))
+
+    def reads(self) -> list[tuple[StoredTensor, Place]]:
+        """Takes memory for the place's part of it, in the file's dtype: it is rounded once."""
+        self._buffer = torch.empty(self._place.tensor.shape, dtype=self._stored.dtype, device=self._part.device)
+        return [(self._stored, replace(self._place, tensor=self._buffer, part=None))]
+
+    def take(self) -> QuantizedWeight:
+        """Returns the place's weight, and lets go of the dense one. Raises SetupError, naming the tensor, for what is no number."""
+        assert self._buffer is not None
+        weight = quantize(self._buffer, self._part.format)
+        self._buffer = None
+        if not bool(weight.scales.isfinite().all()):
+            raise SetupError(f"tensor {self._stored.name} has weights that are infinite or no numbers; download the model again")
+        return weight
+
+
 def _cut(start: int, count: int, unit: int) -> tuple[int, int]:
     """Returns the first element that stands for [start, start + count), and how many do, each for `unit` (0: for all)."""
     if not unit:
@@ -180,10 +267,3 @@ def _cut(start: int, count: int, unit: int) -> tuple[int, int]:
 
 def _lying(part: StoredPart, pair: tuple[int, int]) -> tuple[int, int]:
     return (pair[1], pair[0]) if part.turned else pair
-
-
-def _spread(groups: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None) -> torch.Tensor:
-    """Returns a group's value for each of its rows and columns; a single one is left to broadcast."""
-    if rows is not None and len(groups) > 1:
-        groups = groups.index_select(0, rows)
-    return groups.index_select(1, columns) if columns is not None and groups.shape[1] > 1 else groups

@@ -17,8 +17,10 @@ from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.modules import INPUT_SCALE, Place, Places
+from twostep.model.families.quantized_part import QuantizedPart
 from twostep.model.families.registry import decoder_class
-from twostep.model.loading.quantized import QuantizedWeight, check_part
+from twostep.model.kernels.weight_quantizer import quantize
+from twostep.model.loading.quantized import DenseTensor, QuantizedTensors, check_part
 from twostep.model.loading.weight_files import ReadProgress, StoredTensor, bytes_to_read, read_weights, stored_tensors
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,9 @@ _HEAD = f"{HEAD}.weight"
 _COMPARED_ELEMENTS = 1 << 24
 _QUANTIZED_BYTES_AT_ONCE = 256 << 20
 
+# What a quantized layer is filled from.
+_Layer = tuple[QuantizedPart, QuantizedTensors | DenseTensor]
+
 
 def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> ModelConfig:
     """Returns `config` with the head untied from the embedding if the files hold one that differs from it in `dtype`, the model's: what
@@ -41,7 +46,8 @@ def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> Model
         return config
     stored = stored_tensors(model_dir)
     names = {tensor.name for tensor in stored}
-    format = None if config.quantization is None else config.quantization.format_of(HEAD)
+    quantization = config.quantization
+    format = quantization.format_of(HEAD) if quantization is not None and quantization.stored else None
     if format is not None and any(f"{HEAD}.{part.suffix}" in names for part in format.parts if part.role is Role.SCALE):
         # Nobody quantizes the output layer to use the embedding.
         return replace(config, tie_word_embeddings=False)
@@ -79,8 +85,8 @@ def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bo
 
 
 def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None = None) -> None:
-    """Fills a built model from a model directory. Quantized layers are made dense, some at a time. Raises SetupError, naming the tensor:
-    before anything is read for what is missing, unexpected or of the wrong shape or dtype, later for values that cannot be."""
+    """Fills a built model from a model directory. Quantized layers stay so. Raises SetupError, naming the tensor: before anything is read
+    for what is missing, unexpected or of the wrong shape or dtype, later for values that cannot be."""
     places = model.places()
     stored = stored_tensors(model_dir)
     tied = model.config.tie_word_embeddings
@@ -106,13 +112,21 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
         raise SetupError(f"the model directory lacks {_names(missing)}; download it again, or fix config.json")
     if names := [tensor.name for tensor in unexpected if not _is_empty_bias(tensor, places)]:
         raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(names)}")
-    plain = [(replace(tensor, shape=places[name].shape), places[name]) for name, tensor in work.items() if wanted[name][1] is None]
+    plain, layers = [], list[_Layer]()
     quantized: dict[str, dict[Role, StoredTensor]] = {}
     for name, tensor in work.items():
-        place_name, part = wanted[name]
-        if part is not None:
-            quantized.setdefault(place_name, {})[part.role] = tensor
-    _read(plain, [QuantizedWeight(places[name], parts) for name, parts in quantized.items()], progress)
+        place_name, stored_part = wanted[name]
+        place = places[place_name]
+        if stored_part is not None:
+            quantized.setdefault(place_name, {})[stored_part.role] = tensor
+        elif place.part is not None:
+            layers.append((place.part, DenseTensor(place, tensor)))
+        else:
+            plain.append((replace(tensor, shape=place.shape), place))
+    for name, parts in quantized.items():
+        if (layer := places[name].part) is not None:
+            layers.append((layer, QuantizedTensors(places[name], parts)))
+    _read(plain, layers, progress)
     _check_input_scales(places)
     model.finish_loading()
 
@@ -121,10 +135,10 @@ def _wanted(places: Places) -> dict[str, tuple[str, StoredPart | None]]:
     """Returns, by the tensors' names, whose place each is for, and as what part of a quantized one."""
     wanted: dict[str, tuple[str, StoredPart | None]] = {}
     for name, place in places.items():
-        if place.format is None:
+        if place.part is None or not place.part.stored:
             wanted[name] = name, None
         else:
-            wanted |= {f"{name.removesuffix('.weight')}.{part.suffix}": (name, part) for part in place.format.parts}
+            wanted |= {f"{name.removesuffix('.weight')}.{part.suffix}": (name, part) for part in place.part.format.parts}
     return wanted
 
 
@@ -146,16 +160,26 @@ def _check(tensor: StoredTensor, place: Place, part: StoredPart | None) -> None:
 def _is_empty_bias(tensor: StoredTensor, places: Places) -> bool:
     """Returns whether this is a bias of zeros beside a quantized weight, which AutoGPTQ gives to layers that have none."""
     place = places.get(tensor.name.removesuffix(".bias") + ".weight")
-    if place is None or place.format is None or tensor.stored_as not in FLOAT_DTYPES or tensor.shape != place.shape[:1]:
+    if (
+        place is None
+        or place.part is None
+        or not place.part.stored
+        or tensor.stored_as not in FLOAT_DTYPES
+        or tensor.shape != place.shape[:1]
+    ):
         return False
     bias = torch.empty(tensor.shape)
     read_weights([(tensor, Place.whole(bias))])
     return not bool(bias.any())
 
 
-def _read(plain: Sequence[tuple[StoredTensor, Place]], quantized: Sequence[QuantizedWeight], progress: ReadProgress | None) -> None:
-    """Reads plain tensors to their places, then quantized ones, of which so many bytes are in memory at a time."""
-    total = sum(weight.num_bytes for weight in quantized)
+def _read(
+    plain: Sequence[tuple[StoredTensor, Place]],
+    quantized: Sequence[_Layer],
+    progress: ReadProgress | None,
+) -> None:
+    """Reads plain tensors to their places, then quantized ones, of which so many bytes are on their way at a time."""
+    total = sum(tensors.num_bytes for _, tensors in quantized)
     total += sum(bytes_to_read(tensor, len(place.tensor)) for tensor, place in plain)
     before = done = 0
 
@@ -168,20 +192,23 @@ def _read(plain: Sequence[tuple[StoredTensor, Place]], quantized: Sequence[Quant
     read_weights(plain, advance)
     for some in _batches(quantized):
         before = done
-        read_weights([each for weight in some for each in weight.reads()], advance)
-        for weight in some:
-            weight.unpack()
+        read_weights([each for _, tensors in some for each in tensors.reads()], advance)
+        for part, tensors in some:
+            part.fill(tensors.take())
 
 
-def _batches(weights: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
-    batch: list[QuantizedWeight] = []
+def _batches(
+    layers: Sequence[_Layer],
+) -> Iterator[list[_Layer]]:
+    batch: list[_Layer] = []
     size = 0
-    for weight in weights:
-        if batch and size + weight.num_bytes > _QUANTIZED_BYTES_AT_ONCE:
+    for layer in layers:
+        num_bytes = layer[1].num_bytes
+        if batch and size + num_bytes > _QUANTIZED_BYTES_AT_ONCE:
             yield batch
             batch, size = [], 0
-        batch.append(weight)
-        size += weight.num_bytes
+        batch.append(layer)
+        size += num_bytes
     if batch:
         yield batch
 
@@ -202,9 +229,13 @@ def fill_random(model: Decoder, seed: int = 0) -> None:
         generator.manual_seed(zlib.crc32(name.encode(), seed))
         if name.endswith(INPUT_SCALE):
             continue  # 1, as it was made
-        place.tensor.normal_(0.0, 0.02, generator=generator)
+        part = place.part
+        weight = place.tensor if part is None else torch.empty_like(place.tensor, device=part.device)
+        weight.normal_(0.0, 0.02, generator=generator)
         if name.endswith("norm.weight"):
-            place.tensor.add_(1.0)
+            weight.add_(1.0)
+        if part is not None:
+            part.fill(quantize(weight, part.format))
     model.finish_loading()
 
 

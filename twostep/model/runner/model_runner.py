@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.checkpoint.kv_scheme import kv_format
+from twostep.checkpoint.quantization import quantization_at_load
 from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
@@ -41,6 +42,7 @@ from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_scores import PromptScorer
 from twostep.process.startup import NoProgress, Progress
+from twostep.settings.worker import QUANTIZATIONS
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -111,6 +113,7 @@ class ModelRunner:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         load_format: str = "auto",
+        quantization: str = "none",
         max_num_seqs: int = 0,
         max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
@@ -119,11 +122,11 @@ class ModelRunner:
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; fp8 or int8: quantized. `device` is cpu, cuda or
-        cuda:N. `load_format` dummy: random weights, only config.json is read. `max_num_seqs`: decode steps of up to so many sequences are
-        captured as CUDA graphs (0: none), and steps with prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums
-        of the pool's blocks as they write them, where the device and the model's shape allow it. `num_threads` sets torch's, for the whole
-        process. `member`: this is one of several ranks (ParallelRunner makes them), and holds its part of the model and of every block.
-        Raises SetupError with what to change."""
+        cuda:N. `load_format` dummy: random weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that
+        as they are read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with
+        prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the
+        device and the model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks
+        (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -134,6 +137,7 @@ class ModelRunner:
             raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
         if load_format not in LOAD_FORMATS:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
+        config = with_quantization(config, quantization)
         if load_format != "dummy":
             config = as_stored(config, model_dir, DTYPES[chosen])
         self._config = config
@@ -312,6 +316,20 @@ class ModelRunner:
 
     def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:
         return self._cache.pin_host(memory)
+
+
+def with_quantization(config: ModelConfig, name: str) -> ModelConfig:
+    """Returns `config` with what --quantization asks for. Raises SetupError."""
+    if name not in QUANTIZATIONS:
+        raise SetupError(f"quantization is {name!r}; give {', '.join(QUANTIZATIONS)}")
+    if name == "none":
+        return config
+    if config.quantization is not None:
+        raise SetupError(
+            f"--quantization {name} is for unquantized checkpoints, and this one is {config.quantization.method} already: leave it out, or "
+            "take the unquantized model"
+        )
+    return replace(config, quantization=quantization_at_load(name))
 
 
 def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:

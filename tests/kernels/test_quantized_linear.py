@@ -1,0 +1,146 @@
+"""Products with quantized weights against float64, on shapes that fit no tile, through Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_pools import DEVICE, tolerance
+from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, product, random_weight, weight_forms
+
+from twostep.checkpoint.linear_format import Activations
+from twostep.model.kernels.ops import Linear
+from twostep.model.kernels.triton_ops import TritonOps
+from twostep.model.kernels.triton_quantized_input import round_input
+from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, prepare, quantized_linear
+from twostep.model.kernels.triton_quantized_linear_tiles import QuantizedTile
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    # An input that stays in 16 bits is rounded to them once more.
+    torch.testing.assert_close(got.double(), want, **{name: 3 * step for name, step in tolerance(dtype).items()})
+
+
+@settings(max_examples=12)
+@given(
+    form=weight_forms(),
+    tokens=st.sampled_from([1, 2, 7, 16, 17, 33, 65, 130]),
+    rows=st.integers(1, 80).map(lambda n: 2 * n),
+    columns=st.integers(1, 20).map(lambda n: 16 * n),
+    gated=st.booleans(),
+    with_bias=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_layer_is_right(
+    form: dict[str, object], tokens: int, rows: int, columns: int, gated: bool, with_bias: bool, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    weight = random_weight(rows=rows, columns=columns, **form)
+    bias = torch.randn(rows, device=DEVICE).to(dtype) if with_bias else None
+    x = torch.randn(tokens, columns, device=DEVICE).to(dtype)
+    want = product(weight, x, bias)
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = F.silu(gate) * up
+    layer = QuantizedLinear(prepare(weight, DEVICE), bias, gated=gated)
+    got = layer(x)
+    assert got.dtype == dtype
+    close(got, want, dtype)
+    parts = layer.parts(x)
+    close(parts.double().sum(0) if parts.dim() == 3 else parts, want, dtype)
+    # Nothing is left over from a product for the next.
+    assert torch.equal(layer(x), got)
+
+
+TILES = [
+    QuantizedTile(tokens=16, cols=32, parts=3, num_warps=2, num_stages=2),
+    QuantizedTile(tokens=32, cols=64, parts=1, num_warps=2, num_stages=3),
+    QuantizedTile(tokens=16, cols=32, parts=1, num_warps=2, num_stages=2, turned=False, exact=False),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "group", "activations"),
+    [("fp8", 0, FP8_TOKEN), ("fp8", 128, FP8_GROUP), ("int8", 0, INT8_TOKEN), ("int4", 64, None), ("int8", 0, None)],
+)
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_every_layout_of_programs(kind: str, group: int, activations: object, tile: QuantizedTile, tokens: int) -> None:
+    weight = random_weight(kind, 72, 528, group=group, activations=activations)
+    prepared = prepare(weight, DEVICE)
+    assert prepared.packed is not None
+    if not tile.turned and not prepared.takes_rounded:
+        pytest.skip("unpacked weights are always turned")
+    x = torch.randn(tokens, 528, device=DEVICE).to(torch.bfloat16)
+    bias = torch.randn(72, device=DEVICE)
+    want = product(weight, x, bias)
+    close(quantized_linear(prepared, x, bias, tile=tile), want, x.dtype)
+    parts = quantized_linear(prepared, x, bias, tile=tile, in_parts=True)
+    assert parts.dim() == (3 if tile.parts > 1 else 2)
+    close(parts.double().sum(0) if parts.dim() == 3 else parts, want, x.dtype)
+
+
+def test_an_input_rounded_before() -> None:
+    weight = random_weight("fp8", 40, 160, activations=FP8_TOKEN)
+    prepared = prepare(weight, DEVICE)
+    assert prepared.takes_rounded
+    assert weight.activations is not None
+    x = torch.randn(3, 160, device=DEVICE).to(torch.bfloat16)
+    layer = QuantizedLinear(prepared, None)
+    assert torch.equal(layer.of_rounded(round_input(x, weight.activations), x.dtype), layer(x))
+
+
+@pytest.mark.parametrize(("kind", "columns", "group"), [("int4", 72, 24), ("fp8", 100, 0), ("int8", 96, 16)])
+def test_what_no_kernel_takes_is_multiplied_all_the_same(kind: str, columns: int, group: int) -> None:
+    weight = random_weight(kind, 20, columns, group=group, zeros=kind != "fp8")
+    prepared = prepare(weight, DEVICE)
+    assert prepared.packed is None
+    x = torch.randn(3, columns, device=DEVICE).to(torch.bfloat16)
+    close(QuantizedLinear(prepared, None)(x), product(weight, x, None), x.dtype)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_layer_that_fails_its_trial_is_made_dense(gated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    module = "twostep.model.kernels.triton_quantized_linear"
+    monkeypatch.setattr(f"{module}._TRIAL_TOKENS", (1, 3))
+    dtype = torch.bfloat16
+    x = torch.randn(3, 64, device=DEVICE).to(dtype)
+
+    def prepared() -> Linear:
+        ops = TritonOps(DEVICE)
+        ops.tries = True
+        weight = random_weight("int4", 48, 64, group=32)
+        layer = ops.prepare_quantized(weight, None, dtype, gated=gated)
+        want = product(weight, x, None)
+        if gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        close(layer(x), want, dtype)
+        return layer
+
+    assert isinstance(prepared(), QuantizedLinear)
+    real = importlib.import_module(module).multiply_unpacked
+    monkeypatch.setattr(f"{module}.multiply_unpacked", lambda *args, **options: real(*args, **options) * 1.05)
+    assert not isinstance(prepared(), QuantizedLinear)
+    assert caplog.text
+
+
+@pytest.mark.parametrize("how", [FP8_TOKEN, FP8_GROUP, INT8_TOKEN], ids=str)
+def test_two_layers_and_the_norm_between(how: Activations) -> None:
+    """Parts of the first product are added to the residual inside the norm, which rounds for the second."""
+    ops, dtype = TritonOps(DEVICE), torch.bfloat16
+    kind, group = ("fp8", how.group) if how.is_float else ("int8", 0)
+    first, then = random_weight("int4", 192, 512, group=64), random_weight(kind, 40, 192, group=group, activations=how)
+    x, residual = torch.randn(5, 512, device=DEVICE).to(dtype), torch.randn(5, 192, device=DEVICE).to(dtype)
+    weight = torch.randn(192, device=DEVICE).to(dtype)
+    total = residual.double() + product(first, x, None)
+    linears = [ops.prepare_quantized(each, None, dtype) for each in (first, then)]
+    assert all(isinstance(linear, QuantizedLinear) for linear in linears)
+    got = ops.join_rms_norm(linears[0], x, residual, weight, 1e-5, linears[1])
+    close(residual, total, dtype)
+    assert torch.equal(got, linears[1](ops.rms_norm(residual, weight, 1e-5)))

@@ -1,0 +1,143 @@
+"""--quantization: an unquantized checkpoint gives the logits of the quantized one that it becomes, and is never in memory as a whole."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
+from quantized_tensors import KINDS, Kind, config_of, quantize, quantize_directory, rounded_input
+
+from twostep.errors import SetupError
+from twostep.model.families.registry import build_model, parse_config
+from twostep.model.families.sharding import ModelPart, shard_of
+from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
+from twostep.model.loading import weights
+from twostep.model.loading.weights import load_weights
+from twostep.model.runner.model_runner import ModelRunner, with_quantization
+
+HEAD = KINDS["int8"]
+LAYERS = {"fp8": KINDS["fp8 rows"], "int8": KINDS["int8"], "int4": Kind("packed", group=32)}
+
+
+def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transformers.PreTrainedModel:
+    """transformers' model with what the weights become, its inputs rounded as the format says. A tied head is of its own then."""
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or (path == "lm_head" and name == "fp8"):
+            continue
+        kind = HEAD if path == "lm_head" else LAYERS[name]
+        module.weight = torch.nn.Parameter(
+            torch.from_numpy(quantize(kind, module.weight.detach().numpy(), scale_dtype=torch.float32).dense)
+        )
+
+        def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor], kind: Kind = kind) -> torch.Tensor:
+            x = inputs[0]
+            return torch.from_numpy(rounded_input(kind, x.reshape(-1, x.shape[-1]).numpy())).view(x.shape)
+
+        module.register_forward_pre_hook(rounded)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "llama-tied", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_logits_are_those_of_what_the_weights_become(name: str, family: str, tmp_path: Path) -> None:
+    oracle = quantized_oracle(save_model(family, tmp_path), name)
+    runner = ModelRunner(tmp_path, num_blocks=16, block_size=4, quantization=name)
+    (sequence,) = scattered_sequences([23], 4, 16, random.Random(0))
+    got, wanted = runner.forward(make_batch([(sequence, 23)], 4)), reference_logits(oracle, sequence.tokens)
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-2
+
+
+class KeepingOps(Ops):
+    """Keeps all quantized weights as they come."""
+
+    def __init__(self) -> None:
+        self.weights: list[QuantizedWeight] = []
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+        self.weights.append(weight)
+        return lambda x: multiply_dense(weight, x, bias)
+
+
+def bytes_in_memory() -> int:
+    """Of all tensors there are, each storage once."""
+    storages = {}
+    for each in gc.get_objects():
+        # Some objects warn as soon as they are asked anything.
+        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is quantized there is no more than what is on its way."""
+    at_once = 100_000
+    monkeypatch.setattr(weights, "_QUANTIZED_BYTES_AT_ONCE", at_once)
+    save_model("llama", tmp_path, hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    config, ops = with_quantization(parse_config(tmp_path), name), KeepingOps()
+    before, seen = bytes_in_memory(), [0]
+    model = build_model(config, torch.float32, ops)
+    load_weights(model, tmp_path, lambda done, total: seen.append(bytes_in_memory() - before))
+    kept = bytes_in_memory() - before
+    numbers = sum(weight.shape[0] * weight.shape[1] for weight in ops.weights)
+    bits = 4 if name == "int4" else 8
+    assert sum(weight.num_bytes for weight in ops.weights) < numbers * bits / 8 * 1.3 + 4 * numbers / 32
+    largest = max(weight.shape[0] * weight.shape[1] for weight in ops.weights) * 4
+    assert max(seen) < kept + at_once + largest
+    assert kept + at_once + largest < 4 * numbers, "else the test says nothing"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_ranks_hold_their_parts(name: str, tmp_path: Path) -> None:
+    """Rows of the whole weight; of columns, scales of what a rank has."""
+    save_model("llama-biases", tmp_path, hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    config = with_quantization(parse_config(tmp_path), name)
+    whole, ranks = KeepingOps(), []
+    load_weights(build_model(config, torch.float32, whole), tmp_path)
+    for rank in range(2):
+        shard, ops = shard_of(config, rank, 2), KeepingOps()
+        load_weights(build_model(shard.local, torch.float32, ops, "cpu", ModelPart(shard=shard, gather=lambda x: x)), tmp_path)
+        ranks.append([weight.dequantize(torch.float32) for weight in ops.weights])
+    for at, weight in enumerate(whole.weights):
+        dense, halves = weight.dequantize(torch.float32), [rank[at] for rank in ranks]
+        if halves[0].shape[1] < dense.shape[1]:
+            # By half a step of each.
+            step = weight.scales.max() + (dense.abs() / 8 if name == "fp8" else 0)
+            assert bool(((torch.cat(halves, 1) - dense).abs() <= step).all())
+        else:
+            torch.testing.assert_close(torch.cat(halves).sort(0).values, dense.sort(0).values)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "dense")
+    quantize_directory(tmp_path / "dense", tmp_path / "gptq", KINDS["gptq"])
+    assert config_of(KINDS["gptq"])["quant_method"] == "gptq"
+    with pytest.raises(SetupError, match=r"--quantization int8 .* gptq"):
+        ModelRunner(tmp_path / "gptq", num_blocks=4, block_size=4, quantization="int8")
+    with pytest.raises(SetupError, match="int3"):
+        ModelRunner(tmp_path / "dense", num_blocks=4, block_size=4, quantization="int3")
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SetupError, match=r"layers\.1\.mlp\.up_proj"):
+        ModelRunner(tmp_path, num_blocks=4, block_size=4, quantization="int4")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_made_up_weights_are_quantized_too(name: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=4, block_size=4, load_format="dummy", quantization=name)
+    (sequence,) = scattered_sequences([9], 4, 4, random.Random(0))
+    logits = runner.forward(make_batch([(sequence, 9)], 4))
+    assert bool(logits.isfinite().all())
+    assert float(logits.std()) > 0
