@@ -8,6 +8,7 @@ from kernel_pools import DEVICE
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels import triton_elementwise as kernels
+from twostep.model.kernels.triton_quantized_kv import write_values
 from twostep.model.step.kv_cache import KvCache
 
 LAYER = 1
@@ -101,3 +102,38 @@ def test_scales_of_a_checkpoint_stand_at_every_vector(head_dim: int, rotated: in
     assert want.quantized is not None
     want.quantized.write(LAYER, slots // 16, slots % 16, got.view(num_tokens, -1, head_dim)[:, num_heads:].cpu())
     assert torch.equal(cache.tensor.cpu(), want.tensor)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(2, 64, 16), (5, 24, 4)])
+def test_values_of_many_rows_are_written_by_words_where_they_can_be(
+    num_kv_heads: int, head_dim: int, block_size: int, quantization: str
+) -> None:
+    """Runs of slots that begin and end anywhere, padding, a run that goes on in another block, and single slots."""
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    scales = None if quantization == "int8" else torch.rand(3, 2) * 0.01 + 1e-3
+    cache, want = (pool(quantization, torch.float32, **sizes, device=device, scales=scales) for device in (DEVICE, "cpu"))
+    slots = torch.tensor([7, 0, 1, 2, 3, 4, 5, 6, -1, -1, 13, 14, 15, 8, 9, 10, 11, 20, 24, 25, 27, 16, 17, 18, 19, 26])
+    qkv = torch.randn(len(slots), 3 + 2 * num_kv_heads, head_dim)
+    qkv[2, -1, 0] = torch.nan
+    write_values(qkv.view(len(slots), -1).to(DEVICE), slots.to(DEVICE), cache, LAYER, 3)
+    kept = slots >= 0
+    assert want.quantized is not None
+    keys = want.tensor.clone()
+    want.quantized.write(LAYER, slots[kept] // block_size, slots[kept] % block_size, qkv[kept, 3:])
+    # Keys are not its business.
+    size = num_kv_heads * block_size * head_dim
+    want.tensor[:, :, :size] = keys[:, :, :size]
+    want.tensor[:, :, 2 * size :].unflatten(-1, (-1, 2, 2))[..., 0, :] = keys[:, :, 2 * size :].unflatten(-1, (-1, 2, 2))[..., 0, :]
+    assert torch.equal(cache.tensor.cpu(), want.tensor)
+
+
+def test_a_long_step_writes_the_same_as_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_kv_heads": 2, "head_dim": 24, "block_size": 16}
+    apart, together = pool("int8", torch.bfloat16, **sizes), pool("int8", torch.bfloat16, **sizes)
+    qkv, slots = torch.randn(21, 7 * 24, device=DEVICE).bfloat16(), torch.arange(3, 24, device=DEVICE)
+    angle = torch.randn(30, 12, device=DEVICE)
+    for cache, limit in ((together, 22), (apart, 21)):
+        monkeypatch.setattr(kernels, "_VALUES_APART", limit)
+        kernels.rotate_and_write(qkv.clone(), slots, slots, angle.cos(), angle.sin(), cache, LAYER, 3)
+    assert torch.equal(apart.tensor, together.tensor)
