@@ -103,6 +103,7 @@ def make(
     max_model_len: int,
     device: str = "cuda",
     kv_cache_dtype: str = "auto",
+    quantization: str = "none",
     keep_kv_sums: bool = False,
     max_graph_tokens: int = 0,
 ) -> ModelRunner:
@@ -113,6 +114,7 @@ def make(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization,
             device=device,
             max_model_len=max_model_len,
             load_format="dummy",

@@ -28,7 +28,8 @@ from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import shared_bytes_of
 from twostep.model.kernels.triton_quantized_linear import PreparedWeight, bytes_on_their_way, prepare, quantized_linear
-from twostep.model.kernels.triton_quantized_linear_tiles import QuantizedTile
+from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows
+from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile
 from twostep.settings.reading import FlagParser
 
 ROW_COUNTS = [1, 16, 64, 128, 256, 2048, 8192]
@@ -153,7 +154,7 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-def run_of(weight: PreparedWeight, product: Product, tile: QuantizedTile | None = None) -> Run:
+def run_of(weight: PreparedWeight, product: Product, tile: QuantizedTile | QuantizedRows | None = None) -> Run:
     return lambda x: quantized_linear(weight, x, gated=product.gated, in_parts=product.in_parts, tile=tile)
 
 
@@ -205,7 +206,7 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
     return times
 
 
-def compile_all(name: str, jobs: list[tuple[Product, int, QuantizedTile | None]]) -> None:
+def compile_all(name: str, jobs: list[tuple[Product, int, QuantizedTile | QuantizedRows | None]]) -> None:
     """Compiles in a process of its own, into Triton's cache on disk."""
     prepared: dict[Product, PreparedWeight] = {}
     for product, tokens, tile in jobs:
@@ -218,7 +219,7 @@ def compile_all(name: str, jobs: list[tuple[Product, int, QuantizedTile | None]]
             print(f"{name} {product.name} {tokens} {describe(tile)}: {type(error).__name__} {str(error)[-200:]}", flush=True)
 
 
-def compile_beside(work: Iterable[tuple[str, list[tuple[Product, int, QuantizedTile | None]]]]) -> None:
+def compile_beside(work: Iterable[tuple[str, list[tuple[Product, int, QuantizedTile | QuantizedRows | None]]]]) -> None:
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_all, args=args) for args in work]
@@ -257,9 +258,10 @@ def table(formats: list[str], counts: list[int]) -> None:
             print_row(name, tokens, ms, num_bytes, f"bf16 x{peer / ms:.2f}  error {max(errors):.1e}" if peer else "")
 
 
-def layouts(product: Product, tokens: int) -> list[QuantizedTile]:
+def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows]:
     """Worth a try."""
     found: list[QuantizedTile] = []
+    rows = [QuantizedRows(rows=count, num_warps=warps) for count, warps in [(2, 4), (4, 4), (8, 4), (4, 8), (2, 8), (1, 4)]]
     if tokens <= 64:
         padded = max(16, 1 << (tokens - 1).bit_length())
         for cols, warps, parts, ahead in [
@@ -297,12 +299,22 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile]:
             QuantizedTile(tokens=rows, cols=cols, num_warps=warps, num_stages=stages, parts=parts, turned=turned, exact=exact)
             for rows, cols, warps, stages, parts, turned, exact in shapes
         ]
-    return [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.turned)))]
+    tiles = [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.turned)))]
+    return [*(rows if tokens == 1 else []), *tiles]
 
 
-def describe(tile: QuantizedTile | None) -> str:
+def fits(tile: QuantizedTile | QuantizedRows, packed: Packed) -> bool:
+    unpacked = packed.values.dtype == torch.int16
+    if isinstance(tile, QuantizedRows):
+        return not unpacked and not packed.group
+    return (tile.turned or not unpacked) and bytes_on_their_way(packed, tile) + 4096 < shared_bytes_of(DEVICE)
+
+
+def describe(tile: QuantizedTile | QuantizedRows | None) -> str:
     if tile is None:
         return "chosen"
+    if isinstance(tile, QuantizedRows):
+        return f"rows {tile.rows} w{tile.num_warps}"
     return (
         f"t{tile.tokens} c{tile.cols} p{tile.parts} w{tile.num_warps} s{tile.num_stages} a{tile.ahead}"
         + ("" if tile.turned else " straight")
@@ -312,15 +324,14 @@ def describe(tile: QuantizedTile | None) -> str:
 
 def tune(formats: list[str], counts: list[int], processes: int) -> None:
     """The best layouts of each product, in microseconds."""
-    jobs: dict[str, list[tuple[Product, int, QuantizedTile | None]]] = {}
+    jobs: dict[str, list[tuple[Product, int, QuantizedTile | QuantizedRows | None]]] = {}
     for name in formats:
         jobs[name] = []
         for product in [*LAYER, HEAD]:
             packed = prepare(FORMATS[name].weight(replace(product, num_out=128), 1)[0], DEVICE).packed
             assert packed is not None
             for tokens in counts:
-                tiles = [t for t in layouts(product, tokens) if bytes_on_their_way(packed, t) + 4096 < shared_bytes_of(DEVICE)]
-                tiles = [t for t in tiles if t.turned or packed.values.dtype != torch.int16]
+                tiles = [tile for tile in layouts(product, tokens) if fits(tile, packed)]
                 jobs[name] += [(product, tokens, tile) for tile in [None, *tiles] if product != HEAD or tokens <= MOST_HEAD_ROWS]
     compile_beside((name, some[i::processes]) for name, some in jobs.items() for i in range(processes))
     for name in formats:

@@ -47,6 +47,11 @@ class Quantization:
     ignored: tuple[str, ...]
     stored: bool = True
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Returns whether some layer's input is rounded, so that its last bit may make a step of 8 bits."""
+        return any(group.format.activations is not None for group in self.groups)
+
     def format_of(self, layer: str) -> LinearFormat | None:
         """Returns the format of a linear layer of this name; None: it is not quantized. A whole name goes before patterns, and those
         before `Linear`, as compressed-tensors has it."""

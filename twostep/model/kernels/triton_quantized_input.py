@@ -86,21 +86,11 @@ def store_rounded(
     """Rounds whole rows x [ROWS, BLOCK] of `tokens`, zeros past WIDTH; row [ROWS, 1], col [1, BLOCK]."""
     COUNT: tl.constexpr = BLOCK // 128 if GROUPS else 1
     FLOAT8: tl.constexpr = values_ptr.dtype.element_ty != tl.int8
+    LIMIT: tl.constexpr = 448.0 if FLOAT8 else 127.0
     # A row for each scale.
     x = tl.reshape(x.to(tl.float32), [ROWS * COUNT, BLOCK // COUNT])
-    numbers, scale = round_numbers(x, peak_of(x), static_ptr, FLOAT8, STATIC, HARDWARE)
-    mask = (row < tokens) & (col < WIDTH)
-    tl.store(values_ptr + row * WIDTH + col, tl.reshape(numbers, [ROWS, BLOCK]), mask=mask)
-    group = tl.arange(0, COUNT)[None, :]
-    at = group.to(tl.int64) * tokens + row
-    tl.store(scales_ptr + at, tl.reshape(scale, [ROWS, COUNT]), mask=(row < tokens) & (group * 128 < WIDTH))
-
-
-@triton.jit
-def round_numbers(x, peak, static_ptr, FLOAT8: tl.constexpr, STATIC: tl.constexpr, HARDWARE: tl.constexpr):
-    """x, float32, to 8 bits, and the scales; `peak`: the largest magnitudes of what shares one, NaN where there is one."""
-    LIMIT: tl.constexpr = 448.0 if FLOAT8 else 127.0
-    scale = tl.load(static_ptr) if STATIC else tl.div_rn(peak, peak * 0.0 + LIMIT)
+    peak = peak_of(x)
+    scale = tl.load(static_ptr) if STATIC else tl.div_rn(peak, tl.full(peak.shape, LIMIT, tl.float32))
     scale = tl.where(peak == peak, tl.maximum(scale, _TINY), peak)
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)
@@ -111,4 +101,8 @@ def round_numbers(x, peak, static_ptr, FLOAT8: tl.constexpr, STATIC: tl.constexp
         # The nearest integer, ties to even, is left in the low digits.
         digits = (tl.clamp(scaled, -128.0, 127.0) + 12582912.0).to(tl.int32, bitcast=True)
         numbers = ((digits << 24) >> 24).to(tl.int8)
-    return numbers, scale
+    mask = (row < tokens) & (col < WIDTH)
+    tl.store(values_ptr + row * WIDTH + col, tl.reshape(numbers, [ROWS, BLOCK]), mask=mask)
+    group = tl.arange(0, COUNT)[None, :]
+    at = group.to(tl.int64) * tokens + row
+    tl.store(scales_ptr + at, tl.reshape(scale, [ROWS, COUNT]), mask=(row < tokens) & (group * 128 < WIDTH))

@@ -1,14 +1,14 @@
 """Linear layers whose weights stay quantized, on GPUs: which kernel multiplies, and the layout that it reads.
 
     weight x input      fp8 x fp8          int8 x int8            4 or 8 bits x 16 bits
-    kernel              rows 1-2           rows 1-2               unpack
+    kernel              rows 1             rows 1                 unpack
                         eight -64          eight
                         cuBLAS             (whole rows, no        dense, cuBLAS from 192 or 256 tokens on, where writing the
                         (blocks: eight)    zero points)           dense weight first costs less than unpacking in every tile
 
-Inputs of 8 bits are rounded by a kernel of their own, by the norm ahead (triton_elementwise.py), or, for rows, where they are used. Where
-a format asks for another pair (4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes
-is made dense anew for every product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
+Inputs of 8 bits are rounded by a kernel of their own or by the norm ahead (triton_elementwise.py). Where a format asks for another pair
+(4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes is made dense anew for every
+product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 _MOST_PARTS = 8
 _MOST_SUMS = 512  # tokens times parts
-_ROWS_UP_TO = 2
+_ROWS_UP_TO = 1
 _WIDEST_ROW = 32768
 _ROW_BYTES = 16384  # of a program's weights in registers
 _EIGHT_UP_TO = 64
@@ -165,14 +165,14 @@ def quantized_linear(
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
     if tile is None:
         tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device))
-    if isinstance(tile, QuantizedRows):
-        assert how is not None
-        return multiply_rows(x, packed, how, bias, tile=tile, dtype=dtype, gated=gated)
     if isinstance(x, torch.Tensor) and how is not None:
         x = round_input(x, how) if weight.takes_rounded else how(x)
     if tile is None:
         y = _multiply_library(x, packed, bias, dtype)
         return silu_mul(y) if gated else y
+    if isinstance(tile, QuantizedRows):
+        assert isinstance(x, RoundedInput)
+        return multiply_rows(x, packed, bias, tile=tile, dtype=dtype, gated=gated)
     if isinstance(x, RoundedInput):
         return multiply_eight(x, packed, bias, tile=tile, dtype=dtype, gated=gated, in_parts=in_parts)
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:

@@ -1,7 +1,7 @@
-"""Products of one or two tokens with 8-bit weights: whole rows of the weight in registers.
+"""Products of one token or a few with 8-bit weights: whole rows of the weight in registers.
 
-As triton_linear.py's rows: all of a program's weights are asked for before the kernel ahead has ended, and nothing is shared between
-programs. The input is rounded here, by every program, where no kernel ahead has done so: at so few tokens a launch would cost more.
+As triton_linear.py's rows: all of a program's weights are asked for before the kernel ahead, which rounds the input, has ended, and nothing
+is shared between programs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.triton_launch import overlaps, start_next, wait_for_previous
-from twostep.model.kernels.triton_quantized_input import RoundedInput, round_numbers
+from twostep.model.kernels.triton_quantized_input import RoundedInput
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed
 
 
@@ -27,44 +26,30 @@ class QuantizedRows:
 
 
 def multiply_rows(
-    x: torch.Tensor | RoundedInput,
-    packed: Packed,
-    how: InputQuantizer,
-    bias: torch.Tensor | None,
-    *,
-    tile: QuantizedRows,
-    dtype: torch.dtype,
-    gated: bool = False,
+    x: RoundedInput, packed: Packed, bias: torch.Tensor | None, *, tile: QuantizedRows, dtype: torch.dtype, gated: bool = False
 ) -> torch.Tensor:
-    """x @ weight.T + bias, [T, N] in `dtype`, of a weight with a scale per row and an input with one per token: x [T, K], rows dense, which
-    `how` says how to round, or as it was rounded."""
-    ready = isinstance(x, RoundedInput)
-    values = x.values if isinstance(x, RoundedInput) else x
-    tokens, width = values.shape
+    """x @ weight.T + bias, [T, N] in `dtype`, of a weight with a scale per row and an input with one per token."""
+    tokens, width = x.values.shape
     assert width == packed.width
-    assert values.stride(1) == 1
     assert not packed.group
-    assert not how.how.group
+    assert x.scales.dim() == 1
     num_out = packed.num_out // 2 if gated else packed.num_out
-    out = torch.empty(tokens, num_out, dtype=dtype, device=values.device)
+    out = torch.empty(tokens, num_out, dtype=dtype, device=x.values.device)
     if tokens:
-        pdl = overlaps(values.device)
-        scales = x.scales if isinstance(x, RoundedInput) else packed.scales
+        pdl = overlaps(out.device)
         _rows_kernel[(triton.cdiv(num_out, tile.rows),)](
-            values, values.stride(0), scales, scales if how.scale is None else how.scale, packed.values, packed.scales,
-            packed.scales if bias is None else bias, out, num_out,
-            TOKENS=tokens, WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=tile.rows, BLOCK_ROWS=packed.block_rows, READY=ready,
-            STATIC=how.scale is not None, HARDWARE=values.is_cuda, HAS_BIAS=bias is not None, GATED=gated, PDL=pdl,
-            num_warps=tile.num_warps, launch_pdl=pdl,
+            x.values, x.scales, packed.values, packed.scales, packed.scales if bias is None else bias, out, num_out,
+            TOKENS=tokens, WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=tile.rows, BLOCK_ROWS=packed.block_rows,
+            ON_GPU=out.is_cuda, HAS_BIAS=bias is not None, GATED=gated, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, stride_x, x_scales_ptr, static_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, num_out,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, READY: tl.constexpr,
-    STATIC: tl.constexpr, HARDWARE: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, num_out,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, ON_GPU: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         start_next()
@@ -82,20 +67,13 @@ def _rows_kernel(
     if PDL:
         wait_for_previous()
     for t in tl.static_range(TOKENS):
-        x = tl.load(x_ptr + t * stride_x + k, mask=k < WIDTH, other=0.0)
-        if READY:
-            x_scale = tl.load(x_scales_ptr + t)
-        else:
-            x = x.to(tl.float32)
-            # (A peak leaves out what is no number.)
-            peak = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), tl.max(tl.abs(x), 0))
-            x, x_scale = round_numbers(x, peak, static_ptr, weight.dtype != tl.int8, STATIC, HARDWARE)
-        x = _float32(x, HARDWARE)
-        y = tl.sum(_float32(weight, HARDWARE) * x[None, :], 1) * (scale * x_scale)
+        x = _float32(tl.load(x_ptr + t * WIDTH + k, mask=k < WIDTH, other=0.0), ON_GPU)
+        x_scale = tl.load(x_scales_ptr + t)
+        y = tl.sum(_float32(weight, ON_GPU) * x[None, :], 1) * (scale * x_scale)
         if HAS_BIAS:
             y += tl.load(bias_ptr + at + num_out * GATED).to(tl.float32)
         if GATED:
-            g = tl.sum(_float32(gate, HARDWARE) * x[None, :], 1) * (gate_scale * x_scale)
+            g = tl.sum(_float32(gate, ON_GPU) * x[None, :], 1) * (gate_scale * x_scale)
             if HAS_BIAS:
                 g += tl.load(bias_ptr + at).to(tl.float32)
             y = g * tl.sigmoid(g) * y
@@ -113,6 +91,6 @@ def _load_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _float32(x, HARDWARE: tl.constexpr):
+def _float32(x, ON_GPU: tl.constexpr):
     # By way of 16 bits, which all of these numbers fit: the chip converts pairs.
-    return x.to(tl.float16).to(tl.float32) if HARDWARE else x.to(tl.float32)
+    return x.to(tl.float16).to(tl.float32) if ON_GPU else x.to(tl.float32)

@@ -1,7 +1,9 @@
-"""The whole model on one GPU over quantized KV: right logits, then decode steps and prefill beside exact KV, in one run.
+"""The whole model on one GPU with quantized weights and over quantized KV: right logits, then decode steps and prefill beside bfloat16, in
+one run.
 
-    PYTHONPATH=. python benchmarks/gpu_quantized_kv.py                     # Llama-3.1-8B's shape, random weights, bfloat16
-    PYTHONPATH=. python benchmarks/gpu_quantized_kv.py --check-only
+    PYTHONPATH=. python benchmarks/gpu_quantized.py                        # Llama-3.1-8B's shape, random weights, bfloat16
+    PYTHONPATH=. python benchmarks/gpu_quantized.py --settings none none:fp8 fp8 fp8:fp8 int4      # weights, or weights:KV
+    PYTHONPATH=. python benchmarks/gpu_quantized.py --check fp8 int8
 
 Logits of a small model are those of the CPU over the same format, but for bytes that a rounding turns to their neighbours: their distance
 is given as a share of what the format and the type's rounding cost. Steps are captured, those with prompts too. Times as in gpu_engine.py.
@@ -68,33 +70,34 @@ def check(formats: list[str]) -> None:
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 128, 256])
-    parser.add_argument("--kv-cache-dtype", nargs="+", default=["fp8"], choices=["fp8", "int8"])
+    parser.add_argument("--settings", nargs="*", default=["none", "fp8", "fp8:fp8", "int4"], help="formats: weights, or weights:KV")
+    parser.add_argument("--check", nargs="*", default=[], choices=["fp8", "int8"], help="formats of KV whose logits are checked first")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a prefill step")
     parser.add_argument("--steps", type=int, default=60, help="decode steps measured, from a context of 1024 on")
-    parser.add_argument("--check-only", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    check(args.kv_cache_dtype)
-    if args.check_only:
-        return
+    check(args.check)
     names = [*(f"{batch} decodes" for batch in args.batch), "128 + 192 mixed", "16 x 2048", "4 x 8192"]
     columns: dict[str, list[str]] = {}
     num_blocks = max(20480, max(args.batch) * -(-(CONTEXT + args.steps + 8) // BLOCK_SIZE))
-    for quantization in ("auto", *args.kv_cache_dtype):
+    for setting in args.settings:
+        weights, _, kv = setting.partition(":")
         started = time.perf_counter()
         runner = make(
             LLAMA_8B,
             num_blocks=num_blocks,
             max_num_seqs=max(args.batch),
             max_model_len=16384,
-            kv_cache_dtype=quantization,
+            kv_cache_dtype=kv or "auto",
+            quantization=weights,
             max_graph_tokens=512,
         )
-        print(f"{quantization}: ready after {time.perf_counter() - started:.1f} s, {runner.captured.count} captured steps", flush=True)
+        print(f"{setting}: ready after {time.perf_counter() - started:.1f} s, {runner.captured.count} captured steps", flush=True)
         cells = [f"{decode_ms(runner, batch, args.steps):.2f} ms" for batch in args.batch]
         cells.append(f"{mixed_ms(runner, 128, 192):.2f} ms")
         cells += [f"{prefill_rate(runner, *shape, args.budget) / 1e3:.1f}k/s" for shape in ((16, 2048), (4, 8192))]
-        columns[quantization] = cells
+        columns[setting] = cells
+        print(f"{setting}: " + ", ".join(cells), flush=True)
         runner.close()
         del runner
         torch.cuda.empty_cache()
