@@ -23,6 +23,8 @@ from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
 _TILE = 4096
 _NORM_WARPS = 8
 _ROTATE_WARPS = 4
+# Of quantized vectors, which take longer than the memory does: one a warp.
+_QUANTIZED_HEADS = 4
 # Rows from which on quantized values are written by a kernel of their own: prompts, whose rows lie together.
 _VALUES_APART = 512
 _SILU_TILE = 1024
@@ -112,14 +114,15 @@ def rotate_and_write(
     assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
     apart = cache.quantized is not None and len(qkv) >= _VALUES_APART
     written_heads = total_heads - shape.num_kv_heads if apart else total_heads
-    _rotate_and_write_kernel[(len(qkv), triton.cdiv(written_heads, HEADS_PER_PROGRAM))](
+    heads = HEADS_PER_PROGRAM if cache.quantized is None else _QUANTIZED_HEADS
+    _rotate_and_write_kernel[(len(qkv), triton.cdiv(written_heads, heads))](
         qkv, positions, slots, cos, sin, pool[:, layer], pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
         *((pool, 0, 0) if sums is None else (sums.tensor[:, layer], sums.tensor.stride(0), layer * sums.layer_words)),
         *((positions, positions) if progress is None else progress), layer, static,
         NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
         QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
-        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=HEADS_PER_PROGRAM, SUM_PARTS=0 if sums is None else sums.num_parts,
+        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=heads, SUM_PARTS=0 if sums is None else sums.num_parts,
         TELLS=progress is not None, STATIC=static is not None, VALUES_APART=apart, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     if apart:

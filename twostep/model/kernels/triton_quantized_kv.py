@@ -73,9 +73,13 @@ def _chosen_scale(low, high, rest, peak, static, PARTS: tl.constexpr, FP8: tl.co
     elif FP8:
         finite = tl.where(peak < float("inf"), peak, 1.0)
         first = _scale(finite, FP8)
-        least, best = tl.zeros_like(first), first
-        for i in tl.static_range(NUM_SCALES):
-            other = _scale(finite * 2.0 ** (i / NUM_SCALES), FP8)
+        least, best = tl.full(first.shape, float("inf"), tl.float32), first
+        # A loop: unrolled it is 40 KB of code, which every layer of a step has to fetch anew.
+        for i in tl.range(0, NUM_SCALES):
+            factor = 1.0
+            for j in tl.static_range(1, NUM_SCALES):
+                factor = tl.where(i == j, 2.0 ** (j / NUM_SCALES), factor)
+            other = _scale(finite * factor, FP8)
             inverse = 1.0 / other
             error = _squared_error(low * inverse)
             if PARTS > 1:
@@ -83,11 +87,8 @@ def _chosen_scale(low, high, rest, peak, static, PARTS: tl.constexpr, FP8: tl.co
             if PARTS > 2:
                 error += _squared_error(rest * inverse)
             error *= (other / first) * (other / first)
-            if i == 0:
-                least = error
-            else:
-                best = tl.where(error < least, other, best)
-                least = tl.minimum(error, least)
+            best = tl.where(error < least, other, best)
+            least = tl.minimum(error, least)
         scale = tl.where(peak < float("inf"), best, scale)
     return scale
 
