@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_quantization import LEAST_SCALE, dequantize, quantize, static_scales
 from twostep.prefix import derive_key
 from twostep.sampling_params import SamplingParams
-from twostep.worker.model import layout_of
+from twostep.worker.config import WorkerConfig
+from twostep.worker.model import layout_of, load_model
 
 FORMATS = ["fp8", "int8"]
 NUM_BLOCKS = 40
@@ -334,3 +336,14 @@ def test_scales_of_projections_are_modelopts(with_scales: Path) -> None:
     change(with_scales, {"model.layers.0.self_attn.k_scale": torch.ones(1)})
     with pytest.raises(SetupError):
         runner(with_scales)
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8"])
+def test_kv_that_the_checkpoint_wants_quantized_is_not_quantized_again_on_its_way(with_scales: Path, wire: str) -> None:
+    (with_scales / "tokenizer.json").write_text("{}")  # part of a fingerprint
+    config = WorkerConfig(role="prefill", model=str(with_scales), device="cpu", kv_wire=wire, num_blocks=8, calibrate=False)
+    with pytest.raises(SetupError) as caught:
+        load_model(config)
+    assert f"--kv-wire {wire}" in caught.value.message
+    exact = load_model(replace(config, kv_cache_dtype="exact"))
+    assert exact.layout.quantization == "none"
