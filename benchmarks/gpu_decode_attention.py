@@ -4,6 +4,7 @@
     python benchmarks/gpu_decode_attention.py --heads    other numbers and sizes of heads
     python benchmarks/gpu_decode_attention.py --sweep    every layout of a program at each shape, to choose them anew for another GPU
     python benchmarks/gpu_decode_attention.py --kv-cache-dtype fp8 int8     quantized KV beside bf16 (with --sweep: its layouts)
+    python benchmarks/gpu_decode_attention.py --kv-cache-dtype fp8 --layers   what a layer of a step does with KV: write, attend
 
 Llama-3.1-8B's heads (32 query, 8 KV, 128 wide), bf16, blocks of 16 in random order. A time is the median of CUDA graph replays of one
 call, plan excluded as the peer's is: it is made once a step, not per layer. "pool" is one layer of the engine's pool (blocks of 32
@@ -24,6 +25,7 @@ import torch
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodeLayout, DecodePlan
+from twostep.model.kernels.triton_elementwise import rotate_and_write
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix
 from twostep.model.step.kv_cache import KvCache
 from twostep.settings.reading import FlagParser
@@ -37,6 +39,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 32, 8, 128, 16, 32
 SHAPES = [(1, 8192), (1, 131072), (8, 8192), (16, 4096), (64, 2048), (64, 8192), (128, 1024), (256, 1024), (256, 4096)]
 TOKEN_BYTES = NUM_KV_HEADS * HEAD_DIM * 2 * 2
 POOL_BYTES = 90e9
+_CHAINED = 8
 # Query heads, KV heads, head size; batch and context.
 OTHER_HEADS = [
     ((32, 1, 128), (128, 4096)),
@@ -135,6 +138,26 @@ class DecodeCase:
         plan.refresh(self.lens)
         return lambda: decode_attention(self.q, self.cache, self.layer, self.tables, self.lens, plan=plan, out=self.out)
 
+    def layers(self) -> list[Callable[[], object]]:
+        """For all layers: new vectors are written; attention; both in turns."""
+        plan = DecodePlan(self.shape, num_heads=self.num_heads, num_seqs=len(self.q), device="cuda")
+        plan.refresh(self.lens)
+        count, angle = len(self.q), torch.ones(1024, self.shape.head_dim // 2, device="cuda")
+        qkv = torch.randn(count, (self.num_heads + 2 * self.shape.num_kv_heads) * self.shape.head_dim, dtype=torch.bfloat16, device="cuda")
+        last = self.lens - 1
+        slots = self.tables[torch.arange(count, device="cuda"), last.long() // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+
+        def write(layer: int) -> None:
+            rotate_and_write(qkv, last, slots, angle, angle, self.cache, layer, self.num_heads)
+
+        def attend(layer: int) -> None:
+            decode_attention(self.q, self.cache, layer, self.tables, self.lens, plan=plan, out=self.out)
+
+        def each(*steps: Callable[[int], None]) -> Callable[[], object]:
+            return lambda: [step(layer) for layer in range(self.shape.num_layers) for step in steps]
+
+        return [each(write), each(attend), each(write, attend)]
+
 
 def plain_read(num_bytes: int) -> Callable[[], object]:
     words = torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda").random_()
@@ -225,6 +248,19 @@ def compare(quantizations: Sequence[str], rate: float) -> list[dict[str, object]
     return rows
 
 
+def layers_of_a_step(quantizations: Sequence[str]) -> None:
+    """Contexts of 1024: eight layers write new vectors and attend, in one graph, so that kernels overlap as in a step; both alone, too."""
+    print("us a layer           | " + " | ".join(f"{q:>5} write  attend    both" for q in ("none", *quantizations)))
+    for batch in (1, 16, 64, 256):
+        calls: list[Callable[[], object]] = []
+        for quantization in ("none", *quantizations):
+            calls += DecodeCase([1024] * batch, _CHAINED, quantization).layers()
+        times = [us / _CHAINED for us in medians_us(calls, rounds=3)]
+        triples = [times[i : i + 3] for i in range(0, len(times), 3)]
+        print(f"{batch:>4} x 1024          | " + " | ".join(f"{a:11.1f} {b:7.1f} {c:7.1f}" for a, b, c in triples), flush=True)
+        del calls
+
+
 def sweep() -> None:
     layouts = candidates()
     for i, layout in enumerate(layouts):
@@ -242,11 +278,15 @@ def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every layout at each shape")
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=["fp8", "int8"], default=[], help="quantized KV beside bf16")
+    parser.add_argument("--layers", action="store_true", help="writing and attention of some layers, one after the other")
     parser.add_argument("--heads", action="store_true", help="other numbers and sizes of heads")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
     rate = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read rate {rate / 1e12:.2f} TB/s")
+    if args.layers:
+        layers_of_a_step(args.kv_cache_dtype)
+        return
     if args.kv_cache_dtype and args.sweep:
         for quantization in args.kv_cache_dtype:
             sweep_quantized(quantization)

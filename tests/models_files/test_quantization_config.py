@@ -162,7 +162,6 @@ def test_what_libraries_write_is_read(raw: dict[str, Any], wanted: LinearFormat)
         (FP8 | {"fmt": "e5m2"}, ["fmt", "e5m2"]),
         (ct(format="marlin-24"), ["format", "marlin-24"]),
         (ct(format=None), ["config_groups.group_0.format"]),
-        (ct(kv_cache_scheme=_TOKEN), ["kv_cache_scheme"]),
         (ct(quantization_status="frozen"), ["quantization_status", "frozen"]),
         (ct(sparsity_config={"format": "sparse-24-bitmask"}), ["sparsity_config"]),
         (ct(transform_config={"config_groups": {"u": {}}}), ["transform_config"]),
@@ -244,7 +243,7 @@ def test_two_files_must_agree(tmp_path: Path) -> None:
 
 
 def test_modelopts_other_formats_are_refused(tmp_path: Path) -> None:
-    for inner in ({"quant_algo": "NVFP4"}, {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}):
+    for inner in ({"quant_algo": "NVFP4"}, {"quant_algo": "INT4_AWQ", "kv_cache_quant_algo": "FP8"}):
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
         with pytest.raises(SetupError, match=r"hf_quant_config\.json.*_algo"):
             read_quantization(tmp_path, {})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import transformers
 from forward_helpers import VOCAB, Sequence_, make_batch, scattered_sequences
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from twostep.engine.batch import KvShape
 from twostep.engine.engine import Engine, EngineConfig
@@ -21,10 +25,11 @@ from twostep.errors import SetupError
 from twostep.model.families.registry import parse_config
 from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.kv_quantization import LEAST_SCALE, dequantize, quantize
+from twostep.model.step.kv_quantization import LEAST_SCALE, dequantize, quantize, static_scales
 from twostep.prefix import derive_key
 from twostep.sampling_params import SamplingParams
-from twostep.worker.model import layout_of
+from twostep.worker.config import WorkerConfig
+from twostep.worker.model import layout_of, load_model
 
 FORMATS = ["fp8", "int8"]
 NUM_BLOCKS = 40
@@ -237,3 +242,108 @@ def test_lossy_kv_shares_neither_prefixes_nor_pairs(directory: Path) -> None:
 def test_what_cannot_be_stored_says_what_to_give(directory: Path, quantization: str, block_size: int, say: str) -> None:
     with pytest.raises(SetupError, match=say):
         runner(directory, quantization, block_size=block_size)
+
+
+SCALES = torch.tensor([[0.013, 0.011], [2.0**-7, 0.3]])
+
+
+@pytest.fixture
+def with_scales(directory: Path, tmp_path: Path) -> Path:
+    """The model as llm-compressor saves it where KV alone is quantized: scales of two layers, of which the first may cut something off."""
+    made = tmp_path / "scaled"
+    shutil.copytree(directory, made)
+    config = json.loads((made / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }
+    (made / "config.json").write_text(json.dumps(config))
+    change(
+        made, {f"model.layers.{i}.self_attn.{kind}_scale": SCALES[i, j : j + 1].clone() for i in range(2) for j, kind in enumerate("kv")}
+    )
+    return made
+
+
+def change(model_dir: Path, tensors: dict[str, torch.Tensor | None]) -> None:
+    """None: the tensor goes."""
+    stored = load_file(model_dir / "model.safetensors") | tensors
+    save_file(
+        {name: tensor for name, tensor in stored.items() if tensor is not None}, model_dir / "model.safetensors", metadata={"format": "pt"}
+    )
+
+
+@given(peak=st.floats(0.01, 100), static=st.floats(0.001, 1), seed=st.integers(0, 2**16))
+def test_a_given_scale_is_kept_and_what_is_beyond_it_is_cut(peak: float, static: float, seed: int) -> None:
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed)) * peak
+    scale = static_scales(torch.tensor(static))
+    assert static <= float(scale) <= static * (1 + 2**-7)
+    values, scales = quantize(x, "fp8", scale)
+    assert bool((scales.float() == scale).all())
+    want = x.clamp(-448 * scale, 448 * scale)
+    error = (dequantize(values, scales, "fp8") - want).abs()
+    assert bool((error <= 2**-4 * want.abs() + 2**-10 * scale * 1.01).all())
+
+
+def test_the_checkpoints_scales_are_used(with_scales: Path, directory: Path) -> None:
+    exact = logits(runner(directory), [60], 16)
+    for asked in ("auto", "fp8"):
+        scaled = runner(with_scales, asked)
+        assert scaled.kv_shape.quantization == "fp8"
+        error = float((logits(scaled, [60], 16) - exact).norm() / exact.norm())
+        assert 1e-4 < error < 0.1
+        assert scaled.kv_cache.quantized is not None
+        for layer in range(2):
+            written = scaled.kv_cache.quantized.scales[:, layer].flatten(0, 2)
+            assert torch.equal(written[written[:, 0] != 0].unique(dim=0), static_scales(SCALES[layer : layer + 1]).bfloat16())
+    assert torch.equal(logits(runner(with_scales, "exact"), [60], 16), exact)
+    assert runner(with_scales, "int8").kv_shape.quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        torch.zeros(1),
+        torch.tensor([torch.inf]),
+        torch.tensor([torch.nan]),
+        -torch.ones(1),
+        torch.ones(2),
+        torch.ones(1, dtype=torch.int32),
+    ],
+    ids=str,
+)
+def test_scales_that_cannot_be_are_refused_by_name(with_scales: Path, value: torch.Tensor | None) -> None:
+    name = "model.layers.1.self_attn.v_scale"
+    change(with_scales, {name: value})
+    with pytest.raises(SetupError) as caught:
+        runner(with_scales)
+    assert name in caught.value.message
+    assert runner(with_scales, "exact").kv_shape.quantization == "none"
+
+
+def test_scales_of_projections_are_modelopts(with_scales: Path) -> None:
+    names = {f"model.layers.{i}.self_attn.{kind}": SCALES[i, j].clone() for i in range(2) for j, kind in enumerate("kv")}
+    change(
+        with_scales, {f"{name}_scale": None for name in names} | {f"{name}_proj.{name[-1]}_scale": value for name, value in names.items()}
+    )
+    quantized = runner(with_scales).kv_cache.quantized
+    assert quantized is not None
+    assert quantized.static is not None
+    assert torch.equal(quantized.static, static_scales(SCALES))
+    change(with_scales, {"model.layers.0.self_attn.k_scale": torch.ones(1)})
+    with pytest.raises(SetupError):
+        runner(with_scales)
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8"])
+def test_kv_that_the_checkpoint_wants_quantized_is_not_quantized_again_on_its_way(with_scales: Path, wire: str) -> None:
+    (with_scales / "tokenizer.json").write_text("{}")  # part of a fingerprint
+    config = WorkerConfig(role="prefill", model=str(with_scales), device="cpu", kv_wire=wire, num_blocks=8, calibrate=False)
+    with pytest.raises(SetupError) as caught:
+        load_model(config)
+    assert f"--kv-wire {wire}" in caught.value.message
+    exact = load_model(replace(config, kv_cache_dtype="exact"))
+    assert exact.layout.quantization == "none"

@@ -38,6 +38,7 @@ from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.loading.weights import as_stored, load_weights
 from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.kv_quantization import static_scales
 
 LINEAR = ("Linear",)
 NUM_TOKENS = 40
@@ -72,7 +73,9 @@ FORMATS: dict[str, list[QuantizationScheme]] = {
         scheme(ints(8, 0), per_token(True), (r"re:.*o_proj$",)),
     ],
     "head": [scheme(ints(8, 64))],
+    "kv": [],  # nothing but KV
 }
+KV = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
 
 
 def save_random(directory: Path) -> None:
@@ -93,7 +96,9 @@ def make(source: Path, target: Path, name: str) -> None:
     rows = [[rng.randrange(model.config.vocab_size) for _ in range(48)] for _ in range(4)]
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 48] * 4})
     groups = {f"group_{number}": each for number, each in enumerate(FORMATS[name])}
-    recipe = QuantizationModifier(config_groups=groups, ignore=[] if name == "head" else ["lm_head"])
+    recipe = QuantizationModifier(
+        config_groups=groups, ignore=[] if name == "head" else ["lm_head"], kv_cache_scheme=None if groups else KV
+    )
     # The library wants one, and has no use for it here.
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     oneshot(model=model, dataset=data, recipe=recipe, processor=words, max_seq_length=48, num_calibration_samples=4, pipeline="basic")
@@ -124,6 +129,10 @@ def parts_of(layer: Any) -> Iterator[tuple[Linear, list[str]]]:
 def compare(directory: Path) -> str:
     quantized = CompressedTensorsConfig(run_compressed=False)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, quantization_config=quantized).float().eval()
+    for name, scale in (*theirs.named_parameters(), *theirs.named_buffers()):
+        if name.endswith((".k_scale", ".v_scale")):
+            # As a pool stores it.
+            scale.copy_(static_scales(scale))
     rng = random.Random(3)
     tokens = torch.tensor([[rng.randrange(theirs.config.vocab_size) for _ in range(NUM_TOKENS)]])
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

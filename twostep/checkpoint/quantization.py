@@ -48,6 +48,11 @@ class Quantization:
     ignored: tuple[str, ...]
     stored: bool = True
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Returns whether some layer's input is rounded, so that its last bit may make a step of 8 bits."""
+        return any(group.format.activations is not None for group in self.groups)
+
     def format_of(self, layer: str) -> LinearFormat | None:
         """Returns the format of a linear layer of this name; None: it is not quantized. A whole name goes before patterns, and those
         before `Linear`, as compressed-tensors has it."""
@@ -158,6 +163,7 @@ def _fp8(fields: Fields) -> Quantization:
     scheme = _choice(fields, "activation_scheme", ("dynamic", "static"))
     fields.expect("fmt", "e4m3", default="e4m3")
     fields.expect("is_checkpoint_fp8_serialized", True, default=True)
+    fields.take("kv_cache_scheme", None)  # of kv_scheme.py
     size = fields.take("weight_block_size", None)
     if size is None:
         return _one("fp8", _FP8_STATIC if scheme == "static" else _FP8_DYNAMIC, ignored)
@@ -170,7 +176,8 @@ def _fp8(fields: Fields) -> Quantization:
 
 def _modelopt(fields: Fields) -> Quantization:
     fields.expect("quant_algo", "FP8", default=None)
-    fields.expect("kv_cache_quant_algo", None, default=None)
+    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        fields.take(key, None)  # of kv_scheme.py
     ignored = (*_modules(fields, "exclude_modules"), *_modules(fields, "ignore"))
     fields.take("config_groups", None)  # repeats the algorithm
     return _one("modelopt", _FP8_STATIC, ignored)
@@ -229,9 +236,7 @@ _FORMATS = ("pack-quantized", *_PLAIN_FORMATS)
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:
-    kv = fields.take("kv_cache_scheme", None)
-    if kv is not None:
-        fields.refuse("kv_cache_scheme", kv, "KV with the checkpoint's scales is not supported yet; null keeps KV as --kv-cache-dtype says")
+    kv = fields.take("kv_cache_scheme", None)  # of kv_scheme.py
     status = fields.take("quantization_status", None)
     if status not in (None, "compressed"):
         fields.refuse("quantization_status", status, "only compressed weights are supported; save the model compressed")
@@ -240,8 +245,8 @@ def _compressed_tensors(fields: Fields) -> Quantization:
         fields.refuse("sparsity_config", sparsity, "sparse weights are not supported; use a dense quantization of the model")
     default = fields.take("format", None)
     groups = fields.take("config_groups", None)
-    if not isinstance(groups, dict) or not groups:
-        fields.refuse("config_groups", groups, "it must name at least one group of layers")
+    if not isinstance(groups, dict) or not (groups or kv):
+        fields.refuse("config_groups", groups, "it must name at least one group of layers, where KV alone is not quantized")
     ignored = _targets(fields, "ignore", fields.take("ignore", None) or [], names_only=True)
     return Quantization(
         method="compressed-tensors",

@@ -188,7 +188,12 @@ def _bench_engine(command: FlagParser) -> None:
     command.flag("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights, only config.json is read")
     command.flag("--dtype", default="auto", choices=DTYPES, help="auto: that of the weights")
     command.flag("--quantization", default="none", choices=QUANTIZATIONS, help="of an unquantized checkpoint, as it is read")
-    command.flag("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="fp8, int8: a byte a number; auto: the model's")
+    command.flag(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="fp8, int8: a byte a number; exact: as --dtype; auto: the checkpoint's, else exact",
+    )
     command.flag("--device", type=worker["device"], default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
     command.add_argument(
         "--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="B", help="sequences at once; several are run in turn"
@@ -218,7 +223,7 @@ def _bench_quality(command: FlagParser) -> None:
         "what is not given is the reference's",
     )
     command.flag("--dtype", default="auto", choices=DTYPES, help="of the reference; auto: that of the weights")
-    command.flag("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the reference; auto: the model's")
+    command.flag("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the reference; auto: the checkpoint's, else exact")
     command.flag("--device", type=worker["device"], default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
     command.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8; some pages in the package if not given")
     command.add_argument("--max-tokens", type=COUNT, default=4096, metavar="N", help="tokens of it to take at most (default: 4096)")

@@ -31,6 +31,7 @@ from twostep.lab.plan.model import PlannedModel, model_of, parse_bytes, read_mod
 from twostep.lab.plan.planner import Question, plan_for_rate, plan_for_workers
 from twostep.lab.plan.report import plan_json, plan_text
 from twostep.lab.plan.workload import parse_workload
+from twostep.settings.worker import QUANTIZED_KV
 
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0
 
@@ -132,7 +133,7 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
         return replace(model, name=name_of(args.model))
     if preset.model is None:
         raise InvalidRequest(f"which model is not known: give --model DIR, or one of {', '.join(SHAPES)}")
-    if args.kv_cache_dtype != "auto":
+    if args.kv_cache_dtype in QUANTIZED_KV:
         return replace(preset.model, item_bytes=1, scale_bytes=2)
     return preset.model
 

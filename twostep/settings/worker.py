@@ -25,7 +25,8 @@ from twostep.settings.table import Rule, setting
 
 ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
-KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
+QUANTIZED_KV = ("fp8", "int8")
 QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on; larger steps read the weights
@@ -53,7 +54,11 @@ class WorkerSettings(TracedServiceSettings):
     served_model_name: str = setting("", "name clients ask for; that of --model if not given")
     runner: str = setting("model", "fake: hand-computable tokens and settable timing, no weights", choices=("model", "fake"))
     dtype: str = setting("auto", "auto: that of the weights, on a CPU without bfloat16 float32", choices=DTYPES)
-    kv_cache_dtype: str = setting("auto", "auto: as --dtype; fp8, int8: a byte a number, lossy", choices=KV_CACHE_DTYPES)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "exact: as --dtype; fp8, int8: a byte a number, lossy; auto: what the checkpoint's kv_cache_scheme asks for, else exact",
+        choices=KV_CACHE_DTYPES,
+    )
     quantization: str = setting(
         "none",
         "of an unquantized checkpoint, as it is read. fp8: weights for each channel, activations for each token; int8: weights for each "
@@ -195,7 +200,7 @@ class WorkerSettings(TracedServiceSettings):
             "--num-blocks, or lower --max-model-len",
         ),
         Rule(
-            lambda worker: worker.kv_cache_dtype != "auto" and worker.block_size % SLOTS_TOGETHER,
+            lambda worker: worker.kv_cache_dtype in QUANTIZED_KV and worker.block_size % SLOTS_TOGETHER,
             f"{{kv-cache-dtype}} stores {SLOTS_TOGETHER} tokens together, of which {{block-size}} is no multiple; give --block-size 16",
         ),
         Rule(
@@ -203,7 +208,7 @@ class WorkerSettings(TracedServiceSettings):
             f"{{kv-wire}} sends {SLOTS_TOGETHER} tokens together, of which {{block-size}} is no multiple; give --block-size 16",
         ),
         Rule(
-            lambda worker: worker.kv_wire in LOSSY_WIRES and worker.kv_cache_dtype != "auto",
+            lambda worker: worker.kv_wire in LOSSY_WIRES and worker.kv_cache_dtype in QUANTIZED_KV,
             "{kv-cache-dtype} is a byte a number already, and cannot travel as {kv-wire}; give --kv-wire raw or zstd",
         ),
         Rule(

@@ -12,6 +12,7 @@ from typing import Any
 from twostep.checkpoint.description import describe
 from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.held import held_in_head, held_in_layers
+from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
 from twostep.errors import InvalidRequest, SetupError
 
@@ -109,7 +110,7 @@ def model_of(
         weight_bytes = num_layers * held_in_layers(found, attention + mlp, item_bytes=item_bytes) + math.prod(head) * item_bytes
         if not tied or (found is not None and found.format_of(HEAD) is not None):
             weight_bytes += held_in_head(found, *head, item_bytes=item_bytes)
-    quantized = kv_cache_dtype != "auto"
+    quantized = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config)) != "none"
     return PlannedModel(
         name=model_dir.name,
         num_layers=num_layers,

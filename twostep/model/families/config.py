@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
 
@@ -41,6 +42,7 @@ class ModelConfig:
     qk_norm: bool
     dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
     quantization: Quantization | None = None  # which linear layers are quantized on disk
+    kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
 
 
 class WindowRule(Enum):

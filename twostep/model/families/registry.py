@@ -9,6 +9,7 @@ import torch
 
 from twostep.checkpoint.directory import read_json, stored_dtype
 from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.quantization import QUANTIZATION_KEYS, read_quantization
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
@@ -41,7 +42,8 @@ def parse_config(model_dir: Path) -> ModelConfig:
     quantization = read_quantization(model_dir, fields.whole)
     for key in QUANTIZATION_KEYS:
         fields.take(key, None)
-    config = replace(kind.parse(fields, _dtype(fields, model_dir)), quantization=quantization)
+    kv_scheme = read_kv_scheme(model_dir, fields.whole)
+    config = replace(kind.parse(fields, _dtype(fields, model_dir)), quantization=quantization, kv_scheme=kv_scheme)
     fields.refuse_rest()
     return config
 

@@ -92,8 +92,12 @@ def hopper_quantized_attention(
 
 
 @gluon.jit
-def _copy_keys(k_bytes, pool_ptr, table_ptr, kv_head, start, end, stride_block, P: gl.constexpr):
-    """Begins to copy the bytes of keys [start, start + P.num_keys) that are before `end`."""
+def _copy_keys(
+    staging, turn, pool_ptr, words_ptr, table_ptr, kv_head, start, end, stride_block, stride_words, P: gl.constexpr
+):  # fmt: skip
+    """Begins to copy the bytes of keys [start, start + P.num_keys) that are before `end`, and the scales of both, zeros from there on, to
+    the places of this turn."""
+    k_bytes, _, k_words, v_words = staging
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     COLUMNS: gl.constexpr = P.head_dim // 64
     NUM_KEYS: gl.constexpr = P.num_keys
@@ -105,11 +109,21 @@ def _copy_keys(k_bytes, pool_ptr, table_ptr, kv_head, start, end, stride_block, 
     for c in gl.static_range(COLUMNS):
         source = pool_ptr + (at * 4)[:, None] + (c * 16 + word)[None, :]
         async_copy.async_copy_global_to_shared(k_bytes.slice(c * NUM_KEYS, NUM_KEYS), source, mask=(key < end)[:, None])
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    key = start + gl.arange(0, NUM_KEYS, layout=EACH)
+    source = _scales_at(words_ptr, table_ptr, kv_head, key, end, stride_words, P)
+    async_copy.async_copy_global_to_shared(k_words.index(turn), source, mask=key < end)
+    for place in gl.static_range(4):
+        # Apart by the places among the four keys of a word of values.
+        key = start + place + 4 * gl.arange(0, NUM_KEYS // 4, layout=EACH)
+        source = _scales_at(words_ptr, table_ptr, kv_head, key, end, stride_words, P)
+        async_copy.async_copy_global_to_shared(v_words.index(turn * 4 + place), source, mask=key < end)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _copy_values(v_bytes, pool_ptr, table_ptr, kv_head, start, end, stride_block, P: gl.constexpr):
+def _copy_values(staging, pool_ptr, table_ptr, kv_head, start, end, stride_block, P: gl.constexpr):
+    _, v_bytes, _, _ = staging
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // P.head_dim, P.head_dim // 4], [4, 1], [1, 0])
     QUADS: gl.constexpr = P.num_keys // 4
     key = start + 4 * gl.arange(0, QUADS, layout=gl.SliceLayout(1, COPY))
@@ -128,6 +142,11 @@ def _scales_at(words_ptr, table_ptr, kv_head, key, end, stride_words, P: gl.cons
 
 
 @gluon.jit
+def _scales_of(v_words, turn, place, half, LAYOUT: gl.constexpr):
+    return v_words.index(turn * 4 + place).slice(half * 16, 16).load(gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
 def _convert(byte, low, high, P: gl.constexpr):
     """Words of four bytes as pairs of words of two bfloat16 [..., 2], times the scales of each word of the pair."""
     if P.fp8:
@@ -138,10 +157,10 @@ def _convert(byte, low, high, P: gl.constexpr):
 
 
 @gluon.jit
-def _fill(pool_ptr, words_ptr, ring, bytes_of, step, tables_ptr, stride_table, stride_block, stride_words, P: gl.constexpr):
+def _fill(pool_ptr, words_ptr, ring, staging, step, tables_ptr, stride_table, stride_block, stride_words, P: gl.constexpr):
     """The converting warps."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
-    k_bytes, v_bytes = bytes_of
+    k_bytes, v_bytes, k_words, v_words = staging
     num_items = gl.load(step[0]) * P.num_kv_heads
     COLUMNS: gl.constexpr = P.head_dim // 64
     NUM_KEYS: gl.constexpr = P.num_keys
@@ -158,19 +177,20 @@ def _fill(pool_ptr, words_ptr, ring, bytes_of, step, tables_ptr, stride_table, s
             kv_head, seq, _, _, _, seq_len, first_tile, num_tiles = tile_of(item, step, P)
             table_ptr = tables_ptr + seq.to(gl.int64) * stride_table
             start = (num_tiles - 1) * NUM_KEYS
-            _copy_keys(k_bytes, pool_ptr, table_ptr, kv_head, start, seq_len, stride_block, P)
-            _copy_values(v_bytes, pool_ptr, table_ptr, kv_head, start, seq_len, stride_block, P)
+            _copy_keys(
+                staging, count % 2, pool_ptr, words_ptr, table_ptr, kv_head, start, seq_len, stride_block, stride_words, P
+            )  # fmt: skip
+            _copy_values(staging, pool_ptr, table_ptr, kv_head, start, seq_len, stride_block, P)
             for i in range(first_tile, num_tiles):
                 # Past the last tile nothing is copied: before the first one, all keys are negative.
                 next_end = gl.where(i + 1 < num_tiles, seq_len, -NUM_KEYS)
                 stage = count % P.stages
                 phase = (count // P.stages) & 1 ^ 1
-                key = start + gl.arange(0, NUM_KEYS, layout=gl.SliceLayout(1, KEYS))
-                scale = gl.load(_scales_at(words_ptr, table_ptr, kv_head, key, seq_len, stride_words, P), mask=key < seq_len, other=0)
-                scale = ((scale & 0xFFFF) | (scale << 16))[:, None]
                 mbarrier.wait(k_empty.index(stage), phase)
                 async_copy.wait_group(1)
                 gl.thread_barrier()
+                scale = k_words.index(count % 2).load(gl.SliceLayout(1, KEYS))
+                scale = ((scale & 0xFFFF) | (scale << 16))[:, None]
                 keys = k_smem.index(stage)._reinterpret(gl.int32, [COLUMNS * NUM_KEYS, 32], WORDS)
                 for c in gl.static_range(COLUMNS):
                     byte = k_bytes.slice(c * NUM_KEYS, NUM_KEYS).load(KEYS)
@@ -178,21 +198,21 @@ def _fill(pool_ptr, words_ptr, ring, bytes_of, step, tables_ptr, stride_table, s
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(k_full.index(stage), count=1)
-                _copy_keys(k_bytes, pool_ptr, table_ptr, kv_head, start - NUM_KEYS, next_end, stride_block, P)
+                _copy_keys(
+                    staging, (count + 1) % 2, pool_ptr, words_ptr, table_ptr, kv_head, start - NUM_KEYS, next_end,
+                    stride_block, stride_words, P,
+                )  # fmt: skip
 
                 mbarrier.wait(v_empty.index(stage), phase)
                 async_copy.wait_group(1)
                 gl.thread_barrier()
                 values = v_smem.index(stage)._reinterpret(gl.int32, [HALVES * HEAD_DIM, 32], WORDS)
                 for half in gl.static_range(HALVES):
-                    key = start + half * 64 + 4 * gl.arange(0, 16, layout=gl.SliceLayout(1, VALUES))
-                    # Four keys are of one block.
-                    at = _scales_at(words_ptr, table_ptr, kv_head, key, seq_len, stride_words, P)
-                    first = gl.load(at, mask=key < seq_len, other=0)
-                    second = gl.load(at + 1, mask=key + 1 < seq_len, other=0)
+                    first = _scales_of(v_words, count % 2, 0, half, VALUES)
+                    second = _scales_of(v_words, count % 2, 1, half, VALUES)
                     low = (((first >> 16) & 0xFFFF) | (second & -65536))[:, None]
-                    first = gl.load(at + 2, mask=key + 2 < seq_len, other=0)
-                    second = gl.load(at + 3, mask=key + 3 < seq_len, other=0)
+                    first = _scales_of(v_words, count % 2, 2, half, VALUES)
+                    second = _scales_of(v_words, count % 2, 3, half, VALUES)
                     high = (((first >> 16) & 0xFFFF) | (second & -65536))[:, None]
                     byte = v_bytes.slice(half * 16, 16).load(VALUES)
                     numbers = _convert(byte, low, high, P).permute((1, 0, 2)).reshape([HEAD_DIM, 32])
@@ -200,7 +220,7 @@ def _fill(pool_ptr, words_ptr, ring, bytes_of, step, tables_ptr, stride_table, s
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
-                _copy_values(v_bytes, pool_ptr, table_ptr, kv_head, start - NUM_KEYS, next_end, stride_block, P)
+                _copy_values(staging, pool_ptr, table_ptr, kv_head, start - NUM_KEYS, next_end, stride_block, P)
                 start -= NUM_KEYS
                 count += 1
             # What was committed and never waited for.
@@ -220,6 +240,8 @@ def _attention_kernel(
     v_smem = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [P.stages, COLUMNS * P.num_keys, 64], TILE)
     k_bytes = gl.allocate_shared_memory(gl.int32, [COLUMNS * P.num_keys, 16], gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
     v_bytes = gl.allocate_shared_memory(gl.int32, [P.num_keys // 4, P.head_dim], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    k_words = gl.allocate_shared_memory(gl.int32, [2, P.num_keys], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    v_words = gl.allocate_shared_memory(gl.int32, [8, P.num_keys // 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
@@ -231,12 +253,13 @@ def _attention_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
+    staging = (k_bytes, v_bytes, k_words, v_words)
     step = (tiles_ptr, query_start_ptr, seq_lens_ptr)
     gl.warp_specialize(
         [
             (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
             (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 1, P)),
-            (_fill, (pool_ptr, words_ptr, ring, (k_bytes, v_bytes), step, tables_ptr, stride_table, stride_block, stride_words, P)),
+            (_fill, (pool_ptr, words_ptr, ring, staging, step, tables_ptr, stride_table, stride_block, stride_words, P)),
         ],
         [4, 4],
         [208, 88],

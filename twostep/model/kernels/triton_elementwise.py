@@ -14,7 +14,7 @@ from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
 from twostep.model.kernels.triton_progress import store_progress
 from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, round_arguments, round_constants, store_rounded
-from twostep.model.kernels.triton_quantized_kv import store_quantized
+from twostep.model.kernels.triton_quantized_kv import store_quantized, write_values
 from twostep.model.kernels.triton_sum64 import mix_vectors
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
@@ -23,6 +23,10 @@ from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
 _TILE = 4096
 _NORM_WARPS = 8
 _ROTATE_WARPS = 4
+# Of quantized vectors, which take longer than the memory does: one a warp.
+_QUANTIZED_HEADS = 4
+# Rows from which on quantized values are written by a kernel of their own: prompts, whose rows lie together.
+_VALUES_APART = 512
 _SILU_TILE = 1024
 _SILU_WARPS = 4
 
@@ -106,17 +110,23 @@ def rotate_and_write(
     tail = shape.head_dim - 2 * half
     pdl = overlaps(qkv.device)
     sums = cache.sums
+    static = None if cache.quantized is None or cache.quantized.static is None else cache.quantized.static[layer]
     assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
-    _rotate_and_write_kernel[(len(qkv), triton.cdiv(total_heads, HEADS_PER_PROGRAM))](
+    apart = cache.quantized is not None and len(qkv) >= _VALUES_APART
+    written_heads = total_heads - shape.num_kv_heads if apart else total_heads
+    heads = HEADS_PER_PROGRAM if cache.quantized is None else _QUANTIZED_HEADS
+    _rotate_and_write_kernel[(len(qkv), triton.cdiv(written_heads, heads))](
         qkv, positions, slots, cos, sin, pool[:, layer], pool.stride(0),
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
         *((pool, 0, 0) if sums is None else (sums.tensor[:, layer], sums.tensor.stride(0), layer * sums.layer_words)),
-        *((positions, positions) if progress is None else progress), layer,
+        *((positions, positions) if progress is None else progress), layer, static,
         NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
         QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
-        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=HEADS_PER_PROGRAM, SUM_PARTS=0 if sums is None else sums.num_parts,
-        TELLS=progress is not None, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
+        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=heads, SUM_PARTS=0 if sums is None else sums.num_parts,
+        TELLS=progress is not None, STATIC=static is not None, VALUES_APART=apart, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
     )  # fmt: skip
+    if apart:
+        write_values(qkv, slots, cache, layer, num_heads)
     return qkv
 
 
@@ -193,13 +203,13 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(out_ptr + row * width + col, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["static_ptr"])
 def _rotate_and_write_kernel(
     qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, stride_block, stride_kv, stride_head, stride_slot,
-    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer,
+    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer, static_ptr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZATION: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, HEADS: tl.constexpr,
-    SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, PDL: tl.constexpr,
+    SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, STATIC: tl.constexpr, VALUES_APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
@@ -210,7 +220,7 @@ def _rotate_and_write_kernel(
         store_progress(word_ptr, number_ptr, layer)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    exists = head < NUM_HEADS + (1 if VALUES_APART else 2) * NUM_KV_HEADS
     turns = head < NUM_HEADS + NUM_KV_HEADS
     row = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
 
@@ -260,8 +270,8 @@ def _rotate_and_write_kernel(
         tl.store(to_sums, total.to(tl.int64, bitcast=True), mask=slot >= 0)
     if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
         store_quantized(
-            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept,
-            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8",
+            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept, static_ptr,
+            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8", STATIC,
         )  # fmt: skip
 
 

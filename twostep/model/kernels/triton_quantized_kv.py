@@ -13,10 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE
+from twostep.model.kernels.triton_launch import overlaps, start_next, wait_for_previous
+from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE, SLOTS_TOGETHER
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 NUM_SCALES = tl.constexpr(FP8_SCALES)
+# Value heads of a program of write_values.
+_VALUE_HEADS = 4
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 
 
@@ -28,9 +32,9 @@ def converts_fp8(device: torch.device) -> bool:
 
 @triton.jit
 def store_quantized(
-    block_ptr, low, high, rest, kv_head, slot, kept,
+    block_ptr, low, high, rest, kv_head, slot, kept, static_ptr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Quantizes vectors, in the pieces that RoPE leaves them in, to a slot of the block (of one layer) at `block_ptr`.
 
@@ -38,30 +42,17 @@ def store_quantized(
     rest       [rows, BLOCK_TAIL]: TAIL more, where there are any
     kv_head    [rows, 1]: keys' heads, then values'
     kept       [rows, 1]: whether a row is stored
+    static_ptr with STATIC: scales of the layer's keys and values; else each vector gets its own
     """
     low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
     peak = tl.maximum(peak_of(low), peak_of(high), propagate_nan=tl.PropagateNan.ALL)
     if TAIL > 0:
         peak = tl.maximum(peak, peak_of(rest), propagate_nan=tl.PropagateNan.ALL)
     low, high, rest = _finite(low), _finite(high), _finite(rest)
-    scale = _scale(peak, FP8)
-    if FP8:
-        finite = tl.where(peak < float("inf"), peak, 1.0)
-        first = _scale(finite, FP8)
-        least, best = tl.zeros_like(first), first
-        for i in tl.static_range(NUM_SCALES):
-            other = _scale(finite * 2.0 ** (i / NUM_SCALES), FP8)
-            inverse = 1.0 / other
-            error = _squared_error(low * inverse) + _squared_error(high * inverse)
-            if TAIL > 0:
-                error += _squared_error(rest * inverse)
-            error *= (other / first) * (other / first)
-            if i == 0:
-                least = error
-            else:
-                best = tl.where(error < least, other, best)
-                least = tl.minimum(error, least)
-        scale = tl.where(peak < float("inf"), best, scale)
+    static = peak
+    if STATIC:
+        static = tl.load(static_ptr + kv_head // HEADS, mask=kept, other=1.0)
+    scale = _chosen_scale(low, high, rest, peak, static, 3 if TAIL > 0 else 2, FP8, STATIC)
     scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
     bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     tl.store(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, bits, mask=kept)
@@ -71,6 +62,35 @@ def store_quantized(
     if TAIL > 0:
         d = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
         _store_bytes(block_ptr, rest, scale, kv_head, slot, d, kept & (d < HEAD_DIM), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+
+
+@triton.jit
+def _chosen_scale(low, high, rest, peak, static, PARTS: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr):
+    """Scales [rows, 1] of vectors in so many parts, finite but for `peak`, their largest magnitudes: those given, or the best."""
+    scale = _scale(peak, FP8)
+    if STATIC:
+        scale = tl.where(peak < float("inf"), static, scale)
+    elif FP8:
+        finite = tl.where(peak < float("inf"), peak, 1.0)
+        first = _scale(finite, FP8)
+        least, best = tl.full(first.shape, float("inf"), tl.float32), first
+        # A loop: unrolled it is 40 KB of code, which every layer of a step has to fetch anew.
+        for i in tl.range(0, NUM_SCALES):
+            factor = 1.0
+            for j in tl.static_range(1, NUM_SCALES):
+                factor = tl.where(i == j, 2.0 ** (j / NUM_SCALES), factor)
+            other = _scale(finite * factor, FP8)
+            inverse = 1.0 / other
+            error = _squared_error(low * inverse)
+            if PARTS > 1:
+                error += _squared_error(high * inverse)
+            if PARTS > 2:
+                error += _squared_error(rest * inverse)
+            error *= (other / first) * (other / first)
+            best = tl.where(error < least, other, best)
+            least = tl.minimum(error, least)
+        scale = tl.where(peak < float("inf"), best, scale)
+    return scale
 
 
 @triton.jit
@@ -99,15 +119,21 @@ def _store_bytes(
     block_ptr, x, scale, kv_head, slot, d, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr
 ):
     """Finite numbers x [rows, N] of dimensions d [1, N]."""
+    byte = _bytes(x, scale, FP8)
+    inside = tl.where(kv_head < HEADS, slot * HEAD_DIM + d, slot // 4 * (4 * HEAD_DIM) + 4 * d + slot % 4)
+    tl.store(block_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM) + inside, byte, mask=mask)
+
+
+@triton.jit
+def _bytes(x, scale, FP8: tl.constexpr):
+    """Bytes of finite numbers [rows, N] by the scale of their row."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     if FP8:
-        byte = e4m3_bytes(tl.clamp(scaled, -448.0, 448.0))
+        return e4m3_bytes(tl.clamp(scaled, -448.0, 448.0))
     else:
         # The nearest integer, ties to even, is left in the low digits.
-        byte = ((tl.clamp(scaled, -127.0, 127.0) + (12582912.0 + 128.0)).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
-    inside = tl.where(kv_head < HEADS, slot * HEAD_DIM + d, slot // 4 * (4 * HEAD_DIM) + 4 * d + slot % 4)
-    tl.store(block_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM) + inside, byte, mask=mask)
+        return ((tl.clamp(scaled, -127.0, 127.0) + (12582912.0 + 128.0)).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
@@ -140,6 +166,77 @@ def number_of_e4m3(byte):
     """Float16 of bytes that are no NaN: with the same digits in its own places they would be 256 times smaller."""
     wide = byte.to(tl.int16)
     return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
+
+
+def write_values(qkv: torch.Tensor, slots: torch.Tensor, cache: KvCache, layer: int, num_heads: int) -> None:
+    """Quantizes the value heads of many rows, the same as store_quantized does: where four rows are four slots that lie together, by whole
+    words, which takes a prompt a fraction of the time of single bytes.
+
+    qkv    [T, (num_heads + 2 * num_kv_heads) * D], dense
+    slots  int32 or int64 [T]; negative: the row is not stored
+    """
+    shape, quantized, pool = cache.shape, cache.quantized, cache.tensor
+    assert quantized is not None
+    assert qkv.is_contiguous()
+    static, pdl = None if quantized.static is None else quantized.static[layer], overlaps(pool.device)
+    _values_kernel[(triton.cdiv(len(qkv), SLOTS_TOGETHER), triton.cdiv(shape.num_kv_heads, _VALUE_HEADS))](
+        qkv, slots, pool[:, layer], static, len(qkv), pool.stride(0), num_heads,
+        HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), BLOCK_SIZE=shape.block_size,
+        AT_ONCE=min(_VALUE_HEADS, triton.next_power_of_2(shape.num_kv_heads)), FP8=shape.quantization == "fp8",
+        STATIC=static is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "static_ptr"])
+def _values_kernel(
+    qkv_ptr, slots_ptr, pool_ptr, static_ptr, num_rows, stride_block, num_heads,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
+    FP8: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Takes four rows, and with each that is the first of its four slots, or begins a run of slots, those of the four that follow."""
+    if PDL:
+        # In this order, as in the kernel that rotates.
+        wait_for_previous()
+        start_next()
+    for i in tl.range(0, 4):
+        row = tl.program_id(0) * 4 + i
+        slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
+        before = tl.load(slots_ptr + row - 1, mask=(row > 0) & (row < num_rows), other=-2).to(tl.int64)
+        if (slot >= 0) & ((slot % 4 == 0) | (before != slot - 1)):
+            head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+            d = tl.arange(0, BLOCK_D)[None, :]
+            real = (head < HEADS) & (d < HEAD_DIM)
+            block_ptr = pool_ptr + slot // BLOCK_SIZE * stride_block
+            scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
+            first = slot - slot % 4
+            word = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)
+            count = num_rows * 0
+            for t in tl.static_range(4):
+                other = row + (first + t - slot)
+                there = (first + t >= slot) & (other < num_rows)
+                there = there & (tl.load(slots_ptr + other, mask=there, other=-2).to(tl.int64) == first + t)
+                count += there.to(tl.int32)
+                at = (other * (num_heads + 2 * HEADS) + num_heads + HEADS + head) * HEAD_DIM + d
+                x = tl.load(qkv_ptr + at, mask=real & there, other=0.0).to(tl.float32)
+                peak = peak_of(x)
+                x = _finite(x)
+                static = peak
+                if STATIC:
+                    static = tl.load(static_ptr + 1) + tl.zeros_like(peak)
+                scale = _chosen_scale(x, x, x, peak, static, 1, FP8, STATIC)
+                bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+                slot_scales = scales + (head * BLOCK_SIZE + (first + t) % BLOCK_SIZE) * 2 + 1
+                tl.store(slot_scales, bits, mask=(head < HEADS) & there)
+                word |= _bytes(x, scale, FP8).to(tl.int32) << (8 * t)
+            inside = (HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + first % BLOCK_SIZE * HEAD_DIM + 4 * d
+            if count == 4:
+                tl.store((block_ptr + inside).to(tl.pointer_type(tl.int32)), word, mask=real)
+            else:
+                for t in tl.static_range(4):
+                    other = row + (first + t - slot)
+                    there = (first + t >= slot) & (other < num_rows)
+                    there = there & (tl.load(slots_ptr + other, mask=there, other=-2).to(tl.int64) == first + t)
+                    tl.store(block_ptr + inside + t, ((word >> (8 * t)) & 0xFF).to(tl.uint8), mask=real & there)
 
 
 @triton.jit

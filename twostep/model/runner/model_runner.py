@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from twostep.checkpoint.kv_scheme import kv_format
 from twostep.checkpoint.quantization import check_unquantized, quantization_at_load
 from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
@@ -30,6 +31,7 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.kernels.ops import Ops
+from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
@@ -119,11 +121,11 @@ class ModelRunner:
         member: Member | None = None,
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
-        weights. `kv_cache_dtype` auto: the model's; fp8 or int8: quantized. `device` is cpu, cuda or cuda:N. `load_format` dummy: random
-        weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that as they are read.
-        `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to
-        `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and
-        the model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks
+        weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; fp8 or int8: quantized. `device` is cpu, cuda or
+        cuda:N. `load_format` dummy: random weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that
+        as they are read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with
+        prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the
+        device and the model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks
         (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
@@ -163,14 +165,15 @@ class ModelRunner:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
             if member is not None:
                 member.meeting.exchange(b"loaded")
+            new_cache = partial(KvCache, device=str(self._device), scales=_kv_scales(config, model_dir, kv_cache_dtype, load_format))
             if isinstance(num_blocks, PoolSizing):
-                self._cache = KvCache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype), str(self._device))
+                self._cache = new_cache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype))
                 self._steps = self._device_steps(ops, 0, progress)
                 num_blocks = self._measured_blocks(num_blocks, local, free_at_start, max_num_seqs, progress)
             if member is not None:
                 num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
-            self._cache = KvCache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype), str(self._device))
+            self._cache = new_cache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype))
             self._cache.sums = self._make_sums(local)
             if self._device.type == "cuda":
                 progress.phase("graphs")
@@ -336,8 +339,16 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, 
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-        quantization="none" if kv_cache_dtype == "auto" else kv_cache_dtype,
+        quantization=kv_format(kv_cache_dtype, config.kv_scheme),
     )
+
+
+def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_format: str) -> torch.Tensor | None:
+    """The checkpoint's scales, if it has any for the format in which its KV is held."""
+    scheme = config.kv_scheme
+    if scheme is None or not scheme.static or kv_format(kv_cache_dtype, scheme) != scheme.format or load_format == "dummy":
+        return None
+    return read_kv_scales(model_dir, config.num_layers)
 
 
 def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:

@@ -18,7 +18,7 @@ import torch
 
 from twostep.engine.batch import KvShape, LayerRange
 from twostep.errors import SetupError
-from twostep.model.step.kv_quantization import QuantizedRows, check_shape
+from twostep.model.step.kv_quantization import QuantizedRows, check_shape, static_scales
 from twostep.model.step.kv_staging import PinnedStaging, pin
 from twostep.model.step.kv_sums import KvSums
 
@@ -28,9 +28,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class KvCache:
     """Owns the tensor. Reading and writing whole blocks is safe from any thread for blocks that no step writes."""
 
-    def __init__(self, shape: KvShape, device: str = "cpu", *, tensor: torch.Tensor | None = None) -> None:
-        """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. Raises SetupError if the memory is not
-        there."""
+    def __init__(
+        self, shape: KvShape, device: str = "cpu", *, tensor: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    ) -> None:
+        """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. `scales`: of each layer's keys and values
+        [num_layers, 2], if the checkpoint brings some for this format. Raises SetupError if the memory is not there."""
         self.shape = shape
         self.tensor = _allocate(shape, device) if tensor is None else tensor
         self._bytes = self.tensor.view(shape.num_blocks, -1).view(torch.uint8)
@@ -40,7 +42,8 @@ class KvCache:
         # Checksums that are kept while the pool is written; None: they are computed when they are asked for.
         self.sums: KvSums | None = None
         # Of quantized KV; else rows of numbers.
-        self.quantized = QuantizedRows(shape, self.tensor) if shape.quantization != "none" else None
+        static = None if scales is None else static_scales(scales).to(self.tensor.device)
+        self.quantized = QuantizedRows(shape, self.tensor, static) if shape.quantization != "none" else None
         self._slot_rows: list[torch.Tensor] = []
         self._block_rows: list[torch.Tensor] = []
         if self.quantized is None:

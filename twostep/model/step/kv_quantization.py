@@ -17,6 +17,9 @@ is divided by, so that its rounding costs no accuracy: two bytes in 130 where fl
 to a factor of two, coarse enough that it matters where a vector's largest numbers come to lie among them: the scale with the least
 error is taken, of eight from the least one to twice that (SmolLM2-135M: 11 % less error of the logits). A vector with a NaN or an
 infinity has it in its scale; bytes are always finite, whatever they are multiplied with.
+
+A checkpoint may bring scales, one for a layer's keys and one for its values: then these stand at every token and head, and numbers beyond
+448 times them are cut. Who reads does not know the difference.
 """
 
 from __future__ import annotations
@@ -45,14 +48,17 @@ def check_shape(shape: KvShape) -> None:
         )
 
 
-def quantize(x: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] of any float dtype. Returns bytes uint8 [..., D] and scales bfloat16 [...]."""
+def quantize(x: torch.Tensor, quantization: str, static: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] of any float dtype; `static`: scales to use, as static_scales makes them, float32 [...] or what broadcasts to it. Returns
+    bytes uint8 [..., D] and scales bfloat16 [...]."""
     limit = LIMITS[quantization]
     x = x.float()
     peak = x.abs().amax(-1)
     x = x.masked_fill(~x.isfinite(), 0.0)
     scale = _least_scale(peak, limit)
-    if quantization == "fp8":
+    if static is not None:
+        scale = torch.where(peak.isfinite(), static, scale)
+    elif quantization == "fp8":
         scale = torch.where(peak.isfinite(), _best_scale(x, peak), scale)
     scaled = x / scale.unsqueeze(-1)
     scaled = scaled.masked_fill(scaled.isnan(), 0.0).clamp(-limit, limit)
@@ -61,6 +67,11 @@ def quantize(x: torch.Tensor, quantization: str) -> tuple[torch.Tensor, torch.Te
     if quantization == "fp8":
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), stored
     return (scaled.round() + 128.0).to(torch.uint8), stored
+
+
+def static_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Returns a checkpoint's scales as numbers that bfloat16 has, in float32: rounded up, as all scales are."""
+    return _least_scale(scales.float(), 1.0)
 
 
 def _least_scale(peak: torch.Tensor, limit: float) -> torch.Tensor:
@@ -95,10 +106,14 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, quantization: str) ->
 class QuantizedRows:
     """Vectors of one pool by layer, block, head and slot, on any device; kernels have ways of their own."""
 
-    def __init__(self, shape: KvShape, tensor: torch.Tensor) -> None:
-        """tensor  uint8 [num_blocks, num_layers, bytes of a layer], the pool's"""
+    def __init__(self, shape: KvShape, tensor: torch.Tensor, static: torch.Tensor | None = None) -> None:
+        """
+        tensor  uint8 [num_blocks, num_layers, bytes of a layer], the pool's
+        static  float32 [num_layers, 2], of static_scales: of each layer's keys and values; None: each vector gets its own
+        """
         check_shape(shape)
         self._shape = shape
+        self.static = static
         blocks, layers, heads = shape.num_blocks, shape.num_layers, shape.num_kv_heads
         size = heads * shape.block_size * shape.head_dim
         self._k = tensor[:, :, :size].view(blocks, layers, heads, shape.block_size, shape.head_dim)
@@ -119,7 +134,8 @@ class QuantizedRows:
     def write(self, layer: int, block: torch.Tensor, slot: torch.Tensor, vectors: torch.Tensor) -> None:
         """Quantizes vectors [T, 2 * num_kv_heads, D], keys then values, into slots of blocks, int64 [T] each."""
         heads = self._shape.num_kv_heads
-        values, scales = quantize(vectors, self._shape.quantization)
+        static = None if self.static is None else self.static[layer].repeat_interleave(heads)
+        values, scales = quantize(vectors, self._shape.quantization, static)
         self._k[:, layer][block, :, slot] = values[:, :heads]
         self._v[:, layer][block, :, slot // SLOTS_TOGETHER, slot % SLOTS_TOGETHER] = values[:, heads:]
         self.scales[:, layer][block, :, slot] = scales.view(-1, 2, heads).transpose(1, 2)
