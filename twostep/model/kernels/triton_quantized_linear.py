@@ -1,8 +1,8 @@
 """Linear layers whose weights stay quantized, on GPUs: which kernel multiplies, and the layout that it reads.
 
     weight x input      fp8 x fp8          int8 x int8            4 or 8 bits x 16 bits
-    kernel              rows 1             rows 1                 unpack
-                        eight -64          eight
+    kernel              rows 1             eight                  unpack
+                        eight -64
                         cuBLAS             (whole rows, no        dense, cuBLAS from 192 or 256 tokens on, where writing the
                         (blocks: eight)    zero points)           dense weight first costs less than unpacking in every tile
 
@@ -198,7 +198,7 @@ def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, share
     """How so many tokens are multiplied; None: by cuBLAS. It follows from the shape alone, so that a captured step always does the same."""
     unpack, grouped = packed.values.dtype == torch.int16, bool(packed.group)
     width = packed.width * (1 + gated)
-    if not unpack and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
+    if not unpack and packed.is_float and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
         return QuantizedRows(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
     if tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO) and (unpack or (packed.is_float and not grouped)):
         return None
@@ -216,9 +216,11 @@ def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, share
     if not gated and not (tokens > 256):
         # Two programs to a multiprocessor, but no part of less than two steps, and not more sums than cost as much as the weight.
         steps = -(-packed.width // step_of(packed, tile))
-        parts = min(_MOST_PARTS, (2 if tokens <= 16 or unpack else 1) * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
+        parts = min(_MOST_PARTS, (2 if tokens <= 16 or unpack or grouped else 1) * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
         tile = replace(tile, parts=1 << max(1, parts).bit_length() - 1)
-    while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes // (2 if tokens <= 64 else 1):
+    # Where there are as many programs, two of few tokens share a multiprocessor.
+    shared_bytes //= 2 if tokens <= 64 and tiles * tile.parts > num_sms else 1
+    while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
 
