@@ -203,23 +203,29 @@ def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, share
     if tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO) and (unpack or (packed.is_float and not grouped)):
         return None
     if tokens <= 64:
-        cols = 64 if tokens > 16 and not unpack and not gated and packed.num_out < 128 * num_sms else 128
-        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=cols, num_warps=4, num_stages=8, ahead=2)
+        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=128, num_warps=4, num_stages=8, ahead=2, bulk=not unpack)
+        if unpack and tokens <= 32:
+            # By the instructions of warps, not of groups of four: nobody waits for them.
+            tile = replace(tile, cols=64, num_warps=2, num_stages=6)
+        elif tokens > 16 and not (unpack or grouped or gated) and packed.num_out < 128 * num_sms:
+            tile = replace(tile, cols=64)
     elif tokens <= 256 or unpack:
-        tile = QuantizedTile(tokens=128, cols=128, num_warps=8, num_stages=5)
+        tile = QuantizedTile(tokens=128, cols=128, num_warps=8, num_stages=5, bulk=not unpack)
     else:
         tile = QuantizedTile(tokens=128, cols=128 if grouped else 256, num_warps=8, num_stages=4, turned=False, exact=False)
     tiles = -(-packed.num_out // tile.cols) * -(-tokens // tile.tokens)
-    if tiles > 2 * num_sms:
+    # Programs of a multiprocessor.
+    beside = 4 if tile.num_warps == 2 else 2 if tokens <= 16 or unpack or grouped else 1
+    if tiles > beside * num_sms:
         # The bytes of a program that waits for its place are not missed yet.
         tile = replace(tile, ahead=0, num_stages=4 if unpack else tile.num_stages)
     if not gated and not (tokens > 256):
-        # Two programs to a multiprocessor, but no part of less than two steps, and not more sums than cost as much as the weight.
+        # No part is less than two steps, and there are not more sums than cost as much as the weight.
         steps = -(-packed.width // step_of(packed, tile))
-        parts = min(_MOST_PARTS, (2 if tokens <= 16 or unpack or grouped else 1) * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
+        parts = min(_MOST_PARTS, beside * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
         tile = replace(tile, parts=1 << max(1, parts).bit_length() - 1)
-    # Where there are as many programs, two of few tokens share a multiprocessor.
-    shared_bytes //= 2 if tokens <= 64 and tiles * tile.parts > num_sms else 1
+    if tokens <= 64:
+        shared_bytes //= max(1, min(max(2, beside), tiles * tile.parts // num_sms))
     while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
