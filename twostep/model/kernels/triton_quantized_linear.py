@@ -225,7 +225,7 @@ def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, share
         parts = min(_MOST_PARTS, beside * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
         tile = replace(tile, parts=1 << max(1, parts).bit_length() - 1)
     if tokens <= 64:
-        shared_bytes //= max(1, min(max(2, beside), tiles * tile.parts // num_sms))
+        shared_bytes //= min(max(2, beside), -(-tiles * tile.parts // num_sms))
     while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
