@@ -28,7 +28,7 @@ from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows, mu
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile, multiply_eight, multiply_unpacked, unpack_dense
 
 _FLOAT8 = torch.float8_e4m3fn
-_DTYPES = (torch.bfloat16, torch.float16)
+QUANTIZED_DTYPES = (torch.bfloat16, torch.float16)  # of inputs and results
 # Weights and inputs come in pieces of 16 bytes.
 _ALIGNMENT = 16
 _MOST_PARTS = 8
@@ -161,7 +161,7 @@ def quantized_linear(
         assert weight.dense is not None
         y = multiply_dense(weight.dense, x, bias)
         return silu_mul(y) if gated else y
-    assert dtype in _DTYPES
+    assert dtype in QUANTIZED_DTYPES
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
     if tile is None:
         tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device))
@@ -196,7 +196,7 @@ def _multiply_library(x: torch.Tensor | RoundedInput, packed: Packed, bias: torc
 
 def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile | QuantizedRows | None:
     """How so many tokens are multiplied; None: by cuBLAS. It follows from the shape alone, so that a captured step always does the same."""
-    unpack, grouped = packed.values.dtype == torch.int16, bool(packed.group)
+    unpack, grouped, tokens = packed.values.dtype == torch.int16, bool(packed.group), max(1, tokens)
     width = packed.width * (1 + gated)
     if not unpack and packed.is_float and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
         return QuantizedRows(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
