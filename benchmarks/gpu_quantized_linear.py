@@ -332,6 +332,7 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
             QuantizedTile(tokens=rows, cols=cols, num_warps=warps, num_stages=stages, parts=parts, turned=turned, exact=exact)
             for rows, cols, warps, stages, parts, turned, exact in large
         ]
+        found += [replace(tile, bulk=False) for tile in found if tile.turned]
     tiles = [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.num_warps == 4)))]
     return [*(rows if tokens == 1 else []), *tiles]
 

@@ -105,6 +105,17 @@ def test_what_no_kernel_takes_is_multiplied_all_the_same(kind: str, columns: int
     close(QuantizedLinear(prepared, None)(x), product(weight, x, None), x.dtype)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_no_tokens_and_float32(kind: str) -> None:
+    weight = random_weight(kind, 32, 64, activations=FP8_TOKEN if kind == "fp8" else None)
+    ops = TritonOps(DEVICE)
+    assert ops.prepare_quantized(weight, None, torch.bfloat16)(torch.empty(0, 64, device=DEVICE, dtype=torch.bfloat16)).shape == (0, 32)
+    x = torch.randn(3, 64, device=DEVICE)
+    torch.testing.assert_close(
+        ops.prepare_quantized(weight, None, torch.float32)(x).double(), product(weight, x, None), rtol=2e-5, atol=2e-5
+    )
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_layer_that_fails_its_trial_is_made_dense(gated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     module = "twostep.model.kernels.triton_quantized_linear"
