@@ -188,6 +188,18 @@ def test_hopper(num_heads: int, num_kv_heads: int, head_dim: int, block_size: in
 def test_hopper_over_quantized_blocks(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, windows: tuple[int, ...], quantization: str
 ) -> None:
+    from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415 - Gluon is there on Hopper only
+
+    kv = KvShape(
+        num_layers=2,
+        num_blocks=9,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype="bfloat16",
+        quantization=quantization,
+    )
+    assert not trial(kv, num_heads, torch.device(DEVICE))
     chunks = [*RAGGED, (0, 700), (513, 257), (1000, 64), (127, 129), (128, 128)]
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
     for window in windows:
