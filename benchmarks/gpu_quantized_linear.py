@@ -189,10 +189,22 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
 
         return run
 
+    def blocks(weight: torch.Tensor, product: Product) -> Run:
+        w = weight.to(torch.float8_e4m3fn).t()
+        scales = torch.ones(product.num_out // 128, product.width // 128, device=DEVICE).t()
+
+        def run(x: torch.Tensor) -> object:
+            x_scales = torch.ones(x.shape[1] // 128, len(x), device=DEVICE).t()
+            y = torch._scaled_mm(eights[x.shape[1]], w, x_scales, scales, out_dtype=DTYPE)
+            return silu_mul(y) if product.gated else y
+
+        return run
+
     makers: dict[str, Callable[[torch.Tensor, Product], Run]] = {
         "bf16": bfloat16,
         "cuBLAS-fp8": functools.partial(float8, fast=True),
         "-exact": functools.partial(float8, fast=False),
+        "-blocks": blocks,
     }
     for name, make in makers.items():
         layer = [(p, [make(w, p) for w in dense[p.name]]) for p in LAYER]
@@ -202,7 +214,7 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
             try:
                 times[name, tokens] = steps_ms(tokens, layer, head)
             except (RuntimeError, ValueError) as error:
-                print(f"{name} {tokens}: {str(error)[:100]}")
+                print(f"{name} {tokens}: {str(error)[:300]}")
     return times
 
 
@@ -264,18 +276,39 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
     rows = [QuantizedRows(rows=count, num_warps=warps) for count, warps in [(2, 4), (4, 4), (8, 4), (4, 8), (2, 8), (1, 4)]]
     if tokens <= 64:
         padded = max(16, 1 << (tokens - 1).bit_length())
-        for cols, warps, parts, ahead in [
-            (128, 4, 1, 0), (128, 4, 1, 2), (128, 4, 1, 4), (128, 4, 2, 2), (128, 4, 4, 2), (128, 4, 8, 0), (128, 4, 8, 2), (64, 4, 1, 2),
-            (64, 4, 2, 2), (64, 4, 4, 2), (256, 8, 1, 2), (256, 8, 4, 2), (256, 4, 1, 2), (128, 8, 1, 2), (128, 8, 4, 2),
-        ]:  # fmt: skip
-            found += [
-                QuantizedTile(tokens=padded, cols=cols, num_warps=warps, num_stages=stages, parts=parts, ahead=ahead) for stages in (4, 8)
-            ]
+        # cols, warps, parts, stages, ahead
+        shapes = [
+            (128, 4, 1, 4, 0),
+            (128, 4, 1, 8, 0),
+            (128, 4, 1, 6, 2),
+            (128, 4, 2, 6, 2),
+            (128, 4, 4, 4, 2),
+            (128, 4, 4, 8, 2),
+            (128, 4, 8, 8, 2),
+            (64, 4, 1, 8, 2),
+            (64, 4, 2, 8, 2),
+            (64, 4, 4, 8, 2),
+            (64, 2, 1, 4, 0),
+            (64, 2, 1, 8, 2),
+            (64, 2, 2, 6, 2),
+            (64, 2, 4, 6, 2),
+            (64, 2, 8, 4, 2),
+            (32, 1, 1, 6, 2),
+            (32, 1, 4, 6, 2),
+            (32, 2, 2, 6, 2),
+            (256, 4, 1, 4, 2),
+            (256, 8, 1, 4, 2),
+        ]
+        found += [
+            QuantizedTile(tokens=padded, cols=cols, num_warps=warps, num_stages=stages, parts=parts, ahead=ahead, bulk=bulk)
+            for cols, warps, parts, stages, ahead in shapes
+            for bulk in (True, False)
+        ]
         if tokens == 1:
-            found += [replace(tile, tokens=8) for tile in found if tile.num_stages == 8]
+            found += [replace(tile, tokens=8) for tile in found if tile.num_warps <= 2]
     else:
         # tokens, cols, warps, stages, parts, turned, exact
-        shapes = [
+        large = [
             (128, 128, 8, 4, 1, True, True),
             (128, 128, 8, 4, 2, True, True),
             (128, 128, 8, 4, 4, True, True),
@@ -297,9 +330,10 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
         ]
         found += [
             QuantizedTile(tokens=rows, cols=cols, num_warps=warps, num_stages=stages, parts=parts, turned=turned, exact=exact)
-            for rows, cols, warps, stages, parts, turned, exact in shapes
+            for rows, cols, warps, stages, parts, turned, exact in large
         ]
-    tiles = [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.turned)))]
+        found += [replace(tile, bulk=False) for tile in found if tile.turned]
+    tiles = [tile for tile in found if not (product.gated and (tile.parts > 1 or (tile.cols == 64 and tile.num_warps == 4)))]
     return [*(rows if tokens == 1 else []), *tiles]
 
 
@@ -317,6 +351,7 @@ def describe(tile: QuantizedTile | QuantizedRows | None) -> str:
         return f"rows {tile.rows} w{tile.num_warps}"
     return (
         f"t{tile.tokens} c{tile.cols} p{tile.parts} w{tile.num_warps} s{tile.num_stages} a{tile.ahead}"
+        + ("" if tile.bulk else " ptr")
         + ("" if tile.turned else " straight")
         + ("" if tile.exact else " fast")
     )

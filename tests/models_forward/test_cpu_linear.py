@@ -123,7 +123,15 @@ def test_what_no_product_takes_is_unpacked() -> None:
     grouped = QuantizedWeight(values=int8_weight(8, 64).values, scales=torch.rand(8, 4) + 0.1, group=16)
     shifted = QuantizedWeight(values=grouped.values, scales=torch.ones(8, 1), group=64, zeros=torch.ones(8, 1, dtype=torch.int8))
     fp8 = QuantizedWeight(values=torch.randn(8, 64).to(torch.float8_e4m3fn), scales=torch.ones(8, 1), group=64)
-    for weight in (grouped, shifted, fp8, int8_weight(1, 64), int8_weight(64, 1), int4_weight(8, 64, 16, zeros=False), int4_weight(8, 80, 80, zeros=False)):
+    for weight in (
+        grouped,
+        shifted,
+        fp8,
+        int8_weight(1, 64),
+        int8_weight(64, 1),
+        int4_weight(8, 64, 16, zeros=False),
+        int4_weight(8, 80, 80, zeros=False),
+    ):
         assert pack(weight, None, torch.float32, fast_bfloat16=True) is None
         x = torch.randn(3, weight.shape[1])
         torch.testing.assert_close(Ops().prepare_quantized(weight, None, torch.float32)(x), multiply_dense(weight, x))

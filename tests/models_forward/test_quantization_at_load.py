@@ -59,7 +59,9 @@ class KeepingOps(Ops):
     def __init__(self) -> None:
         self.weights: list[QuantizedWeight] = []
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        if gated:
+            return super().prepare_quantized(weight, bias, dtype, gated=True)
         self.weights.append(weight)
         return lambda x: multiply_dense(weight, x, bias)
 

@@ -192,7 +192,9 @@ class RecordingOps(Ops):
         self.weights.append(weight)
         return super().prepare_linear(weight, bias)
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        if gated:
+            return super().prepare_quantized(weight, bias, dtype, gated=True)
         self.quantized.append(weight)
         self.weights.append(weight.dequantize(dtype))
         return lambda x: multiply_dense(weight, x, bias)

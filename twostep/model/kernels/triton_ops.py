@@ -23,7 +23,7 @@ from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_progress import StepProgress, note_layers
-from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, prepare
+from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, QuantizedLinear, prepare
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
@@ -68,6 +68,8 @@ class TritonOps(Ops):
         return None if self._trouble.get(kind) else layer
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Linear:
+        if dtype not in QUANTIZED_DTYPES:
+            return super().prepare_quantized(weight, bias, dtype, gated=gated)
         layer = QuantizedLinear(prepare(weight, self._device), bias, gated=gated)
         how = None if weight.activations is None else weight.activations.how
         kind = (weight.shape, weight.values.dtype, weight.group, weight.block_rows, weight.zeros is None, how, dtype, gated)

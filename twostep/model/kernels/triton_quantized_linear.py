@@ -1,8 +1,8 @@
 """Linear layers whose weights stay quantized, on GPUs: which kernel multiplies, and the layout that it reads.
 
     weight x input      fp8 x fp8          int8 x int8            4 or 8 bits x 16 bits
-    kernel              rows 1             rows 1                 unpack
-                        eight -64          eight
+    kernel              rows 1             eight                  unpack
+                        eight -64
                         cuBLAS             (whole rows, no        dense, cuBLAS from 192 or 256 tokens on, where writing the
                         (blocks: eight)    zero points)           dense weight first costs less than unpacking in every tile
 
@@ -28,7 +28,7 @@ from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows, mu
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile, multiply_eight, multiply_unpacked, unpack_dense
 
 _FLOAT8 = torch.float8_e4m3fn
-_DTYPES = (torch.bfloat16, torch.float16)
+QUANTIZED_DTYPES = (torch.bfloat16, torch.float16)  # of inputs and results
 # Weights and inputs come in pieces of 16 bytes.
 _ALIGNMENT = 16
 _MOST_PARTS = 8
@@ -161,7 +161,7 @@ def quantized_linear(
         assert weight.dense is not None
         y = multiply_dense(weight.dense, x, bias)
         return silu_mul(y) if gated else y
-    assert dtype in _DTYPES
+    assert dtype in QUANTIZED_DTYPES
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
     if tile is None:
         tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device))
@@ -196,29 +196,37 @@ def _multiply_library(x: torch.Tensor | RoundedInput, packed: Packed, bias: torc
 
 def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile | QuantizedRows | None:
     """How so many tokens are multiplied; None: by cuBLAS. It follows from the shape alone, so that a captured step always does the same."""
-    unpack, grouped = packed.values.dtype == torch.int16, bool(packed.group)
+    unpack, grouped, tokens = packed.values.dtype == torch.int16, bool(packed.group), max(1, tokens)
     width = packed.width * (1 + gated)
-    if not unpack and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
+    if not unpack and packed.is_float and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
         return QuantizedRows(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
     if tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO) and (unpack or (packed.is_float and not grouped)):
         return None
     if tokens <= 64:
-        cols = 64 if tokens > 16 and not unpack and not gated and packed.num_out < 128 * num_sms else 128
-        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=cols, num_warps=4, num_stages=8, ahead=2)
+        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=128, num_warps=4, num_stages=8, ahead=2, bulk=not unpack)
+        if unpack and tokens <= 32:
+            # By the instructions of warps, not of groups of four: nobody waits for them.
+            tile = replace(tile, cols=64, num_warps=2, num_stages=6)
+        elif tokens > 16 and not (unpack or grouped or gated) and packed.num_out < 128 * num_sms:
+            tile = replace(tile, cols=64)
     elif tokens <= 256 or unpack:
-        tile = QuantizedTile(tokens=128, cols=128, num_warps=8, num_stages=5)
+        tile = QuantizedTile(tokens=128, cols=128, num_warps=8, num_stages=5, bulk=not unpack)
     else:
         tile = QuantizedTile(tokens=128, cols=128 if grouped else 256, num_warps=8, num_stages=4, turned=False, exact=False)
     tiles = -(-packed.num_out // tile.cols) * -(-tokens // tile.tokens)
-    if tiles > 2 * num_sms:
+    # Programs of a multiprocessor.
+    beside = 4 if tile.num_warps == 2 else 2 if tokens <= 16 or unpack or grouped else 1
+    if tiles > beside * num_sms:
         # The bytes of a program that waits for its place are not missed yet.
         tile = replace(tile, ahead=0, num_stages=4 if unpack else tile.num_stages)
     if not gated and not (tokens > 256):
-        # Two programs to a multiprocessor, but no part of less than two steps, and not more sums than cost as much as the weight.
+        # No part is less than two steps, and there are not more sums than cost as much as the weight.
         steps = -(-packed.width // step_of(packed, tile))
-        parts = min(_MOST_PARTS, (2 if tokens <= 16 or unpack else 1) * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
+        parts = min(_MOST_PARTS, beside * num_sms // tiles, steps // 2, _MOST_SUMS // tokens)
         tile = replace(tile, parts=1 << max(1, parts).bit_length() - 1)
-    while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes // (2 if tokens <= 64 else 1):
+    if tokens <= 64:
+        shared_bytes //= min(max(2, beside), -(-tiles * tile.parts // num_sms))
+    while tile.num_stages > 2 and bytes_on_their_way(packed, tile) + _SHARED_SLACK > shared_bytes:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
 

@@ -44,6 +44,8 @@ class QuantizedTile:
     turned  weight times tokens (64 rows of the weight are one tensor-core tile) or tokens times weight; unpacked weights are always so
     exact   sums of fp8 products go to float32 after every step; else the tensor cores keep them, in fewer bits
     ahead   steps whose bytes are asked for before the kernel ahead has ended
+    bulk    the weight comes by the tensor memory accelerator, as the tokens of large tiles do: fewer instructions, but every tile that
+            comes so takes the program's threads some barriers a step
     """
 
     tokens: int
@@ -55,6 +57,7 @@ class QuantizedTile:
     turned: bool = True
     exact: bool = True
     ahead: int = 0
+    bulk: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +142,14 @@ def multiply_eight(
         return output.out
     pdl, cols = overlaps(values.device), tile.cols // 2 if gated else tile.cols
     _eight_kernel[(triton.cdiv(packed.num_out // (1 + gated), cols) * triton.cdiv(tokens, tile.tokens), output.parts)](
-        TensorDescriptor.from_tensor(values, [tile.tokens, tile.depth]), x.scales,
-        TensorDescriptor.from_tensor(packed.values, [cols, tile.depth]), packed.values, packed.scales, packed.scales.stride(0),
+        *_sources(values, packed.values, tile, cols, tile.depth), values.stride(0), x.scales, packed.values,
+        packed.scales, packed.scales.stride(0),
         packed.scales if bias is None else bias, output.out, output.sums, packed.counters, tokens, packed.num_out // (1 + gated),
         packed.width, output.part, output.parts, TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows,
         X_GROUPS=x.scales.dim() == 2, W_GROUPS=bool(packed.group), IN_INT=not packed.is_float, EXACT=tile.exact and packed.is_float,
         HAS_BIAS=bias is not None, GATED=gated, TURNED=tile.turned, MERGED=output.merged, STAGES=tile.num_stages,
-        AHEAD=tile.ahead if packed.width % tile.depth == 0 else 0, PDL=pdl,
+        AHEAD=tile.ahead if packed.width % tile.depth == 0 else 0, BULK_X=_bulk_tokens(tile), BULK=tile.bulk,
+        EVEN=packed.width % tile.depth == 0, PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return output.out
@@ -163,16 +167,31 @@ def multiply_unpacked(
         return output.out
     pdl, cols = overlaps(x.device), tile.cols // 2 if gated else tile.cols
     _unpack_kernel[(triton.cdiv(packed.num_out // (1 + gated), cols) * triton.cdiv(tokens, tile.tokens), output.parts)](
-        TensorDescriptor.from_tensor(x, [tile.tokens, packed.slice]), TensorDescriptor.from_tensor(packed.values, [cols, packed.slice]),
-        packed.values, packed.scales, packed.scales if packed.zeros is None else packed.zeros, packed.scales.stride(0),
+        *_sources(x, packed.values, tile, cols, packed.slice), x.stride(0), packed.values,
+        packed.scales, packed.scales if packed.zeros is None else packed.zeros, packed.scales.stride(0),
         packed.scales if bias is None else bias, output.out, output.sums, packed.counters, tokens,
         packed.num_out // (1 + gated), packed.num_out, packed.width, output.part, output.parts,
         TOKENS=tile.tokens, COLS=cols, SLICE=packed.slice, BITS=packed.bits,
         IS_FLOAT=packed.is_float, GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=packed.zeros is not None,
         HAS_BIAS=bias is not None, GATED=gated, MERGED=output.merged, STAGES=tile.num_stages,
-        AHEAD=tile.ahead, PDL=pdl, ON_GPU=x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+        AHEAD=tile.ahead, BULK_X=_bulk_tokens(tile), BULK=tile.bulk, EVEN=packed.width % block == 0, PDL=pdl, ON_GPU=x.is_cuda,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return output.out
+
+
+def _bulk_tokens(tile: QuantizedTile) -> bool:
+    return tile.bulk and tile.tokens > 64
+
+
+def _sources(
+    x: torch.Tensor, weight: torch.Tensor, tile: QuantizedTile, cols: int, depth: int
+) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor | TensorDescriptor]:
+    """What a kernel loads tiles of tokens and of the weight from."""
+    return (
+        TensorDescriptor.from_tensor(x, [tile.tokens, depth]) if _bulk_tokens(tile) else x,
+        TensorDescriptor.from_tensor(weight, [cols, depth]) if tile.bulk else weight,
+    )
 
 
 def unpack_dense(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
@@ -190,11 +209,12 @@ def unpack_dense(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
 # One program for all shapes of weights and every number of tokens of a tile: steps of all sizes are captured at start-up.
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _eight_kernel(
-    x_source, x_scales_ptr, source, weight_ptr, scales_ptr, stride_scales, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out,
-    width, columns, parts,
+    x_source, source, stride_x, x_scales_ptr, weight_ptr, scales_ptr, stride_scales, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens,
+    num_out, width, columns, parts,
     TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, IN_INT: tl.constexpr, EXACT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, TURNED: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BULK_X: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first_token, first = _place(tokens, num_out, TOKENS, COLS)
     part = tl.program_id(1)
@@ -217,12 +237,12 @@ def _eight_kernel(
     acc = tl.zeros(shape, SUM)
     gate_acc = tl.zeros(shape, SUM)
     for k in tl.range(start, end, DEPTH, num_stages=STAGES):
-        x = x_source.load([first_token, k])
+        x = _load_tokens(x_source, stride_x, first_token, k, tokens, width, TOKENS, DEPTH, BULK_X, EVEN)
         if GATED:
-            gate = source.load([first, k])
-            weight = source.load([first + num_out, k])
+            gate = _load_rows(source, first, at, k, width, width, DEPTH, BULK, EVEN)
+            weight = _load_rows(source, first + num_out, at + num_out, k, width, width, DEPTH, BULK, EVEN)
         else:
-            weight = source.load([first, k])
+            weight = _load_rows(source, first, at, k, width, width, DEPTH, BULK, EVEN)
         if X_GROUPS or W_GROUPS or EXACT:
             # Sums of one step each.
             group = k // DEPTH
@@ -260,11 +280,12 @@ def _eight_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _unpack_kernel(
-    x_source, source, words_ptr, scales_ptr, zeros_ptr, stride_scales, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, num_rows,
-    width, columns, parts,
+    x_source, source, stride_x, words_ptr, scales_ptr, zeros_ptr, stride_scales, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens,
+    num_out, num_rows, width, columns, parts,
     TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, MERGED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BULK_X: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 16 // BITS * SLICE
@@ -287,17 +308,17 @@ def _unpack_kernel(
     gate_acc = tl.zeros([COLS, TOKENS], tl.float32)
     for b in tl.range(start, end, num_stages=STAGES):
         if GATED:
-            gate = source.load([b * num_rows + first, 0])
+            gate = _load_rows(source, b * num_rows + first, b * num_rows + at, 0, SLICE, SLICE, SLICE, BULK, True)
             gate_acc = _add_block(
-                gate, x_source, scales_ptr + at // BLOCK_ROWS, zeros_ptr + at, stride_scales, gate_acc, first_token, b,
-                TOKENS, COLS, SLICE, BITS, IS_FLOAT, GROUP, HAS_ZEROS, ON_GPU,
+                gate, x_source, scales_ptr + at // BLOCK_ROWS, zeros_ptr + at, stride_scales, gate_acc, first_token, b, stride_x, tokens,
+                width, TOKENS, COLS, SLICE, BITS, IS_FLOAT, GROUP, HAS_ZEROS, BULK_X, EVEN, ON_GPU,
             )  # fmt: skip
-            words = source.load([b * num_rows + first + num_out, 0])
+            words = _load_rows(source, b * num_rows + first + num_out, b * num_rows + at + num_out, 0, SLICE, SLICE, SLICE, BULK, True)
         else:
-            words = source.load([b * num_rows + first, 0])
+            words = _load_rows(source, b * num_rows + first, b * num_rows + at, 0, SLICE, SLICE, SLICE, BULK, True)
         acc = _add_block(
             words, x_source, scales_ptr + (at + num_out * GATED) // BLOCK_ROWS, zeros_ptr + at + num_out * GATED, stride_scales, acc,
-            first_token, b, TOKENS, COLS, SLICE, BITS, IS_FLOAT, GROUP, HAS_ZEROS, ON_GPU,
+            first_token, b, stride_x, tokens, width, TOKENS, COLS, SLICE, BITS, IS_FLOAT, GROUP, HAS_ZEROS, BULK_X, EVEN, ON_GPU,
         )  # fmt: skip
     if GROUP == 0:
         acc *= tl.load(scales_ptr + (at + num_out * GATED) // BLOCK_ROWS)[:, None]
@@ -337,9 +358,9 @@ def _dense_kernel(
 
 @triton.jit
 def _add_block(
-    words, x_source, scales_ptr, zeros_ptr, stride, acc, first_token, b,
+    words, x_source, scales_ptr, zeros_ptr, stride, acc, first_token, b, stride_x, tokens, width,
     TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, ON_GPU: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, BULK_X: tl.constexpr, EVEN: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Adds a block of columns to acc [COLS, TOKENS]."""
     SLICES: tl.constexpr = 16 // BITS
@@ -349,7 +370,7 @@ def _add_block(
     d = tl.zeros([COLS, TOKENS], tl.float32)
     zero = tl.full([COLS], 8.0, tl.float32)
     for p in tl.static_range(SLICES):
-        x = x_source.load([first_token, (b * SLICES + p) * SLICE])
+        x = _load_tokens(x_source, stride_x, first_token, (b * SLICES + p) * SLICE, tokens, width, TOKENS, SLICE, BULK_X, EVEN)
         group = (b * SLICES + p) * SLICE // GROUP if GROUP > 0 else 0
         if p % TOGETHER == 0:
             if GROUP > 0:
@@ -364,6 +385,34 @@ def _add_block(
         if GROUP > 0 and p % TOGETHER == TOGETHER - 1:
             acc += d * tl.load(scales_ptr + group * stride)[:, None]
     return acc if GROUP > 0 else acc + d
+
+
+@triton.jit
+def _load_tokens(
+    source, stride, first, k, tokens, width, TOKENS: tl.constexpr, DEPTH: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr
+):
+    """[TOKENS, DEPTH] of the input, zeros past what is there."""
+    if BULK:
+        return source.load([first, k])
+    else:
+        t = first + tl.arange(0, TOKENS)
+        depth = k + tl.arange(0, DEPTH)
+        inside = (t < tokens)[:, None] if EVEN else (t < tokens)[:, None] & (depth < width)[None, :]
+        return tl.load(source + t[:, None].to(tl.int64) * stride + depth[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_rows(source, first, row, k, width, stride, DEPTH: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr):
+    """[COLS, DEPTH] of the weight, zeros past its width; rows from `first` on, `row` where there are some."""
+    if BULK:
+        return source.load([first, k])
+    else:
+        depth = k + tl.arange(0, DEPTH)
+        at = source + row.to(tl.int64)[:, None] * stride + depth[None, :]
+        if EVEN:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(depth < width)[None, :], other=0.0)
 
 
 @triton.jit
