@@ -120,7 +120,8 @@ def test_models_of_a_directory(tmp_path: Path) -> None:
     found = json.loads(run("models", str(tmp_path), "--json").stdout)
     assert (found["method"], found["unquantized"], found["num_bytes"]) == ("fp8", ["model.embed_tokens"], 124)
     assert [(share["num_layers"], share["num_weights"], share["num_bytes"]) for share in found["formats"]] == [(1, 24, 28)]
-    assert found["loaded_bytes"] == 2 * (24 + 48)
+    # The one scale is written out for each row; a CPU has no product for it.
+    assert (found["loaded_bytes"], found["cpu_bytes"]) == (24 + 4 * 4 + 2 * 48, 2 * (24 + 48))
     assert "fp8" in run("models", str(tmp_path)).stdout
     assert run("models", str(tmp_path / "nowhere")).returncode == 1
 

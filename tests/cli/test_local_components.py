@@ -105,6 +105,7 @@ def test_the_cores_go_to_the_workers_there_are(monkeypatch: pytest.MonkeyPatch) 
 
 # Values that a table reads, given by a flag of `up`. Names that `up` settles itself are left out.
 SAMPLES = {
+    "quantization": ("int8", "quantization", "int8"),
     "kv-cache-dtype": ("int8", "kv_cache_dtype", "int8"),
     "prefix-cache-space": ("1.5", "prefix_cache_space", 1.5),
     "kv-transfer": ("ray", "kv_transfer", "ray"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 
-from twostep.checkpoint.fingerprint import dummy_fingerprint, is_same_model, model_fingerprint
+from twostep.checkpoint.fingerprint import dummy_fingerprint, is_same_model, model_fingerprint, quantized_fingerprint
 from twostep.errors import SetupError
 
 
@@ -56,7 +56,13 @@ def other_tensor_name(model_dir: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"layers.1.mlp", b"layers.7.mlp"))
 
 
-@pytest.mark.parametrize("change", [other_config, other_tokenizer, other_weights, other_last_byte, other_tensor_name])
+def other_words_of_quantization(model_dir: Path) -> None:
+    (model_dir / "quantize_config.json").write_text('{"bits": 4}')
+
+
+@pytest.mark.parametrize(
+    "change", [other_words_of_quantization, other_config, other_tokenizer, other_weights, other_last_byte, other_tensor_name]
+)
 def test_another_model(tiny_llama_dir: Path, copy: Path, change: Callable[[Path], None]) -> None:
     change(copy)
     assert model_fingerprint(copy) != model_fingerprint(tiny_llama_dir)
@@ -90,7 +96,10 @@ def test_made_up_weights_are_the_same_model_where_the_shape_is(tmp_path: Path) -
     assert all(is_same_model(wanted, kind) for kind in kinds)
     assert not is_same_model(wanted, dummy_fingerprint(tmp_path / "two", "cpu-1"))
     assert not is_same_model(kinds[0], kinds[1])
+    assert is_same_model(wanted, quantized_fingerprint(kinds[0], "int8"))
     real = "ab" * 32
+    assert is_same_model(real, quantized_fingerprint(real, "int8"))
+    assert quantized_fingerprint(real, "none") == real
     assert is_same_model(real, real)
     assert not is_same_model(wanted, real)
     assert not is_same_model(real, kinds[0])

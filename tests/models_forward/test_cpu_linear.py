@@ -49,33 +49,32 @@ def error_of(got: torch.Tensor, weight: QuantizedWeight, x: torch.Tensor, bias: 
 
 @needs_int8
 @given(
-    st.integers(2, 300),
-    st.one_of(st.integers(2, 200), st.sampled_from([64, 128, 320])),
+    st.integers(1, 300),
+    st.integers(1, 200),
     st.sampled_from([1, 2, 7, 63, 64, 130]),
     st.sampled_from([None, PER_TOKEN, STATIC]),
     st.booleans(),
-    st.booleans(),
     st.integers(0, 99),
 )
-def test_int8(rows: int, columns: int, tokens: int, how: Activations | None, biased: bool, unpacks: bool, seed: int) -> None:
+def test_int8(rows: int, columns: int, tokens: int, how: Activations | None, biased: bool, seed: int) -> None:
     torch.manual_seed(seed)
     weight, x = int8_weight(rows, columns, how), torch.randn(tokens, columns)
     bias = torch.randn(rows) if biased else None
-    assert isinstance(pack(weight, bias, torch.float32, fast_bfloat16=True), Int8Linear)
+    assert isinstance(pack(weight, bias), Int8Linear)
     # A number on the edge between two steps of the inputs may go to either.
     allowed = 2e-6 if how is None else 0.02
     few = x[:2].to(torch.bfloat16)
-    assert error_of(Int8Linear(weight, None, unpacks=unpacks)(few), weight, few, None) < max(allowed, 1e-2)
-    assert error_of(Int8Linear(weight, bias, unpacks=unpacks)(x), weight, x, bias) < allowed
+    assert error_of(Int8Linear(weight, None)(few), weight, few, None) < max(allowed, 1e-2)
+    assert error_of(Int8Linear(weight, bias)(x), weight, x, bias) < allowed
 
 
 @needs_int8
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
-    layer = Int8Linear(int8_weight(96, 64), None, unpacks=False)
-    x = torch.randn(200, 64)
+    layer = Int8Linear(int8_weight(96, 64), None)
+    x = torch.randn(60, 64)
     together = layer(x)
-    for at in (slice(0, 1), slice(3, 90), slice(100, 200)):
+    for at in (slice(0, 1), slice(3, 9), slice(20, 60)):
         assert torch.equal(layer(x[at]), together[at])
 
 
@@ -111,7 +110,7 @@ def test_int4(rows: int, width: tuple[int, int], tokens: int, zeros: bool, biase
     torch.manual_seed(seed)
     weight, x = int4_weight(rows, *width, zeros=zeros), torch.randn(tokens, width[0]).to(dtype)
     bias = torch.randn(rows).to(dtype) if biased else None
-    layer = pack(weight, bias, dtype, fast_bfloat16=True)
+    layer = pack(weight, bias)
     assert isinstance(layer, Int4Linear)
     assert error_of(layer(x), weight, x, bias) < 1e-2
 
@@ -123,16 +122,9 @@ def test_what_no_product_takes_is_unpacked() -> None:
     grouped = QuantizedWeight(values=int8_weight(8, 64).values, scales=torch.rand(8, 4) + 0.1, group=16)
     shifted = QuantizedWeight(values=grouped.values, scales=torch.ones(8, 1), group=64, zeros=torch.ones(8, 1, dtype=torch.int8))
     fp8 = QuantizedWeight(values=torch.randn(8, 64).to(torch.float8_e4m3fn), scales=torch.ones(8, 1), group=64)
-    for weight in (
-        grouped,
-        shifted,
-        fp8,
-        int8_weight(1, 64),
-        int8_weight(64, 1),
-        int4_weight(8, 64, 16, zeros=False),
-        int4_weight(8, 80, 80, zeros=False),
-    ):
-        assert pack(weight, None, torch.float32, fast_bfloat16=True) is None
+    others = [int4_weight(8, 64, 16, zeros=False), int4_weight(8, 80, 80, zeros=False)]
+    for weight in (grouped, shifted, fp8, *others):
+        assert pack(weight, None) is None
         x = torch.randn(3, weight.shape[1])
         torch.testing.assert_close(Ops().prepare_quantized(weight, None, torch.float32)(x), multiply_dense(weight, x))
 
@@ -141,6 +133,6 @@ def test_without_torchs_operators_weights_are_unpacked(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu_linear, "int8_works", lambda: False)
     monkeypatch.setattr(cpu_linear, "int4_rows_together", lambda: 0)
     for weight in (int8_weight(24, 64, PER_TOKEN), int4_weight(24, 64, 32, zeros=True)):
-        assert pack(weight, None, torch.float32, fast_bfloat16=True) is None
+        assert pack(weight, None) is None
         x = torch.randn(5, 64)
         torch.testing.assert_close(Ops().prepare_quantized(weight, None, torch.float32)(x), multiply_dense(weight, x))

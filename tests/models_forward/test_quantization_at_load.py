@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
+from hypothesis import given
+from hypothesis import strategies as st
 from quantized_tensors import KINDS, Kind, config_of, quantize, quantize_directory, rounded_input
 
+from twostep.checkpoint.description import describe
+from twostep.checkpoint.quantization import fitting, quantization_at_load
 from twostep.errors import SetupError
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import ModelPart, shard_of
+from twostep.model.kernels import weight_quantizer
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.loading import weights
@@ -23,6 +29,32 @@ from twostep.model.runner.model_runner import ModelRunner, with_quantization
 
 HEAD = KINDS["int8"]
 LAYERS = {"fp8": KINDS["fp8 rows"], "int8": KINDS["int8"], "int4": Kind("packed", group=32)}
+INT4 = quantization_at_load("int4").groups[0].format
+
+
+def dense_of(kind: Kind, weight: torch.Tensor) -> torch.Tensor:
+    """What the weight becomes: of 8 bits by a definition of the test's own. Scales of 4 bits are chosen by what is tested."""
+    if kind.method == "packed":
+        return weight_quantizer.quantize(weight, fitting(INT4, weight.shape[1])).dequantize(torch.float32)
+    return torch.from_numpy(quantize(kind, weight.numpy(), scale_dtype=torch.float32).dense)
+
+
+@given(st.integers(1, 9), st.integers(1, 100), st.integers(0, 99), st.sampled_from([32, 64]))
+def test_4_bits_lose_half_a_step_at_most_and_use_all_of_them(rows: int, columns: int, seed: int, group: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(rows, columns) * torch.rand(rows, 1)
+    weight[0] = 0
+    made = weight_quantizer.quantize(weight, replace(INT4, block=(1, group)))
+    dense, scale = made.dequantize(torch.float32), made.spread(made.scales).expand(rows, -1)
+    assert not dense[0].any()
+    # But for those between 7 and 8 steps on the side that has no 8.
+    beyond = weight / scale > 7.5
+    assert bool((((dense - weight).abs() <= scale.abs() * 0.5001) | beyond).all())
+    assert bool(((dense - weight).abs() <= scale.abs() * 1.0001).all())
+    for row in range(1, rows):
+        for start in range(0, columns, group):
+            part = weight[row, start : start + group]
+            assert float(made.scales[row, start // group].abs() * 8) == pytest.approx(float(part.abs().max()))
 
 
 def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transformers.PreTrainedModel:
@@ -31,9 +63,7 @@ def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transfor
         if not isinstance(module, torch.nn.Linear) or (path == "lm_head" and name == "fp8"):
             continue
         kind = HEAD if path == "lm_head" else LAYERS[name]
-        module.weight = torch.nn.Parameter(
-            torch.from_numpy(quantize(kind, module.weight.detach().numpy(), scale_dtype=torch.float32).dense)
-        )
+        module.weight = torch.nn.Parameter(dense_of(kind, module.weight.detach()))
 
         def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor], kind: Kind = kind) -> torch.Tensor:
             x = inputs[0]
@@ -91,6 +121,10 @@ def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest
     bits = 4 if name == "int4" else 8
     assert sum(weight.num_bytes for weight in ops.weights) < numbers * bits / 8 * 1.3 + 4 * numbers / 32
     largest = max(weight.shape[0] * weight.shape[1] for weight in ops.weights) * 4
+    # The embedding and the norms beside them, and with 8 bits or less a head that is not dense.
+    described = describe(tmp_path, quantization=name)
+    rope = model.attention.cos.nbytes + model.attention.sin.nbytes
+    assert described.loaded_bytes == pytest.approx(kept - rope, rel=0.03)
     assert max(seen) < kept + at_once + largest
     assert kept + at_once + largest < 4 * numbers, "else the test says nothing"
 
@@ -109,8 +143,8 @@ def test_ranks_hold_their_parts(name: str, tmp_path: Path) -> None:
     for at, weight in enumerate(whole.weights):
         dense, halves = weight.dequantize(torch.float32), [rank[at] for rank in ranks]
         if halves[0].shape[1] < dense.shape[1]:
-            # By half a step of each.
-            step = weight.scales.max() + (dense.abs() / 8 if name == "fp8" else 0)
+            # By half a step of each, of 4 bits by one.
+            step = weight.scales.abs().max() * (2 if name == "int4" else 1) + (dense.abs() / 8 if name == "fp8" else 0)
             assert bool(((torch.cat(halves, 1) - dense).abs() <= step).all())
         else:
             torch.testing.assert_close(torch.cat(halves).sort(0).values, dense.sort(0).values)
@@ -122,6 +156,8 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     assert config_of(KINDS["gptq"])["quant_method"] == "gptq"
     with pytest.raises(SetupError, match=r"--quantization int8 .* gptq"):
         ModelRunner(tmp_path / "gptq", num_blocks=4, block_size=4, quantization="int8")
+    with pytest.raises(SetupError, match=r"--quantization int8 .* gptq"):
+        describe(tmp_path / "gptq", quantization="int8")
     with pytest.raises(SetupError, match="int3"):
         ModelRunner(tmp_path / "dense", num_blocks=4, block_size=4, quantization="int3")
 

@@ -95,7 +95,8 @@ def test_logits_are_those_of_the_formats_own_arithmetic(name: str, tmp_path: Pat
     described = describe(tmp_path)
     assert [share.num_layers for share in described.formats] == [21]
     assert described.unquantized == ("lm_head", "model.embed_tokens")
-    assert described.loaded_bytes >= 4 * sum(tensor.numel() for tensor in unquantized.values())
+    assert described.num_weights >= sum(tensor.numel() for tensor in unquantized.values())
+    assert described.loaded_bytes <= described.cpu_bytes <= 4 * described.num_weights
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "opt", "llama-tied"])
@@ -228,6 +229,11 @@ def test_weights_keep_their_bits(name: str, tmp_path: Path) -> None:
     rows = sum(weight.shape[0] for weight in ops.quantized)
     # Scales and zero points of whole rows, and of blocks or groups that are not full, are few.
     assert numbers * BITS[name] / 8 <= sum(weight.num_bytes for weight in ops.quantized) <= numbers * BITS[name] / 8 + 15 * rows
+    stored = load_file(tmp_path / "model.safetensors")
+    dense = sum(tensor.numel() * 4 for name, tensor in stored.items() if "proj" not in name or name.endswith(".bias"))
+    held = dense + sum(weight.num_bytes for weight in ops.quantized)
+    # Blocks that reach over the end of q, k or v have scales for each row.
+    assert describe(tmp_path).loaded_bytes == pytest.approx(held, rel=0.05)
     (sequence,) = scattered_sequences([23], 4, 16, random.Random(0))
     cache = KvCache(kv_shape(parse_config(tmp_path), "float32", 16, 4))
     with torch.inference_mode():

@@ -85,6 +85,21 @@ def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
     assert model_of(asks, tmp_path, kv_cache_dtype="exact").kv_token_bytes == model.kv_token_bytes
 
 
+def test_quantized_weights_are_counted_in_their_bits(tmp_path: Path) -> None:
+    """Of the shape alone: layers and their scales, and the embedding as it is; of int4 the output layer has 8 bits."""
+    embedding, layers = 128256 * 4096, 6.98e9
+    per_row = 4 * 32 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    assert model_of(LLAMA_8B, tmp_path, quantization="fp8").weight_bytes == pytest.approx(layers + per_row + 4 * embedding, rel=0.001)
+    int4 = model_of(LLAMA_8B, tmp_path, quantization="int4").weight_bytes
+    assert int4 == pytest.approx(layers * (0.5 + 4 / 128) + embedding * 3, rel=0.001)
+    (tmp_path / "gptq").mkdir()
+    stored = LLAMA_8B | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}}
+    gptq = model_of(stored, tmp_path / "gptq").weight_bytes
+    assert gptq == pytest.approx(layers * (0.5 + 4 / 128) + 4 * embedding, rel=0.001)
+    with pytest.raises(SetupError, match="--quantization int8"):
+        model_of(stored, tmp_path / "gptq", quantization="int8")
+
+
 def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
     opt = {key: value for key, value in LLAMA_8B.items() if key not in ("intermediate_size", "tie_word_embeddings")} | {"ffn_dim": 128}
     embedding = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"] * 2

@@ -28,8 +28,8 @@ BLOCK_SIZE = 16
 class Oracle:
     """Answers in float32, one request at a time, in one process."""
 
-    def __init__(self, model_dir: Path) -> None:
-        self._runner = ModelRunner(model_dir, dtype="float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    def __init__(self, model_dir: Path, *, quantization: str = "none") -> None:
+        self._runner = ModelRunner(model_dir, dtype="float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, quantization=quantization)
         self._engine = Engine(self._runner, EngineConfig(max_num_batched_tokens=512, enable_prefix_caching=False))
         self._card = ModelCard.load(model_dir)
         self._tokenizer = Tokenizer.load(model_dir)

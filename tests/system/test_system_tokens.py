@@ -37,3 +37,11 @@ def test_quantized_checkpoints_equal_the_oracle(kind: str, tiny_llama_dir: Path,
     with running(model, tmp_path, extra=extra) as system:
         assert set(answered(system, Oracle(model), seed=48, count=8, longest=200)) == {"ray"}
         system.check_empty()
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_quantized_at_the_load_equal_the_oracle(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    extra = ("--dtype", "float32", "--quantization", "int8", "--max-num-batched-tokens", "48")
+    with running(tiny_llama_dir, tmp_path, extra=extra) as system:
+        assert set(answered(system, Oracle(tiny_llama_dir, quantization="int8"), seed=48, count=8, longest=200)) == {"ray"}
+        system.check_empty()

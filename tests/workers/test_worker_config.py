@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import socket
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_worker.__main__ import main
+from twostep.checkpoint.fingerprint import is_same_model, model_fingerprint
+from twostep.cluster.convertible import reasons_against
 from twostep.errors import SetupError
 from twostep.keys.secret import load_secret
 from twostep.model.runner.device import choose_device
@@ -80,6 +83,14 @@ def test_a_quantized_pool_is_in_the_layout_and_holds_more(tiny_llama_dir: Path) 
     assert (exact.layout.quantization, lossy.layout.quantization) == ("none", "int8")
     assert lossy.layout.dtype == exact.layout.dtype
     assert lossy.runner.kv_shape.num_blocks > 1.4 * exact.runner.kv_shape.num_blocks
+
+
+def test_weights_quantized_at_the_load_are_of_the_model_but_no_peers_of_others(tiny_llama_dir: Path) -> None:
+    flags = ["--model", str(tiny_llama_dir), "--kv-cache-memory-bytes", str(1 << 20), "--max-model-len", "128"]
+    kinds = [load_model(parse_config("prefill", [*flags, "--quantization", kind])).layout for kind in ("none", "int8", "int4")]
+    assert all(is_same_model(model_fingerprint(tiny_llama_dir), kind.model_fingerprint) for kind in kinds)
+    for one, other in combinations(kinds, 2):
+        assert reasons_against(one, other)
 
 
 @pytest.mark.parametrize(

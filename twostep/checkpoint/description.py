@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, read_json, stored_dtype, weight_files
+from twostep.checkpoint.held import held_bytes
 from twostep.checkpoint.linear_format import LinearFormat, Role
-from twostep.checkpoint.quantization import Quantization, read_quantization
+from twostep.checkpoint.quantization import Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
 from twostep.errors import SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,59 +39,82 @@ class ModelDescription:
     unquantized: tuple[str, ...]  # matrices that are left as they are; layers' numbers are a *
     num_weights: int
     num_bytes: int  # in the files
-    loaded_bytes: int  # once they are served in `dtype`
+    loaded_bytes: int  # once a GPU serves it, with `dtype` for what is not quantized
+    cpu_bytes: int  # once a CPU does, which unpacks what it has no product for
 
 
-def describe(model_dir: Path) -> ModelDescription:
-    """Raises SetupError, naming file, key or tensor, for what is missing, broken or not supported. It does not look whether the
-    architecture is."""
+def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none") -> ModelDescription:
+    """`dtype` auto: as config.json says; `quantization`: as --quantization. Raises SetupError, naming file, key or tensor, for what is
+    missing, broken or not supported. It does not look whether the architecture is."""
     config = read_json(model_dir / "config.json")
-    quantization = read_quantization(model_dir, config)
+    found = read_quantization(model_dir, config)
+    if quantization != "none":
+        check_unquantized(found, quantization)
+        found = quantization_at_load(quantization)
     tensors = {name: raw for path in weight_files(model_dir) for name, raw in read_header(path).tensors.items()}
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or stored_dtype(model_dir)).removeprefix("torch.")
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or stored_dtype(model_dir)).removeprefix("torch.")
     if dtype not in _ITEM_BYTES:
         raise SetupError(f"{model_dir / 'config.json'}: dtype is {dtype}; supported are {', '.join(_ITEM_BYTES)}")
-    layers, weights, sizes = Counter[str](), Counter[str](), Counter[str]()
+    layers, weights, sizes, held = Counter[str](), Counter[str](), Counter[str](), Counter[bool]()
     seen: set[str] = set()
-    for layer, format in _quantized(quantization, tensors):
+    for layer, format, (rows, columns) in _quantized(found, tensors):
+        for on_cpu in (False, True):
+            held[on_cpu] += held_bytes(format, rows, columns, item_bytes=_ITEM_BYTES[dtype], on_cpu=on_cpu)
         kind = str(format)
+        layers[kind] += 1
+        weights[kind] += rows * columns
+        if found is not None and not found.stored:
+            seen.add(f"{layer}.weight")
+            sizes[kind] += _num_bytes(tensors.get(f"{layer}.weight"))
+            continue
         parts = {part.role: (part, tensors.get(f"{layer}.{part.suffix}")) for part in format.parts}
         seen |= {f"{layer}.{part.suffix}" for part, raw in parts.values() if raw is not None}
-        part, raw = parts[Role.WEIGHT]
-        layers[kind] += 1
-        weights[kind] += math.prod(_shape(raw)) * math.prod(part.units)
         sizes[kind] += sum(_num_bytes(raw) for _, raw in parts.values())
     others = {name: raw for name, raw in tensors.items() if name not in seen}
     for name, raw in others.items():
         if raw.get("dtype") not in FLOAT_DTYPES and name.endswith((".weight", ".bias")):
             raise SetupError(f"{model_dir}: tensor {name} is stored as {raw.get('dtype')}, but nothing says how it is quantized")
+    dense_bytes = sum(math.prod(_shape(raw)) for raw in others.values()) * _ITEM_BYTES[dtype]
     num_weights = sum(weights.values()) + sum(math.prod(_shape(raw)) for raw in others.values())
     names = Counter(_NUMBER.sub(".*.", name.removesuffix(".weight")) for name, raw in others.items() if len(_shape(raw)) > 1)
     names_of_architecture = config.get("architectures") or [config.get("model_type")]
     return ModelDescription(
         architecture=str(names_of_architecture[0] if isinstance(names_of_architecture, list) else names_of_architecture),
         dtype=dtype,
-        method="" if quantization is None else quantization.method,
+        method="" if found is None else found.method,
         formats=tuple(
             FormatShare(format=kind, num_layers=count, num_weights=weights[kind], num_bytes=sizes[kind]) for kind, count in layers.items()
         ),
         unquantized=tuple(f"{name} ({count})" if count > 1 else name for name, count in names.items()),
         num_weights=num_weights,
         num_bytes=sum(map(_num_bytes, tensors.values())),
-        # Scales are no weights any more.
-        loaded_bytes=num_weights * _ITEM_BYTES[dtype],
+        loaded_bytes=dense_bytes + held[False],
+        cpu_bytes=dense_bytes + held[True],
     )
 
 
-def _quantized(quantization: Quantization | None, tensors: Iterable[str]) -> Iterable[tuple[str, LinearFormat]]:
-    """Yields the layers whose weight and scales are stored as the config says."""
+def _quantized(
+    quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
+) -> Iterable[tuple[str, LinearFormat, tuple[int, int]]]:
+    """Yields the layers whose weight and scales are stored as the config says, or that become so as they are read, with their weight's
+    shape. A tied output layer is one of its own then."""
     if quantization is None:
         return
-    names = frozenset(tensors)
-    for layer in dict.fromkeys(name.rpartition(".")[0] for name in names):
+    for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
         format = quantization.format_of(layer)
-        if format is not None and all(f"{layer}.{part.suffix}" in names for part in format.parts if part.required):
-            yield layer, format
+        if format is None:
+            continue
+        if not quantization.stored:
+            shape = _shape(tensors.get(f"{layer}.weight"))
+            if len(shape) == 2 and "embed" not in layer:
+                yield layer, fitting(format, shape[1]), (shape[0], shape[1])
+        elif all(f"{layer}.{part.suffix}" in tensors for part in format.parts if part.required):
+            part = next(part for part in format.parts if part.role is Role.WEIGHT)
+            shape = _shape(tensors.get(f"{layer}.{part.suffix}"))
+            if len(shape) == 2:
+                rows, columns = shape[::-1] if part.turned else shape
+                yield layer, format, (rows * part.units[0], columns * part.units[1])
 
 
 def _shape(raw: dict[str, Any] | None) -> list[int]:

@@ -115,6 +115,11 @@ class LinearFormat:
         return _WORD_BITS // self.bits if self.storage.packed is not None else 1
 
     @property
+    def halves(self) -> bool:
+        """Returns whether two numbers share a byte, in a weight of an even number of columns."""
+        return self.bits == 4 and self.per_word > 1
+
+    @property
     def parts(self) -> tuple[StoredPart, ...]:
         return _parts(self)
 

@@ -17,6 +17,7 @@ from typing import Any
 from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.linear_format import AWQ, GPTQ, GPTQ_V2, PACKED, PLAIN, PLAIN_BLOCKS, Activations, LinearFormat
+from twostep.errors import SetupError
 
 HEAD = "lm_head"
 _ANY_LINEAR = "Linear"  # the class that all layers here are of
@@ -66,15 +67,24 @@ _INT4_GROUPS = (128, 64, 32)
 # The output layer decides between tokens that are close: 8 bits at least.
 _INT8_ROWS = LinearFormat(storage=PLAIN, is_float=False, bits=8, block=(1, 0))
 _FP8_ROWS = LinearFormat(storage=PLAIN, is_float=True, bits=8, block=(1, 0), activations=Activations(is_float=True, dynamic=True))
-_INT4 = LinearFormat(storage=PLAIN, is_float=False, bits=4, block=(1, _INT4_GROUPS[0]))
+_INT4 = LinearFormat(storage=PACKED, is_float=False, bits=4, block=(1, _INT4_GROUPS[0]))
 
 
 def quantization_at_load(name: str) -> Quantization:
-    """What `--quantization` means, one of QUANTIZATIONS: scales by the largest magnitude, for each output channel with 8 bits."""
+    """What `--quantization` means, one of QUANTIZATIONS but none."""
     format, head = {"fp8": (_FP8_ROWS, None), "int8": (_INT8_ROWS, _INT8_ROWS), "int4": (_INT4, _INT8_ROWS)}[name]
     groups = [FormatGroup(targets=(_ANY_LINEAR,), format=format)]
     groups += [] if head is None else [FormatGroup(targets=(HEAD,), format=head)]
     return Quantization(method=name, groups=tuple(groups), ignored=() if head is not None else (HEAD,), stored=False)
+
+
+def check_unquantized(stored: Quantization | None, name: str) -> None:
+    """Raises SetupError if a checkpoint that holds `stored` cannot be put into what `--quantization` names."""
+    if stored is not None:
+        raise SetupError(
+            f"--quantization {name} is for unquantized checkpoints, and this one is {stored.method} already: leave it out, or take the "
+            "unquantized model"
+        )
 
 
 def fitting(format: LinearFormat, columns: int) -> LinearFormat:

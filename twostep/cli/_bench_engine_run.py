@@ -16,6 +16,7 @@ from twostep.lab.bench import engine as bench
 from twostep.lab.bench import roofline
 from twostep.model.families.registry import parse_config
 from twostep.model.runner.device import choose_device, device_of
+from twostep.model.runner.model_runner import with_quantization
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import load_model
 
@@ -24,7 +25,7 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
     """Measures and shows; returns the exit status. Raises SetupError."""
     name, why = choose_device(args.device)
     device = device_of(name)
-    model = parse_config(model_dir)
+    model = with_quantization(parse_config(model_dir), args.quantization)
     bench.check_context(args.input_tokens, args.output_tokens, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     # A model and its cache leave a GPU no memory to be measured in.
@@ -36,6 +37,7 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
         model=str(model_dir),
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
         device=name,
         load_format=args.load_format,
         block_size=args.block_size,

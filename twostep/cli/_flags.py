@@ -13,7 +13,7 @@ from twostep.settings.reading import FlagParser, add_config_flag, add_flags
 from twostep.settings.service import DTYPES, MODEL_REVISION
 from twostep.settings.table import readers_of, settings_of
 from twostep.settings.up import DEFAULT_MODEL, FORWARDED, UpSettings
-from twostep.settings.worker import KV_CACHE_DTYPES, LOAD_FORMATS, WorkerSettings
+from twostep.settings.worker import KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, WorkerSettings
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -187,6 +187,7 @@ def _bench_engine(command: FlagParser) -> None:
     worker = readers_of(WorkerSettings)
     command.flag("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights, only config.json is read")
     command.flag("--dtype", default="auto", choices=DTYPES, help="auto: that of the weights")
+    command.flag("--quantization", default="none", choices=QUANTIZATIONS, help="of an unquantized checkpoint, as it is read")
     command.flag(
         "--kv-cache-dtype",
         default="auto",

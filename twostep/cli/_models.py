@@ -9,9 +9,10 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from twostep.checkpoint.description import describe
+from twostep.checkpoint.description import FormatShare, describe
 from twostep.checkpoint.model_name import is_repository
 from twostep.cli._connect import client_of
 from twostep.cli._extras import require_worker_extra
@@ -51,9 +52,14 @@ def _describe(directory: str, *, as_json: bool) -> int:
     if found.formats:
         print(f"   unquantized  {', '.join(found.unquantized)}")
     print(f"      in files  {_megabytes(found.num_bytes)}")
-    unpacked = ", unpacked" if found.formats else ""
-    print(f"        served  {_megabytes(found.loaded_bytes)}  in {found.dtype}{unpacked}; KV comes to it (twostep plan)")
+    print(f"        served  {_megabytes(found.loaded_bytes)}  {_rest(found.dtype, found.formats)}; KV comes to it (twostep plan)")
+    if found.cpu_bytes != found.loaded_bytes:
+        print(f"      on a CPU  {_megabytes(found.cpu_bytes)}  which unpacks what it has no product for")
     return 0
+
+
+def _rest(dtype: str, formats: Sequence[FormatShare]) -> str:
+    return f"and what is not quantized in {dtype}" if formats else f"in {dtype}"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -125,17 +125,21 @@ def _preset(args: argparse.Namespace) -> Preset:
 def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
     if args.model in SHAPES:
         with tempfile.TemporaryDirectory() as empty:
-            model = model_of(SHAPES[args.model], Path(empty), dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype)
+            model = model_of(SHAPES[args.model], Path(empty), **_formats(args))
         return replace(model, name=args.model)
     if args.model:
         # Of the hub, without the weights: they are counted from the shape.
-        model = read_model(directory_of(args.model, weights=False), dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype)
+        model = read_model(directory_of(args.model, weights=False), **_formats(args))
         return replace(model, name=name_of(args.model))
     if preset.model is None:
         raise InvalidRequest(f"which model is not known: give --model DIR, or one of {', '.join(SHAPES)}")
     if args.kv_cache_dtype in QUANTIZED_KV:
         return replace(preset.model, item_bytes=1, scale_bytes=2)
     return preset.model
+
+
+def _formats(args: argparse.Namespace) -> dict[str, str]:
+    return {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "quantization": args.quantization}
 
 
 class _Progress:

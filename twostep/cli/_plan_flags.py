@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twostep.settings.reading import FlagParser
 from twostep.settings.table import readers_of
-from twostep.settings.worker import KV_CACHE_DTYPES, WorkerSettings
+from twostep.settings.worker import KV_CACHE_DTYPES, QUANTIZATIONS, WorkerSettings
 
 DESCRIPTION = (
     "Simulates deployments until it has found the one to have: how many prefill and decode workers, beside workers that do both, what "
@@ -37,6 +37,7 @@ def add_flags(command: FlagParser) -> None:
         help="model directory (config.json will do), ORG/NAME of the hub, llama-3.1-8b or llama-3.1-70b; the preset's if not given",
     )
     command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights; auto: the model's")
+    command.flag("--quantization", default="none", choices=QUANTIZATIONS, help="of an unquantized model, at its load")
     command.flag(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="fp8, int8: a byte a number; exact: --dtype; auto: the model's"
     )

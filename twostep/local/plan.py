@@ -387,7 +387,7 @@ def _check_memory(options: LocalOptions, model_dir: Path, kv_bytes: int) -> None
     kv_flag = "--num-blocks" if options.worker.num_blocks else "--kv-cache-memory-bytes"
     check_memory(
         {
-            f"weights of {num} workers": num * weight_bytes(model_dir, options.worker.dtype),
+            f"weights of {num} workers": num * weight_bytes(model_dir, options.worker.dtype, options.worker.quantization),
             "their KV caches": num * kv_bytes,
             "their --prefix-cache-space": num * int(options.worker.prefix_cache_space * (1 << 30)),
             "Ray's object store": options.store_bytes if own_ray else 0,
@@ -469,7 +469,7 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
     kv_bytes = worker.kv_cache_memory_bytes or (0 if on_gpu else CPU_KV_BYTES)
     checks: list[_Check] = [length]
     try:
-        model = read_model(model_dir, dtype=worker.dtype, kv_cache_dtype=worker.kv_cache_dtype)
+        model = read_model(model_dir, dtype=worker.dtype, kv_cache_dtype=worker.kv_cache_dtype, quantization=worker.quantization)
     except SetupError:
         # Of a kind that only who loads it knows.
         pass

@@ -235,7 +235,7 @@ def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
     num_blocks = _pool(config, model_dir)
     assert isinstance(num_blocks, int), "only a GPU's pool is measured"
     what = {
-        "weights": weight_bytes(model_dir, dtype),
+        "weights": weight_bytes(model_dir, dtype, config.quantization),
         "KV cache": num_blocks * kv_shape(model, dtype, 1, config.block_size, config.kv_cache_dtype).block_bytes,
         "--prefix-cache-space": int(config.prefix_cache_space * (1 << 30)),
     }

@@ -18,6 +18,7 @@ from enum import Enum
 
 import torch
 
+from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.engine.batch import KvShape
 from twostep.model.families.config import ModelConfig
 
@@ -80,12 +81,17 @@ class ModelShape:
         return cls(config, dtype, kv.block_bytes / kv.block_size)
 
     @property
-    def layer_params(self) -> int:
-        """Counts one layer's matrices. Llama's MLP has three, opt's two."""
+    def layer_shapes(self) -> list[tuple[int, int]]:
+        """One layer's matrices, [out, in]. Llama's MLP has three, opt's two."""
         c = self.config
-        attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-        num_mlp = 2 if c.architecture == "opt" else 3
-        return attention + num_mlp * c.hidden_size * c.intermediate_size
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        num_in = 1 if c.architecture == "opt" else 2
+        mlp = [*[(c.intermediate_size, c.hidden_size)] * num_in, (c.hidden_size, c.intermediate_size)]
+        return [(q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q), *mlp]
+
+    @property
+    def layer_params(self) -> int:
+        return sum(rows * columns for rows, columns in self.layer_shapes)
 
     @property
     def head_params(self) -> int:
@@ -98,7 +104,10 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_params * _ITEM_BYTES[self.dtype]
+        """What products read of them, in their bits where a GPU's do so."""
+        c, item_bytes = self.config, _ITEM_BYTES[self.dtype]
+        layers = c.num_layers * held_in_layers(c.quantization, self.layer_shapes, item_bytes=item_bytes)
+        return layers + held_in_head(c.quantization, c.vocab_size, c.hidden_size, item_bytes=item_bytes)
 
     def decode(self, contexts: Sequence[int]) -> Work:
         """One step of as many sequences; a context counts the keys attended to, the new token's own included."""

@@ -3,14 +3,17 @@ a worker's memory is divided into weights, what its steps need, and KV blocks.""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twostep.checkpoint.directory import read_header, read_json, weight_files
+from twostep.checkpoint.description import describe
+from twostep.checkpoint.directory import read_json
+from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
-from twostep.checkpoint.quantization import QUANTIZATION_KEYS
+from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
 from twostep.errors import InvalidRequest, SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,21 +55,25 @@ class PlannedModel:
         return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
 
 
-def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto") -> PlannedModel:
-    """Weights in `dtype` ("auto": as config.json says). Raises SetupError, naming the file and what is missing in it."""
-    return model_of(read_json(model_dir / "config.json"), model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none") -> PlannedModel:
+    """Weights in `dtype` ("auto": as config.json says) and as --quantization says, on a GPU. Raises SetupError, naming the file and what is
+    missing in it."""
+    config = read_json(model_dir / "config.json")
+    return model_of(config, model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization)
 
 
-def weight_bytes(model_dir: Path, dtype: str) -> int:
-    """Returns the size of the weights once they are loaded; 0 where that is not known before."""
+def weight_bytes(model_dir: Path, dtype: str, quantization: str = "none") -> int:
+    """Returns the size of the weights once a CPU has loaded them; 0 where that is not known before."""
     try:
-        return read_model(model_dir, dtype=dtype).weight_bytes
+        return describe(model_dir, dtype=dtype, quantization=quantization).cpu_bytes
     except SetupError:
         # Whoever loads it says what is wrong with it.
         return 0
 
 
-def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto") -> PlannedModel:
+def model_of(
+    config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none"
+) -> PlannedModel:
     """`config` is that of `model_dir`, whose weight files are looked at if they are there, and else counted from the shape."""
     path = model_dir / "config.json"
 
@@ -88,14 +95,21 @@ def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv
     intermediate = number("intermediate_size", "ffn_dim")
     # OPT's MLP has two matrices, Llama's and its relatives' three.
     num_mlp = 2 if "ffn_dim" in config else 3
-    layer = hidden * head_dim * 2 * (num_heads + num_kv_heads) + num_mlp * hidden * intermediate
+    attention = [(num_heads * head_dim, hidden), *[(num_kv_heads * head_dim, hidden)] * 2, (hidden, num_heads * head_dim)]
+    mlp = [*[(intermediate, hidden)] * (num_mlp - 1), (hidden, intermediate)]
     # What transformers takes for granted: an OPT's are tied.
     tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
-    params = num_layers * layer + number("vocab_size") * hidden * (1 if tied else 2)
-    on_disk = _bytes_on_disk(model_dir)
-    # Quantized weights are made dense when they are loaded.
-    is_dense = not any(config.get(key) for key in QUANTIZATION_KEYS)
-    weight_bytes = on_disk * item_bytes // _ITEM_BYTES[stored] if on_disk is not None and is_dense else params * item_bytes
+    found = read_quantization(model_dir, config)
+    if quantization != "none":
+        check_unquantized(found, quantization)
+        found = quantization_at_load(quantization)
+    if any(model_dir.glob("*.safetensors")):
+        weight_bytes = describe(model_dir, dtype=stored if dtype == "auto" else dtype, quantization=quantization).loaded_bytes
+    else:
+        head = number("vocab_size"), hidden
+        weight_bytes = num_layers * held_in_layers(found, attention + mlp, item_bytes=item_bytes) + math.prod(head) * item_bytes
+        if not tied or (found is not None and found.format_of(HEAD) is not None):
+            weight_bytes += held_in_head(found, *head, item_bytes=item_bytes)
     quantized = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config)) != "none"
     return PlannedModel(
         name=model_dir.name,
@@ -108,13 +122,6 @@ def model_of(config: dict[str, Any], model_dir: Path, *, dtype: str = "auto", kv
         num_heads=num_heads,
         intermediate_size=intermediate,
     )
-
-
-def _bytes_on_disk(model_dir: Path) -> int | None:
-    """Returns the size of the weights; None: they are not there."""
-    if not any(model_dir.glob("*.safetensors")):
-        return None
-    return sum(header.num_bytes - header.data_start for header in map(read_header, weight_files(model_dir)))
 
 
 # ---- a worker's memory ------------------------------------------------------------------------------------------------------

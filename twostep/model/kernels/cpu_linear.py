@@ -2,8 +2,8 @@
 
     int8 for each channel   oneDNN's product of 8-bit numbers. A token's numbers are split in parts of 8 bits, 256 · high + low, two for
                             bfloat16 and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough.
-                            In bfloat16, one or two rows take torch's kernel for int8 weights, and many multiply dense
-    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight and multiply dense
+                            Many rows unpack the weight
+    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight
 
 Neither keeps a second copy of the weight. The operators are torch's own but not public: where they are missing, have changed, or
 compute something else on this CPU, and for all other formats, weights are unpacked once and for all (Ops.prepare_quantized).
@@ -23,47 +23,36 @@ Packed = torch.Tensor
 
 # Of int4: what torch's kernel takes, the largest first. The scales are those of fewer groups then.
 _GROUPS = (256, 128, 64, 32)
-# Measured on one core with AMX, with the shapes of SmolLM2-135M (benchmarks/RESULTS.md): up to so many rows torch's kernel for int8 weights
-# is the fastest, and from so many on unpacking a weight takes less time than doing without.
-_INT8_ROWS_UP_TO = 2
-# That kernel reads past the end of others' rows.
-_INT8_COLUMNS = 64
-_UNPACK_INT8_FROM = 64
-_UNPACK_INT4_FROM = 64
-# Torch's products misread matrices of one row or column.
-_LEAST = 2
+# From so many rows on, unpacking a weight takes less time than doing without. Measured on one core with AMX and the shapes of SmolLM2-135M.
+_UNPACK_FROM = 64
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
 _PACKED_AT_ONCE = 1 << 22
 _PER_TOKEN = Activations(is_float=False, dynamic=True)
 _BASE = 256  # of parts that follow each other
 
 
-def pack(weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, fast_bfloat16: bool) -> Int8Linear | Int4Linear | None:
-    """Returns the layer x -> x @ weight.T + bias for x [M, K] of `dtype`; None where none of these takes the weight. `fast_bfloat16`: this
-    CPU multiplies dense bfloat16 by itself."""
+def pack(weight: QuantizedWeight, bias: torch.Tensor | None) -> Int8Linear | Int4Linear | None:
+    """Returns the layer x -> x @ weight.T + bias for x [M, K]; None where none of these takes the weight."""
     rows, columns = weight.shape
-    if min(rows, columns) < _LEAST or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
+    if not rows or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
         return None
     if weight.bits == 8:
         takes = weight.zeros is None and weight.group >= columns and int8_works()
-        return Int8Linear(weight, bias, unpacks=fast_bfloat16 and dtype == torch.bfloat16) if takes else None
+        return Int8Linear(weight, bias) if takes else None
     takes = _group_of(weight) > 0 and weight.activations is None and int4_rows_together() > 0
-    return Int4Linear(weight, bias, fast_bfloat16=fast_bfloat16) if takes else None
+    return Int4Linear(weight, bias) if takes else None
 
 
 class Int8Linear:
     """A callable x [M, K] -> [M, N], in x's dtype."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, *, unpacks: bool) -> None:
-        """`unpacks`: many rows are multiplied dense, in x's dtype."""
-        self._values = weight.values.contiguous()
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        self._packed = _pack_int8(weight.values)
         self._scales = weight.scales.flatten().contiguous()
-        self._scales_bfloat16 = self._scales.to(torch.bfloat16)
+        self._zeros = torch.zeros_like(self._scales, dtype=torch.int32)
         self._bias = bias
         self._activations = weight.activations
         self._in_one = weight.activations is not None and weight.activations.how == _PER_TOKEN
-        self._unpacks = unpacks
-        self._few_rows = 0 if weight.shape[1] % _INT8_COLUMNS else _INT8_ROWS_UP_TO
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._activations is not None and not self._in_one:
@@ -72,28 +61,29 @@ class Int8Linear:
         return y if self._bias is None else y.add_(self._bias)
 
     def _in_8_bits(self, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.abs().amax(-1, keepdim=True).float() / 127).clamp_min_(torch.finfo(torch.float32).tiny)
-        y = torch._int_mm((x / scale).round_().to(torch.int8), self._values.t())
-        return y.mul(scale).mul_(self._scales).to(x.dtype)
+        scale = _scale(x, 127)
+        return self._multiply((x / scale).round_().to(torch.int8)).mul_(scale).to(x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.bfloat16 and len(x) <= self._few_rows:
-            return torch._weight_int8pack_mm(x, self._values, self._scales_bfloat16)
-        if self._unpacks and len(x) >= _UNPACK_INT8_FROM:
-            return F.linear(x, self._values.to(x.dtype)).mul_(self._scales)
+        if len(x) >= _UNPACK_FROM:
+            return (x @ self._packed.to_dense().to(x.dtype)).mul_(self._scales)
         parts, scale = split(x)
-        *lower, highest = torch._int_mm(parts, self._values.t()).view(-1, len(x), len(self._scales))
-        y: torch.Tensor = highest * float(_BASE ** len(lower))
-        for place, part in enumerate(lower):
-            y.add_(part, alpha=_BASE**place)
-        return y.mul_(scale).mul_(self._scales).to(x.dtype)
+        *lower, highest = self._multiply(parts).view(-1, len(x), len(self._scales))
+        y: torch.Tensor = highest
+        for part in reversed(lower):
+            y = torch.add(part, y, alpha=_BASE)
+        return y.mul_(scale).to(x.dtype)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x int8 [M, K]. Returns float32 [M, N]."""
+        return _multiply_int8(x, self._packed, self._scales, self._zeros)
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns int8 [parts · M, K], the lowest parts of all rows first, and float32 [M, 1], such that x [M, K] is the parts' number to the
     base of 256 times that: three of float32, to one part in 2^24 of a row's largest number, two of others, to one in 2^16."""
     high, whole = (_BASE**2, torch.int32) if x.dtype == torch.float32 else (_BASE, torch.int16)
-    scale = (x.abs().amax(-1, keepdim=True).float() / (127 * high)).clamp_min_(torch.finfo(torch.float32).tiny)
+    scale = _scale(x, 127 * high)
     # Half of a part more, so that the highest byte is rounded, and the others are theirs less 128.
     numbers = (x / scale).round_().to(whole).add_((high - 1) // (_BASE - 1) * (_BASE // 2))
     parts = torch.empty(3 if high > _BASE else 2, *x.shape, dtype=torch.int8)
@@ -102,10 +92,16 @@ def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return parts.flatten(0, 1), scale
 
 
+def _scale(x: torch.Tensor, largest: int) -> torch.Tensor:
+    """Returns float32 [M, 1], by which the largest of a row's numbers becomes `largest`; a row of zeros stays one."""
+    most: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32)
+    return most.div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
+
+
 class Int4Linear:
     """A callable x [M, K] -> [M, N] in x's dtype; the product is in bfloat16 whatever that is."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, *, fast_bfloat16: bool) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
         rows, columns = weight.shape
         self._rows = rows
         self._group = _group_of(weight)
@@ -126,10 +122,9 @@ class Int4Linear:
         self._scales_and_zeros = F.pad(both, (0, 0, 0, 0, 0, padding)).transpose(0, 1).to(torch.bfloat16).contiguous()
         self._symmetric = weight.zeros is None
         self._bias = bias
-        self._fast_bfloat16 = fast_bfloat16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) >= _UNPACK_INT4_FROM:
+        if len(x) >= _UNPACK_FROM:
             y = x @ self._dense().to(x.dtype)
         else:
             y = _multiply_int4(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
@@ -155,6 +150,17 @@ def _group_of(weight: QuantizedWeight) -> int:
 # ---- torch's operators ------------------------------------------------------------------------------------------------------
 
 
+def _pack_int8(values: torch.Tensor) -> Packed:
+    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(values, None)
+    return packed
+
+
+def _multiply_int8(x: torch.Tensor, packed: Packed, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    run = torch.ops.onednn.qlinear_pointwise.default
+    y: torch.Tensor = run(x, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    return y
+
+
 def _pack_int4(numbers: torch.Tensor) -> Packed:
     packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     return packed
@@ -174,11 +180,9 @@ def int8_works() -> bool:
         x[1], x[2] = 127, torch.arange(70) - 35
         weight = torch.full((33, 70), 127, dtype=torch.int8)
         weight[1::3], weight[2::3] = -127, torch.arange(70) * 3 - 100
-        if not torch.equal(torch._int_mm(x, weight.t()).long(), x.long() @ weight.long().T):
-            return False
-        weight = torch.randint(-128, 128, (33, _INT8_COLUMNS), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-        few = torch._weight_int8pack_mm(torch.eye(_INT8_COLUMNS, dtype=torch.bfloat16)[:2], weight, torch.ones(33, dtype=torch.bfloat16))
-        return torch.equal(few.float(), weight.T[:2].float())
+        packed = _pack_int8(weight.clone())
+        y = _multiply_int8(x, packed, torch.ones(33), torch.zeros(33, dtype=torch.int32))
+        return torch.equal(y.long(), x.long() @ weight.long().T) and torch.equal(packed.to_dense(), weight.t())
     except (AttributeError, RuntimeError, TypeError):
         return False
 

@@ -85,7 +85,7 @@ class Ops:
             return lambda x: self.silu_mul(linear(x))
         if weight.device.type != "cpu":
             return lambda x: multiply_dense(weight, x, bias)
-        packed = pack_for_cpu(weight, bias, dtype, fast_bfloat16=_packing_works(torch.bfloat16))
+        packed = pack_for_cpu(weight, bias)
         if packed is not None:
             return packed
         # To unpack it in each step would take longer than to read it dense.

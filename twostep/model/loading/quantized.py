@@ -111,8 +111,7 @@ class QuantizedTensors:
 
     @property
     def _halves(self) -> bool:
-        """Returns whether two numbers share a byte: 4 bits in words, of an even number of columns."""
-        return self._format.bits == 4 and self._format.per_word > 1 and self._place.tensor.shape[1] % 2 == 0
+        return self._format.halves and self._place.tensor.shape[1] % 2 == 0
 
     @property
     def _height(self) -> int:

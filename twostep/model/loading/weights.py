@@ -22,6 +22,7 @@ from twostep.model.families.registry import decoder_class
 from twostep.model.kernels.weight_quantizer import quantize
 from twostep.model.loading.quantized import DenseTensor, QuantizedTensors, check_part
 from twostep.model.loading.weight_files import ReadProgress, StoredTensor, bytes_to_read, read_weights, stored_tensors
+from twostep.process.free_memory import return_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
     _read(plain, layers, progress)
     _check_input_scales(places)
     model.finish_loading()
+    return_freed_memory()
 
 
 def _wanted(places: Places) -> dict[str, tuple[str, StoredPart | None]]:
@@ -190,7 +192,8 @@ def _read(
             progress(done, total)
 
     read_weights(plain, advance)
-    for some in _batches(quantized):
+    # Of a small model, too, no more than a part is there in both forms.
+    for some in _batches(quantized, min(_QUANTIZED_BYTES_AT_ONCE, total // 8)):
         before = done
         read_weights([each for _, tensors in some for each in tensors.reads()], advance)
         for part, tensors in some:
@@ -199,12 +202,13 @@ def _read(
 
 def _batches(
     layers: Sequence[_Layer],
+    at_once: int,
 ) -> Iterator[list[_Layer]]:
     batch: list[_Layer] = []
     size = 0
     for layer in layers:
         num_bytes = layer[1].num_bytes
-        if batch and size + num_bytes > _QUANTIZED_BYTES_AT_ONCE:
+        if batch and size + num_bytes > at_once:
             yield batch
             batch, size = [], 0
         batch.append(layer)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.checkpoint.kv_scheme import kv_format
-from twostep.checkpoint.quantization import quantization_at_load
+from twostep.checkpoint.quantization import check_unquantized, quantization_at_load
 from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerRange, Sampled
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
@@ -324,11 +324,7 @@ def with_quantization(config: ModelConfig, name: str) -> ModelConfig:
         raise SetupError(f"quantization is {name!r}; give {', '.join(QUANTIZATIONS)}")
     if name == "none":
         return config
-    if config.quantization is not None:
-        raise SetupError(
-            f"--quantization {name} is for unquantized checkpoints, and this one is {config.quantization.method} already: leave it out, or "
-            "take the unquantized model"
-        )
+    check_unquantized(config.quantization, name)
     return replace(config, quantization=quantization_at_load(name))
 
 

@@ -45,7 +45,7 @@ from twostep.model.parallel.channel import (
 from twostep.model.parallel.group import Meeting
 from twostep.model.parallel.member import Member
 from twostep.model.parallel.processes import RankProcesses
-from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner, with_quantization
 from twostep.process.startup import Progress
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ParallelRunner:
         Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
         # What can be refused is, before anything is started.
-        shard_of(parse_config(Path(model_dir)), 0, size)
+        shard_of(with_quantization(parse_config(Path(model_dir)), options.get("quantization", "none")), 0, size)
         if device == "cpu" and options.get("num_threads") is None:
             options["num_threads"] = max(1, torch.get_num_threads() // size)
         self.failure: Exception | None = None
