@@ -80,7 +80,8 @@ def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
     quantized = model_of(LLAMA_8B, tmp_path, kv_cache_dtype="int8")
     assert quantized.kv_token_bytes == 2 * 32 * 8 * (128 + 2)
     assert quantized.formula.endswith("= 2 · 32 · 8 · (128 · 1 + 2) = 66,560 bytes")
-    asks = LLAMA_8B | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
+    scheme = {"num_bits": 8, "type": "float"}
+    asks = LLAMA_8B | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": scheme}}
     assert model_of(asks, tmp_path).kv_token_bytes == quantized.kv_token_bytes
     assert model_of(asks, tmp_path, kv_cache_dtype="exact").kv_token_bytes == model.kv_token_bytes
 

@@ -2,8 +2,8 @@
 
     int8 for each channel   oneDNN's product of 8-bit numbers. A token's numbers are split in parts of 8 bits, 256 · high + low, two for
                             bfloat16 and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough.
-                            Many rows unpack the weight
-    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight
+                            A token's result depends on no other's
+    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight, some of it at a time
 
 Neither keeps a second copy of the weight. The operators are torch's own but not public: where they are missing, have changed, or
 compute something else on this CPU, and for all other formats, weights are unpacked once and for all (Ops.prepare_quantized).
@@ -23,8 +23,11 @@ Packed = torch.Tensor
 
 # Of int4: what torch's kernel takes, the largest first. The scales are those of fewer groups then.
 _GROUPS = (256, 128, 64, 32)
-# From so many rows on, unpacking a weight takes less time than doing without. Measured on one core with AMX and the shapes of SmolLM2-135M.
+# Rows that int8 takes at a time: what comes between stays in the cache.
+_INT8_ROWS = 64
+# From so many rows on, unpacking an int4 weight takes less time than doing without (one core with AMX), and of so many numbers at a time.
 _UNPACK_FROM = 64
+_UNPACKED_AT_ONCE = 1 << 19
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
 _PACKED_AT_ONCE = 1 << 22
 _PER_TOKEN = Activations(is_float=False, dynamic=True)
@@ -65,14 +68,20 @@ class Int8Linear:
         return self._multiply((x / scale).round_().to(torch.int8)).mul_(scale).to(x.dtype)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) >= _UNPACK_FROM:
-            return (x @ self._packed.to_dense().to(x.dtype)).mul_(self._scales)
+        if len(x) <= _INT8_ROWS:
+            return self._few(x).to(x.dtype)
+        y = x.new_empty(len(x), len(self._scales))
+        for start in range(0, len(x), _INT8_ROWS):
+            y[start : start + _INT8_ROWS] = self._few(x[start : start + _INT8_ROWS])
+        return y
+
+    def _few(self, x: torch.Tensor) -> torch.Tensor:
         parts, scale = split(x)
         *lower, highest = self._multiply(parts).view(-1, len(x), len(self._scales))
         y: torch.Tensor = highest
         for part in reversed(lower):
             y = torch.add(part, y, alpha=_BASE)
-        return y.mul_(scale).to(x.dtype)
+        return y.mul_(scale)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x int8 [M, K]. Returns float32 [M, N]."""
@@ -125,20 +134,39 @@ class Int4Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) >= _UNPACK_FROM:
-            y = x @ self._dense().to(x.dtype)
+            y = self._unpacked_product(x)
         else:
             y = _multiply_int4(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
         y = y[:, : self._rows]
         return y.contiguous() if self._bias is None else y + self._bias
 
-    def _dense(self) -> torch.Tensor:
-        """The weight [K, N], bfloat16, N with its padding."""
-        columns, together = self._packed.shape[1] * 2, int4_rows_together()
+    def _unpacked_product(self, x: torch.Tensor) -> torch.Tensor:
+        columns, together = x.shape[1], int4_rows_together()
         blocks = self._packed.view(-1, columns, together // 2)
-        numbers = torch.cat((blocks & 15, blocks >> 4), -1).permute(1, 0, 2).reshape(columns, -1)
-        scales, zeros = self._scales_and_zeros.unbind(-1)
-        dense = numbers.to(torch.bfloat16).sub_(8).view(len(scales), self._group, -1).mul_(scales.unsqueeze(1))
+        y = x.new_empty(len(x), len(blocks) * together)
+        at_once = max(1, _UNPACKED_AT_ONCE // (columns * together))
+        for start in range(0, len(blocks), at_once):
+            rows = slice(start * together, (start + at_once) * together)
+            y[:, rows] = x @ self._dense(blocks[start : start + at_once], rows).to(x.dtype)
+        return y
+
+    def _dense(self, blocks: torch.Tensor, rows: slice) -> torch.Tensor:
+        """These rows of the weight, uint8 [blocks, K, rows of a block / 2], as float32 [K, rows], in which torch multiplies faster."""
+        scales, zeros = self._scales_and_zeros[:, rows].float().unbind(-1)
+        numbers = unpack_int4(blocks).view(torch.int8).sub_(8).float()
+        dense = numbers.view(len(scales), self._group, -1).mul_(scales.unsqueeze(1))
         return (dense if self._symmetric else dense.add_(zeros.unsqueeze(1))).flatten(0, 1)
+
+
+def unpack_int4(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, K, n / 2], torch's layout of n rows to a block. Returns uint8 [K, blocks · n]: the weight's columns."""
+    count, columns, half = blocks.shape
+    numbers = torch.empty(columns, count, 2 * half, dtype=torch.uint8)
+    words = blocks.view(torch.int32)  # four bytes at a time
+    for place, shift in ((slice(0, half), 0), (slice(half, None), 4)):
+        part = (words >> shift).bitwise_and_(0x0F0F0F0F)
+        numbers[..., place].copy_(part.view(torch.uint8).permute(1, 0, 2))
+    return numbers.flatten(1)
 
 
 def _group_of(weight: QuantizedWeight) -> int:
@@ -199,8 +227,7 @@ def int4_rows_together() -> int:
         if not torch.equal(y.float(), ((numbers - 8) * 0.25 + 0.5).T):
             return 0
         for together in (_ROWS_TOGETHER, _ROWS_TOGETHER // 2):
-            blocks = packed.view(-1, 64, together // 2)
-            if torch.equal(torch.cat((blocks & 15, blocks >> 4), -1).permute(1, 0, 2).reshape(64, -1), numbers.T):
+            if torch.equal(unpack_int4(packed.view(-1, 64, together // 2)), numbers.T):
                 return together
     except (AttributeError, RuntimeError, TypeError):
         pass
