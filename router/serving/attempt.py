@@ -123,8 +123,9 @@ class Attempt:
         self._first_position = output.next_position
         self._queued_tokens = 0
         self._early: dict[int, prefill_pb2.Token] = {}
-        # The prefill worker's, while it is kept from the client.
+        # The prefill worker's, while it is kept from the client, and what ends that at the latest.
         self._first: prefill_pb2.FirstToken | None = None
+        self._giving: asyncio.TimerHandle | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepted_at = 0.0
         self._tasks: list[asyncio.Task[Any]] = []
@@ -178,6 +179,8 @@ class Attempt:
 
     def close(self) -> None:
         """Called once, whatever happened before."""
+        if self._giving is not None:
+            self._giving.cancel()
         self._unqueue()
         for link in {self._computing, self._decode}:
             link.users.discard(self)
@@ -372,11 +375,13 @@ class Attempt:
         self._first = first
         goes_on = not (self._committed or self._first_position or first.token.finish_reason)
         if goes_on and (hold_s := self._job.first_token_may_wait_s()) > 0:
-            asyncio.get_running_loop().call_later(hold_s, self._give_first_token)
+            self._giving = asyncio.get_running_loop().call_later(hold_s, self._give_first_token)
         else:
             self._give_first_token()
 
     def _give_first_token(self) -> None:
+        if self._giving is not None:
+            self._giving.cancel()
         first, self._first = self._first, None
         if first is not None and not self._ended.done():
             self._on_first_token(first)

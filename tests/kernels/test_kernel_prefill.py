@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kernel_pools import DEVICE, DTYPES, poisoned_pool
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_prefill import (
     HOPPER_ROWS,
+    TileShape,
     clear_tails,
     num_leading_decodes,
     plan_tiles,
@@ -188,11 +190,43 @@ def test_hopper(num_heads: int, num_kv_heads: int, head_dim: int, block_size: in
 def test_hopper_over_quantized_blocks(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, windows: tuple[int, ...], quantization: str
 ) -> None:
+    from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415 - Gluon is there on Hopper only
+
+    kv = KvShape(
+        num_layers=2,
+        num_blocks=9,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype="bfloat16",
+        quantization=quantization,
+    )
+    assert not trial(kv, num_heads, torch.device(DEVICE))
     chunks = [*RAGGED, (0, 700), (513, 257), (1000, 64), (127, 129), (128, 128)]
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
     for window in windows:
         for num_programs in (1, 7, 132):
             check(chunks, **shape, dtype=torch.bfloat16, window=window, num_programs=num_programs, quantization=quantization)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="the kernel itself is tried there")
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_a_kernel_over_quantized_blocks_has_to_agree_with_the_portable_one(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostep.model.kernels import hopper_prefill_quantized as hopper  # noqa: PLC0415 - Gluon is no part of some Tritons
+
+    kv = KvShape(num_layers=2, num_blocks=9, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16", quantization=quantization)
+    shape = TileShape(num_rows=HOPPER_ROWS, num_keys=64, num_warps=4, num_stages=1)
+    err = 0.0
+
+    def stand_in(qkv: torch.Tensor, out: torch.Tensor, *given: Any, num_programs: int, **inputs: Any) -> None:
+        prefill_attention(qkv, out, *given, shape=shape, **inputs)
+        out.mul_(1.0 + err)
+
+    monkeypatch.setattr(hopper, "hopper_quantized_attention", stand_in)
+    monkeypatch.setattr(hopper, "num_sms_of", lambda device: 1)
+    assert not hopper.trial(kv, 2, torch.device(DEVICE))
+    err = 0.1
+    assert hopper.trial(kv, 2, torch.device(DEVICE))
 
 
 def test_tails_are_zeros_and_nothing_else_changes() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, tolerance
 from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, product, random_weight, weight_forms
@@ -16,7 +17,8 @@ from twostep.checkpoint.linear_format import Activations
 from twostep.model.kernels.ops import Linear
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_quantized_input import round_input
-from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, prepare, quantized_linear
+from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, bytes_on_their_way, choose_tile, prepare, quantized_linear
+from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows
 from twostep.model.kernels.triton_quantized_linear_tiles import QuantizedTile
 
 
@@ -55,6 +57,30 @@ def test_a_layer_is_right(
     close(parts.double().sum(0) if parts.dim() == 3 else parts, want, dtype)
     # Nothing is left over from a product for the next.
     assert torch.equal(layer(x), got)
+
+
+@given(
+    form=weight_forms(),
+    tokens=st.integers(1, 9000),
+    rows=st.integers(1, 100_000).map(lambda n: 2 * n),
+    columns=st.integers(1, 64).map(lambda n: 256 * n),
+    gated=st.booleans(),
+    num_sms=st.integers(1, 200),
+)
+def test_a_layout_fits_the_chip(form: dict[str, object], tokens: int, rows: int, columns: int, gated: bool, num_sms: int) -> None:
+    packed = prepare(random_weight(rows=2, columns=256, **form), DEVICE).packed
+    assume(packed is not None)
+    packed = replace(packed, num_out=rows, width=columns)
+    tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms, shared_bytes=227 * 1024)
+    if isinstance(tile, QuantizedTile):
+        assert bytes_on_their_way(packed, tile) < 227 * 1024
+        assert tile.parts == 1 or not gated
+        # One counter for each tile whose parts are merged.
+        assert tile.parts == 1 or -(-rows // tile.cols) * -(-tokens // tile.tokens) <= len(packed.counters)
+    elif isinstance(tile, QuantizedRows):
+        assert tokens <= 2
+        # A thread's share of the weight fits its registers.
+        assert tile.rows * columns * (1 + gated) <= 256 * 32 * tile.num_warps
 
 
 TILES = [
@@ -111,9 +137,7 @@ def test_no_tokens_and_float32(kind: str) -> None:
     ops = TritonOps(DEVICE)
     assert ops.prepare_quantized(weight, None, torch.bfloat16)(torch.empty(0, 64, device=DEVICE, dtype=torch.bfloat16)).shape == (0, 32)
     x = torch.randn(3, 64, device=DEVICE)
-    torch.testing.assert_close(
-        ops.prepare_quantized(weight, None, torch.float32)(x).double(), product(weight, x, None), rtol=2e-5, atol=2e-5
-    )
+    close(ops.prepare_quantized(weight, None, torch.float32)(x), product(weight, x, None), torch.bfloat16)
 
 
 @pytest.mark.parametrize("gated", [False, True])

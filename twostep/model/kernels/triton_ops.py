@@ -130,11 +130,25 @@ class TritonOps(Ops):
             plan.num_decodes = num_decodes
         return plan
 
+    def _proven(self, kv: KvShape, num_heads: int) -> bool:
+        """Returns whether the Hopper kernel has passed its trial on this card, or needs none."""
+        if kv.quantization == "none" or not self.tries:
+            return True
+        kind = ("attention", kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, num_heads)
+        if kind not in self._trouble:
+            # Gluon is there, and needed, on Hopper only.
+            from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415
+
+            self._trouble[kind] = trial(kv, num_heads, self._device)
+            if self._trouble[kind]:
+                log.warning("prompts over quantized KV: %s; the portable kernel attends them", self._trouble[kind])
+        return not self._trouble[kind]
+
     def _chunk_tile(self, cache: KvCache, num_heads: int, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
         """Returns the tile of the kernel that attends chunks of at most so many tokens, None: the Hopper kernel's, and its tokens."""
         kv = cache.shape
         share = num_heads // kv.num_kv_heads
-        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability):
+        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, num_heads):
             return None, HOPPER_ROWS // share
         quantized = cache.quantized is not None
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)

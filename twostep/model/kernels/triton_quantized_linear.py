@@ -243,7 +243,7 @@ def bytes_on_their_way(packed: Packed, tile: QuantizedTile) -> int:
     else:
         step = (tile.cols + tile.tokens) * tile.depth
     if packed.group:
-        step += 4 * tile.cols
+        step += 4 * tile.cols * -(-step_of(packed, tile) // packed.group) * (1 if packed.zeros is None else 2)
     return step * tile.num_stages
 
 
