@@ -148,8 +148,8 @@ def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Placem
     excess_s = max(placed.predicted_ttft_s + queue_s - targets.ttft_s, placed.retry_after_s)
     return Refused(
         Reason.TARGET_TTFT,
-        f"the first token would come after {ttft_s * 1e3:.0f} ms ({waited_s * 1e3:.0f} waited, {queue_s * 1e3:.0f} more in the queue) and "
-        f"ttft_ms is {targets.ttft_s * 1e3:g}; {_advice('ttft_ms', attainable=attainable)}",
+        f"the first token would come after {ttft_s * 1e3:.0f} ms ({waited_s * 1e3:.0f} ms waited, {queue_s * 1e3:.0f} ms more in the "
+        f"queue) and ttft_ms is {targets.ttft_s * 1e3:g}; {_advice('ttft_ms', attainable=attainable)}",
         retry_after_s=retry_after(excess_s) if attainable else None,
     )
 

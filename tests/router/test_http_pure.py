@@ -25,6 +25,7 @@ from router.http.generation import grammar_of, request_of, sampling_of, timeout_
 from router.http.logprobs import ChatLogprobsWriter, TextLogprobsWriter, TokenNames
 from router.http.request_bodies import ChatBody, CompletionBody, parse_body
 from router.request.memory_budget import Holding
+from router.request.targets import Reason, Refused
 from router.serving.answers import choice_seed
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, Unavailable
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -257,6 +258,9 @@ def test_errors_that_may_be_repeated_say_when() -> None:
     status, body, headers = body_of(ResourceExhausted("no room", retry_after_s=2.2))
     assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "3", "rate_limit_exceeded")
     assert body_of(Unavailable("away"))[0] == 503
+    for retry_after_s, told in ((7.0, {"Retry-After": "7"}), (None, {"x-should-retry": "false"})):
+        refused = Refused(Reason.TARGET_TPOT, "too slow", retry_after_s=retry_after_s)
+        assert body_of(refused)[::2] == (429, told), "of no use, however long one waits, is said too"
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def _describe(directory: str, *, as_json: bool) -> int:
 
 
 def _rest(dtype: str, formats: Sequence[FormatShare]) -> str:
-    return f"and what is not quantized in {dtype}" if formats else f"in {dtype}"
+    return f"in all, what is not quantized in {dtype}" if formats else f"in {dtype}"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -88,9 +88,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     curve = None
     shape = runner.kv_shape
     log.info(
-        "%s loaded: %s, %s%d KV blocks of %d tokens (%.0f MiB), context %d",
+        "%s loaded: %s, %s%s%d KV blocks of %d tokens (%.0f MiB), context %d",
         config.served_model_name,
         shape.dtype,
+        _weights_as(config, model_dir),
         "" if shape.quantization == "none" else f"KV as {shape.quantization}, ",
         shape.num_blocks,
         shape.block_size,
@@ -209,6 +210,17 @@ def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) 
         progress=progress,
         **_runner_options(config, model_dir),
     )
+
+
+def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
+    """Returns what the log says of quantized weights."""
+    from twostep.model.families.registry import parse_config  # noqa: PLC0415
+
+    if config.runner == "fake" or model_dir is None:
+        return ""
+    stored = parse_config(model_dir).quantization
+    method = config.quantization if config.quantization != "none" else stored.method if stored is not None else ""
+    return f"weights as {method}, " if method else ""
 
 
 def _check_wire(config: WorkerConfig, model_dir: Path) -> None:
