@@ -150,7 +150,8 @@ async def test_each_thing_that_prevents_a_start_is_said_with_what_to_do(cluster:
             ("--secret-file", str(tmp_path / "none")): "--secret-file",
             ("--tls-cert", str(tmp_path / "none")): "--tls-key",
         }
-        processes = [await start(cluster, *flags) for flags in cases]
+        # Each with ports of its own: they are bound before what is wrong is found.
+        processes = [await start(cluster, "--port", str(free_port()), "--metrics-port", "-1", *flags) for flags in cases]
         outputs = await asyncio.gather(*(process.communicate() for process in processes))
     for (flags, words), process, (_, stderr) in zip(cases.items(), processes, outputs, strict=True):
         said = stderr.decode()
