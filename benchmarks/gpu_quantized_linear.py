@@ -28,7 +28,7 @@ from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import shared_bytes_of
 from twostep.model.kernels.triton_quantized_linear import PreparedWeight, bytes_on_their_way, prepare, quantized_linear
-from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows
+from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRowTile
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile
 from twostep.settings.reading import FlagParser
 
@@ -42,7 +42,7 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Product:
+class QuantizedProduct:
     name: str
     num_out: int
     width: int
@@ -51,12 +51,12 @@ class Product:
 
 
 LAYER = [
-    Product("qkv", 6144, 4096),
-    Product("o", 4096, 4096, in_parts=True),
-    Product("gate_up", 28672, 4096, gated=True),
-    Product("down", 4096, 14336, in_parts=True),
+    QuantizedProduct("qkv", 6144, 4096),
+    QuantizedProduct("o", 4096, 4096, in_parts=True),
+    QuantizedProduct("gate_up", 28672, 4096, gated=True),
+    QuantizedProduct("down", 4096, 14336, in_parts=True),
 ]
-HEAD = Product("head", 128256, 4096)
+HEAD = QuantizedProduct("head", 128256, 4096)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Format:
     zeros: bool = False
     activations: Activations | None = None
 
-    def weight(self, product: Product, copies: int) -> list[QuantizedWeight]:
+    def weight(self, product: QuantizedProduct, copies: int) -> list[QuantizedWeight]:
         """Random weights of the size of 1 / sqrt(width)."""
         rows, columns, group = product.num_out, product.width, self.group or product.width
         shape = (-(-rows // self.block_rows), -(-columns // group))
@@ -108,8 +108,8 @@ def layers_of(tokens: int) -> int:
     return LAYERS if tokens <= MOST_HEAD_ROWS else 16 if tokens <= 4096 else 4
 
 
-def steps_ms(tokens: int, layer: list[tuple[Product, list[Run]]], head: list[Run]) -> float:
-    """Of LAYERS layers and, for a few tokens, the head."""
+def steps_ms(tokens: int, layer: list[tuple[QuantizedProduct, list[Run]]], head: list[Run]) -> float:
+    """Returns the time of LAYERS layers and, for a few tokens, the head."""
     xs, count = inputs(tokens), layers_of(tokens)
 
     def work() -> None:
@@ -154,7 +154,7 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-def run_of(weight: PreparedWeight, product: Product, tile: QuantizedTile | QuantizedRows | None = None) -> Run:
+def run_of(weight: PreparedWeight, product: QuantizedProduct, tile: QuantizedTile | QuantizedRowTile | None = None) -> Run:
     return lambda x: quantized_linear(weight, x, gated=product.gated, in_parts=product.in_parts, tile=tile)
 
 
@@ -175,10 +175,10 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
     ones = torch.ones(max(*counts, *(p.num_out for p in [*LAYER, HEAD])), dtype=torch.float32, device=DEVICE)
     times: dict[tuple[str, int], float] = {}
 
-    def bfloat16(weight: torch.Tensor, product: Product) -> Run:
+    def bfloat16(weight: torch.Tensor, product: QuantizedProduct) -> Run:
         return (lambda x: silu_mul(F.linear(x, weight))) if product.gated else (lambda x: F.linear(x, weight))
 
-    def float8(weight: torch.Tensor, product: Product, fast: bool) -> Run:
+    def float8(weight: torch.Tensor, product: QuantizedProduct, fast: bool) -> Run:
         w = weight.to(torch.float8_e4m3fn).t()
         scales = ones[None, : product.num_out]
 
@@ -189,7 +189,7 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
 
         return run
 
-    def blocks(weight: torch.Tensor, product: Product) -> Run:
+    def blocks(weight: torch.Tensor, product: QuantizedProduct) -> Run:
         w = weight.to(torch.float8_e4m3fn).t()
         scales = torch.ones(product.num_out // 128, product.width // 128, device=DEVICE).t()
 
@@ -200,7 +200,7 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
 
         return run
 
-    makers: dict[str, Callable[[torch.Tensor, Product], Run]] = {
+    makers: dict[str, Callable[[torch.Tensor, QuantizedProduct], Run]] = {
         "bf16": bfloat16,
         "cuBLAS-fp8": functools.partial(float8, fast=True),
         "-exact": functools.partial(float8, fast=False),
@@ -218,9 +218,9 @@ def peers(counts: list[int]) -> dict[tuple[str, int], float]:
     return times
 
 
-def compile_all(name: str, jobs: list[tuple[Product, int, QuantizedTile | QuantizedRows | None]]) -> None:
+def compile_all(name: str, jobs: list[tuple[QuantizedProduct, int, QuantizedTile | QuantizedRowTile | None]]) -> None:
     """Compiles in a process of its own, into Triton's cache on disk."""
-    prepared: dict[Product, PreparedWeight] = {}
+    prepared: dict[QuantizedProduct, PreparedWeight] = {}
     for product, tokens, tile in jobs:
         if product not in prepared:
             prepared = {product: prepare(FORMATS[name].weight(product, 1)[0], DEVICE)}
@@ -231,7 +231,7 @@ def compile_all(name: str, jobs: list[tuple[Product, int, QuantizedTile | Quanti
             print(f"{name} {product.name} {tokens} {describe(tile)}: {type(error).__name__} {str(error)[-200:]}", flush=True)
 
 
-def compile_beside(work: Iterable[tuple[str, list[tuple[Product, int, QuantizedTile | QuantizedRows | None]]]]) -> None:
+def compile_beside(work: Iterable[tuple[str, list[tuple[QuantizedProduct, int, QuantizedTile | QuantizedRowTile | None]]]]) -> None:
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_all, args=args) for args in work]
@@ -270,10 +270,10 @@ def table(formats: list[str], counts: list[int]) -> None:
             print_row(name, tokens, ms, num_bytes, f"bf16 x{peer / ms:.2f}  error {max(errors):.1e}" if peer else "")
 
 
-def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows]:
+def layouts(product: QuantizedProduct, tokens: int) -> list[QuantizedTile | QuantizedRowTile]:
     """Worth a try."""
     found: list[QuantizedTile] = []
-    rows = [QuantizedRows(rows=count, num_warps=warps) for count, warps in [(2, 4), (4, 4), (8, 4), (4, 8), (2, 8), (1, 4)]]
+    rows = [QuantizedRowTile(rows=count, num_warps=warps) for count, warps in [(2, 4), (4, 4), (8, 4), (4, 8), (2, 8), (1, 4)]]
     if tokens <= 64:
         padded = max(16, 1 << (tokens - 1).bit_length())
         # cols, warps, parts, stages, ahead
@@ -337,17 +337,17 @@ def layouts(product: Product, tokens: int) -> list[QuantizedTile | QuantizedRows
     return [*(rows if tokens == 1 else []), *tiles]
 
 
-def fits(tile: QuantizedTile | QuantizedRows, packed: Packed) -> bool:
+def fits(tile: QuantizedTile | QuantizedRowTile, packed: Packed) -> bool:
     unpacked = packed.values.dtype == torch.int16
-    if isinstance(tile, QuantizedRows):
+    if isinstance(tile, QuantizedRowTile):
         return not unpacked and not packed.group
     return (tile.turned or not unpacked) and bytes_on_their_way(packed, tile) + 4096 < shared_bytes_of(DEVICE)
 
 
-def describe(tile: QuantizedTile | QuantizedRows | None) -> str:
+def describe(tile: QuantizedTile | QuantizedRowTile | None) -> str:
     if tile is None:
         return "chosen"
-    if isinstance(tile, QuantizedRows):
+    if isinstance(tile, QuantizedRowTile):
         return f"rows {tile.rows} w{tile.num_warps}"
     return (
         f"t{tile.tokens} c{tile.cols} p{tile.parts} w{tile.num_warps} s{tile.num_stages} a{tile.ahead}"
@@ -359,7 +359,7 @@ def describe(tile: QuantizedTile | QuantizedRows | None) -> str:
 
 def tune(formats: list[str], counts: list[int], processes: int) -> None:
     """The best layouts of each product, in microseconds."""
-    jobs: dict[str, list[tuple[Product, int, QuantizedTile | QuantizedRows | None]]] = {}
+    jobs: dict[str, list[tuple[QuantizedProduct, int, QuantizedTile | QuantizedRowTile | None]]] = {}
     for name in formats:
         jobs[name] = []
         for product in [*LAYER, HEAD]:

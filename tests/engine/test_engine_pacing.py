@@ -207,7 +207,7 @@ def test_a_request_that_comes_while_a_step_runs_is_in_the_next_one() -> None:
 
 
 def test_steps_that_are_shorter_than_foretold_leave_prompts_no_less() -> None:
-    """What they are shorter by does not add up while one follows the other: else each sequence that comes would seem late at once."""
+    """The differences do not add up while one follows the other: else each sequence that comes would seem late at once."""
     clock = Clock()
     runner = Clocked(clock, num_blocks=2000, block_size=4, vocab_size=1000, max_model_len=6000)
     config = EngineConfig(hash_unit=4, look_ahead=True, max_num_batched_tokens=512)

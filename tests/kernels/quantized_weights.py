@@ -69,7 +69,7 @@ def weight_forms(draw: st.DrawFn) -> dict[str, object]:
 
 
 def product(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What the product is, float64, from the same rounded input, which is kept in float32."""
+    """Returns the product, float64, from the same rounded input, which is kept in float32."""
     rounded = x if weight.activations is None else weight.activations(x.float())
     y = rounded.double() @ weight.dequantize(torch.float64).T
     return y if bias is None else y + bias.double()

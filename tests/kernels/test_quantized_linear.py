@@ -18,7 +18,7 @@ from twostep.model.kernels.ops import Linear
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_quantized_input import round_input
 from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, bytes_on_their_way, choose_tile, prepare, quantized_linear
-from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows
+from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRowTile
 from twostep.model.kernels.triton_quantized_linear_tiles import QuantizedTile
 
 
@@ -77,7 +77,7 @@ def test_a_layout_fits_the_chip(form: dict[str, object], tokens: int, rows: int,
         assert tile.parts == 1 or not gated
         # One counter for each tile whose parts are merged.
         assert tile.parts == 1 or -(-rows // tile.cols) * -(-tokens // tile.tokens) <= len(packed.counters)
-    elif isinstance(tile, QuantizedRows):
+    elif isinstance(tile, QuantizedRowTile):
         assert tokens <= 2
         # A thread's share of the weight fits its registers.
         assert tile.rows * columns * (1 + gated) <= 256 * 32 * tile.num_warps

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its KV: read in the ways of the libraries that write it, refused by the key where it cannot be honoured."""
+"""A checkpoint's words on its KV are read in the ways of the libraries that write it, refused by the key where it cannot be honoured."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ INT4 = quantization_at_load("int4").groups[0].format
 
 
 def dense_of(kind: Kind, weight: torch.Tensor) -> torch.Tensor:
-    """What the weight becomes: of 8 bits by a definition of the test's own. Scales of 4 bits are chosen by what is tested."""
+    """Returns the weight as it becomes: of 8 bits by a definition of the test's own. Scales of 4 bits are chosen by what is tested."""
     if kind.method == "packed":
         return weight_quantizer.quantize(weight, fitting(INT4, weight.shape[1])).dequantize(torch.float32)
     return torch.from_numpy(quantize(kind, weight.numpy(), scale_dtype=torch.float32).dense)
@@ -97,7 +97,7 @@ class KeepingOps(Ops):
 
 
 def bytes_in_memory() -> int:
-    """Of all tensors there are, each storage once."""
+    """Returns the bytes of all tensors there are, each storage once."""
     storages = {}
     for each in gc.get_objects():
         # Some objects warn as soon as they are asked anything.

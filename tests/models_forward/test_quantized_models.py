@@ -219,7 +219,7 @@ BITS = {
 
 @pytest.mark.parametrize("name", BITS)
 def test_weights_keep_their_bits(name: str, tmp_path: Path) -> None:
-    """What layers are made of takes the bytes that the format says, q, k and v are one, and nothing is dense."""
+    """A layer's tensors take the bytes that the format says, q, k and v are one, and nothing is dense."""
     oracle = quantize_model(tmp_path, save_model("llama-biases", tmp_path), everywhere(KINDS[name]), config_of(KINDS[name]))
     ops = RecordingOps()
     model = build_model(parse_config(tmp_path), torch.float32, ops)

@@ -87,7 +87,7 @@ def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
 
 
 def test_quantized_weights_are_counted_in_their_bits(tmp_path: Path) -> None:
-    """Of the shape alone: layers and their scales, and the embedding as it is; of int4 the output layer has 8 bits."""
+    """The shape alone says it: layers and their scales, and the embedding as it is; of int4 the output layer has 8 bits."""
     embedding, layers = 128256 * 4096, 6.98e9
     per_row = 4 * 32 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     assert model_of(LLAMA_8B, tmp_path, quantization="fp8").weight_bytes == pytest.approx(layers + per_row + 4 * embedding, rel=0.001)

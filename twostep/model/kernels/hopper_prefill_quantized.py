@@ -63,8 +63,6 @@ _INT8 = gl.constexpr("""{
     mul.rn.bf16x2 $0, a, $3;
     mul.rn.bf16x2 $1, b, $4;
 }""")
-
-
 # Of the trial: tokens of a chunk, and of all up to its end; and how far apart sums in another order may be.
 _TRIAL_CHUNK, _TRIAL_KEYS, _TRIAL_DIFFERENCE = 300, 700, 2e-2
 
@@ -74,7 +72,9 @@ def trial(kv: KvShape, num_heads: int, device: torch.device) -> str:
     num_blocks = -(-_TRIAL_KEYS // kv.block_size)
     cache = KvCache(replace(kv, num_blocks=num_blocks, num_layers=1), str(device))
     cache.fill_random(num_blocks)
-    qkv = torch.randn(_TRIAL_CHUNK, (num_heads + 2 * kv.num_kv_heads) * kv.head_dim, device=device, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    columns = (num_heads + 2 * kv.num_kv_heads) * kv.head_dim
+    qkv = torch.randn(_TRIAL_CHUNK, columns, generator=generator, device=device).to(torch.bfloat16)
     share = num_heads // kv.num_kv_heads
     portable = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, _TRIAL_CHUNK, quantized=True)
     outs = [qkv.new_empty(_TRIAL_CHUNK, num_heads * kv.head_dim) for _ in range(2)]

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from twostep.model.kernels.linear_trial import try_linear
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import follow, num_sms_of, overlaps, shared_bytes_of, start_next, wait_for_previous
 
@@ -35,7 +36,6 @@ _MOST_PARTS = 8
 _SHARED_SLACK = 4096
 # On both sides of every change of kernel or layout. Both results are rounded to 16 bits, which makes some thousandths.
 _TRIAL_TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128)
-_TRIAL_DIFFERENCE = 2e-2
 
 
 class StreamedLinear:
@@ -56,24 +56,14 @@ class StreamedLinear:
         return self._run(x, in_parts=not self._gated)
 
     def trial(self) -> str:
-        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong: an untried card or
-        compiler must not show in the tokens."""
-        generator = torch.Generator(self._weight.device).manual_seed(0)
-        width = self._weight.shape[1]
-        for tokens in _TRIAL_TOKENS:
-            x = torch.randn(tokens, width, generator=generator, device=self._weight.device).to(self._weight.dtype)
-            want = F.linear(x, self._weight, self._bias)
-            want = (silu_mul(want) if self._gated else want).float()
-            try:
-                parts = self.parts(x).float()
-                results = (self(x).float(), parts.sum(0) if parts.dim() == 3 else parts)
-            except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises
-                return f"the kernel for {tokens} tokens fails: {type(error).__name__}: {str(error)[:200]}"
-            for result in results:
-                difference = float((result - want).norm() / want.norm().clamp(min=1e-30))
-                if not difference < _TRIAL_DIFFERENCE:
-                    return f"the kernel for {tokens} tokens differs from cuBLAS by {difference:.1e}"
-        return ""
+        """Runs every kernel that steps of this layer will take, beside cuBLAS. Empty, or what went wrong."""
+
+        def right(x: torch.Tensor) -> torch.Tensor:
+            y = F.linear(x, self._weight, self._bias)
+            return silu_mul(y) if self._gated else y
+
+        weight = self._weight
+        return try_linear(self, right, num_tokens=_TRIAL_TOKENS, width=weight.shape[1], dtype=weight.dtype, device=weight.device)
 
     def _run(self, x: torch.Tensor, *, in_parts: bool) -> torch.Tensor:
         num_out, width = self._weight.shape

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 import triton
 
 from twostep.model.kernels.input_quantizer import InputQuantizer
+from twostep.model.kernels.linear_trial import try_linear
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import num_sms_of, overlaps, shared_bytes_of
 from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, can_round, round_input
-from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRows, multiply_rows
+from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRowTile, multiply_rows
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed, QuantizedTile, multiply_eight, multiply_unpacked, unpack_dense
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -44,7 +45,6 @@ _MOST_MERGED = 2048
 # Shared memory of a program beside its tiles: barriers, and what threads exchange.
 _SHARED_SLACK = 4096
 _TRIAL_TOKENS = (1, 2, 3, 16, 17, 64, 65, 128, 300)
-_TRIAL_DIFFERENCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +139,7 @@ def quantized_linear(
     gated: bool = False,
     in_parts: bool = False,
     dtype: torch.dtype | None = None,
-    tile: QuantizedTile | QuantizedRows | None = None,
+    tile: QuantizedTile | QuantizedRowTile | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, float32 inside, x rounded as the weight says.
 
@@ -170,7 +170,7 @@ def quantized_linear(
     if tile is None:
         y = _multiply_library(x, packed, bias, dtype)
         return silu_mul(y) if gated else y
-    if isinstance(tile, QuantizedRows):
+    if isinstance(tile, QuantizedRowTile):
         assert isinstance(x, RoundedInput)
         return multiply_rows(x, packed, bias, tile=tile, dtype=dtype, gated=gated)
     if isinstance(x, RoundedInput):
@@ -194,12 +194,12 @@ def _multiply_library(x: torch.Tensor | RoundedInput, packed: Packed, bias: torc
     return y if bias is None else y.add_(bias)
 
 
-def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile | QuantizedRows | None:
+def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, shared_bytes: int) -> QuantizedTile | QuantizedRowTile | None:
     """How so many tokens are multiplied; None: by cuBLAS. It follows from the shape alone, so that a captured step always does the same."""
     unpack, grouped, tokens = packed.values.dtype == torch.int16, bool(packed.group), max(1, tokens)
     width = packed.width * (1 + gated)
     if not unpack and packed.is_float and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
-        return QuantizedRows(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
+        return QuantizedRowTile(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
     if tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO) and (unpack or (packed.is_float and not grouped)):
         return None
     if tokens <= 64:
@@ -270,19 +270,10 @@ class QuantizedLinear:
 
     def trial(self, weight: QuantizedWeight, dtype: torch.dtype) -> str:
         """Runs every kernel that steps of this layer will take, beside the product by way of `weight`, which this layer was made of, made
-        dense. Empty, or what went wrong: an untried card or compiler must not show in the tokens."""
-        generator = torch.Generator(weight.device).manual_seed(0)
-        for tokens in _TRIAL_TOKENS:
-            x = torch.randn(tokens, weight.shape[1], generator=generator, device=weight.device).to(dtype)
-            want = multiply_dense(weight, x, self._bias)
-            want = (silu_mul(want) if self._gated else want).float()
-            try:
-                parts = self.parts(x).float()
-                results = (self(x).float(), parts.sum(0) if parts.dim() == 3 else parts)
-            except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises
-                return f"the kernel for {tokens} tokens fails: {type(error).__name__}: {str(error)[:200]}"
-            for result in results:
-                difference = float((result - want).norm() / want.norm().clamp(min=1e-30))
-                if not difference < _TRIAL_DIFFERENCE:
-                    return f"the kernel for {tokens} tokens differs from the dense product by {difference:.1e}"
-        return ""
+        dense. Empty, or what went wrong."""
+
+        def right(x: torch.Tensor) -> torch.Tensor:
+            y = multiply_dense(weight, x, self._bias)
+            return silu_mul(y) if self._gated else y
+
+        return try_linear(self, right, num_tokens=_TRIAL_TOKENS, width=weight.shape[1], dtype=dtype, device=weight.device)

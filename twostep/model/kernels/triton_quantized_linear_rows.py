@@ -18,15 +18,15 @@ from twostep.model.kernels.triton_quantized_linear_tiles import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedRows:
-    """rows: of the weight in one program, a power of 2 (gated: as many of each half)."""
+class QuantizedRowTile:
+    """Says how one program works. rows: of the weight in one program, a power of 2 (gated: as many of each half)."""
 
     rows: int
     num_warps: int
 
 
 def multiply_rows(
-    x: RoundedInput, packed: Packed, bias: torch.Tensor | None, *, tile: QuantizedRows, dtype: torch.dtype, gated: bool = False
+    x: RoundedInput, packed: Packed, bias: torch.Tensor | None, *, tile: QuantizedRowTile, dtype: torch.dtype, gated: bool = False
 ) -> torch.Tensor:
     """x @ weight.T + bias, [T, N] in `dtype`, of a weight with a scale per row and an input with one per token."""
     tokens, width = x.values.shape
