@@ -329,6 +329,7 @@ class Attempt:
             self._note_decode_token(event.first_token.token)
             self._report.on_computed_here(self._decode.stream.steps)
             self._on_first_token(event.first_token)
+            self._give_first_token()
         elif kind == "prompt_logprobs":
             part = event.prompt_logprobs
             self._next_prompt_position = part.position + len(part.logprobs)
@@ -372,26 +373,26 @@ class Attempt:
     def _hold_first_token(self, first: prefill_pb2.FirstToken) -> None:
         """Keeps it until the decode worker has the KV, where a gap was promised and the time to the first token has room: the hand-over is
         no part of the first gap then."""
-        self._first = first
+        self._on_first_token(first)
         goes_on = not (self._committed or self._first_position or first.token.finish_reason)
         if goes_on and (hold_s := self._job.first_token_may_wait_s()) > 0:
             self._giving = asyncio.get_running_loop().call_later(hold_s, self._give_first_token)
         else:
             self._give_first_token()
 
+    def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
+        self._unqueue()
+        self._on_computed()
+        self._first = first
+
     def _give_first_token(self) -> None:
         if self._giving is not None:
             self._giving.cancel()
         first, self._first = self._first, None
         if first is not None and not self._ended.done():
-            self._on_first_token(first)
-
-    def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
-        self._unqueue()
-        self._on_computed()
-        # It may have overtaken the answer to Reserve.
-        self._report.on_first_token(first, self._accepted_at or time.monotonic())
-        self._on_token(first.token)
+            # It may have overtaken the answer to Reserve.
+            self._report.on_first_token(first, self._accepted_at or time.monotonic())
+            self._on_token(first.token)
 
     def _on_prefill_lost(self, code: str, why: str) -> None:
         """Before the first token it is over at once. After it, the decode worker may have all it needs: it has the word, for a while."""

@@ -53,16 +53,18 @@ async def test_where_a_gap_was_promised_it_waits_for_its_kv(cluster: Cluster, ta
     request = cluster.request(max_tokens=9, prompt_logprobs=0)
     for name, value in targets.items():
         setattr(request, name, value)
-    reply, before_kv = Reply(), 0
+    reply, before_kv, queued = Reply(), 0, [1]
     async with cluster.serving():
         async for response in cluster.stub.Generate(request, timeout=60.0):
             if not response.HasField("prompt_logprobs"):
                 reply.add(response)
             if not told.is_set() and (reply.token_ids or waits):
                 before_kv = len(reply.token_ids)
+                queued = [link.queued_tokens for link in cluster.router.pool.prefill.values()]
                 told.set()
         await cluster.all_free()
     assert before_kv == (0 if waits else 1)
+    assert queued == [0], "its prompt is computed, whatever it waits for"
     assert reply.token_ids == cluster.expected(9)
     assert reply.end is not None
     assert reply.end.phases.ttft_s <= reply.end.phases.total_s
