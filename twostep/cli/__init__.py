@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 from twostep.cli._extras import require_worker_extra
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if sys.stdin is not None and sys.stdin.isatty() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Begun by a shell that keeps Ctrl-C from what it runs in the background; whoever has a terminal means it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ctrl-C may strike when the blocking client has made a coroutine and not yet begun it: no fault, and nothing to tell the user.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     try:
         words = [args.command, args.kind] if args.command == "bench" else [args.command]
         if words[-1] not in ("up", "demo"):
