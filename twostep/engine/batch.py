@@ -163,7 +163,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """Shape of the pool's one tensor, [block, layer, K/V, kv_head, slot, head_dim], and of its bytes."""
+    """Shape of the pool's one tensor, [block, layer, plane, kv_head, slot, head_dim], and of its bytes."""
 
     num_blocks: int
     block_size: int
@@ -172,14 +172,20 @@ class KvShape:
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
     quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/model/step/kv_quantization.py)
+    num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V, scales included."""
-        vectors = self.num_layers * 2 * self.num_kv_heads * self.block_size
+        """Bytes of one block over all layers and planes, scales included."""
+        vectors = self.num_layers * self.vectors * self.block_size
         if self.quantization != "none":
             return vectors * (self.head_dim + 2)
         return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of `head_dim` numbers that a token takes in a layer."""
+        return self.num_planes * self.num_kv_heads
 
     @property
     def layer_bytes(self) -> int:

@@ -54,16 +54,17 @@ class FakeRunner:
         num_layers: int = 1,
         num_kv_heads: int = 1,
         head_dim: int = 4,
+        num_planes: int = 2,
         dtype: str = "float32",
         marks_layers: bool = False,
         broken_token: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, heads and head_dim only
-        make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in any row, as on
-        a device whose memory is damaged. With `marks_layers` a step's time is spread over its layers, whose KV is written as late as any
-        device may.
+        """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, planes, heads and
+        head_dim only make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in
+        any row, as on a device whose memory is damaged. With `marks_layers` a step's time is spread over its layers, whose KV is written
+        as late as any device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
             num_blocks=num_blocks,
@@ -72,8 +73,9 @@ class FakeRunner:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
+            num_planes=num_planes,
         )
-        if self._shape.block_bytes % (num_layers * 2 * num_kv_heads * block_size * 8):
+        if self._shape.block_bytes % (num_layers * num_planes * num_kv_heads * block_size * 8):
             raise InvalidRequest(f"head_dim {head_dim} of {dtype} is no multiple of 8 bytes; give a multiple of 4")
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -86,11 +88,11 @@ class FakeRunner:
         self._marks_layers = marks_layers
         self._marks: Sequence[FakeMark] = ()  # of the step that runs
         self._last_token_ids: Sequence[int] = ()
-        # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, K/V, kv_head, slot, word].
+        # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, plane, kv_head, slot, word].
         self._bytes = np.zeros((num_blocks, self._shape.block_bytes), np.uint8)
-        self._words = self._bytes.view(np.int32).reshape(num_blocks, num_layers, 2, num_kv_heads, block_size, -1)
+        self._words = self._bytes.view(np.int32).reshape(num_blocks, num_layers, num_planes, num_kv_heads, block_size, -1)
         self._tokens = self._words[:, 0, 0, 0, :, 0]
-        self._places = self._words[:, -1, 1, -1, :, -1]
+        self._places = self._words[:, -1, -1, -1, :, -1]
 
     @property
     def kv_shape(self) -> KvShape:

@@ -58,7 +58,7 @@ class _Group:
 
     rows   int64 [N * Q] or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
     valid  int64 or None           which of the N * Q results are no padding; None: all
-    index  int64 [2 * N * H * B]   rows of a layer's `blocks` view
+    index  int64 [planes * N * H * B]   rows of a layer's `blocks` view
     mask   [N, 1, Q * G or 1, C] or None: additive, in the model's dtype; None: everything is visible
     behind bool [N, 1, C, 1] or None, with `mask`: keys behind the end of their tile's sequence
     """
@@ -104,7 +104,7 @@ class TorchAttentionPlan:
         self._sin = torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
 
         block, slot = np.divmod(batch.slots, shape.block_size)
-        kv_heads = np.arange(2 * shape.num_kv_heads)
+        kv_heads = np.arange(shape.vectors)
         slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
         self._write_index = torch.from_numpy(slot_rows.reshape(-1))
         self._windows = spec.windows
@@ -188,7 +188,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     # Padding repeats a tile's last block.
     nth = np.minimum(np.arange(-(-c // shape.block_size)), -(-num_keys[:, None] // shape.block_size) - 1)
     tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
-    kv = np.arange(2)[:, None, None, None] * shape.num_kv_heads
+    kv = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
     index = _block_rows(shape, tables)[:, None, :] + kv + head
 
@@ -213,7 +213,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
 
 def _block_rows(shape: KvShape, blocks: Ints) -> Ints:
     """The `blocks` row of a block's first K head."""
-    return blocks * (shape.num_layers * 2 * shape.num_kv_heads)
+    return blocks * (shape.num_layers * shape.vectors)
 
 
 def _mask(places: Ints, num_keys: int, share: int, dtype: torch.dtype, window: int) -> torch.Tensor:
