@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
-from twostep.model.kernels.triton_launch import DecodeWorkspace
 from twostep.model.kernels.triton_latent import latent_chunks, latent_decode, latent_decode_plan, latent_program
 from twostep.model.kernels.triton_latent_write import write_latent
+from twostep.model.kernels.triton_launch import DecodeWorkspace
 from twostep.model.kernels.triton_prefill import plan_tiles
 from twostep.model.step.kv_cache import KvCache
 
@@ -47,7 +47,14 @@ class Step:
 
 
 def step_of(
-    lengths: list[int], counts: list[int], dims: LatentDims, num_heads: int, dtype: torch.dtype, quantization: str = "none", *, size: int = 16
+    lengths: list[int],
+    counts: list[int],
+    dims: LatentDims,
+    num_heads: int,
+    dtype: torch.dtype,
+    quantization: str = "none",
+    *,
+    size: int = 16,
 ) -> Step:
     num_blocks = sum(-(-n // size) for n in lengths) + 2
     shape = {"num_blocks": num_blocks, "num_layers": 2, "num_kv_heads": 1, "block_size": size, "head_dim": dims.kept, "num_planes": 1}
@@ -71,7 +78,9 @@ def step_of(
 
 def slots_of(step: Step) -> torch.Tensor:
     size = step.cache.shape.block_size
-    return torch.tensor([int(step.tables[s, p // size]) * size + p % size for s, n in enumerate(step.lengths) for p in range(n)], device=DEVICE)
+    return torch.tensor(
+        [int(step.tables[s, p // size]) * size + p % size for s, n in enumerate(step.lengths) for p in range(n)], device=DEVICE
+    )
 
 
 def positions_of(step: Step) -> torch.Tensor:
@@ -192,7 +201,9 @@ def test_heads_in_groups_and_the_shape_of_deepseek() -> None:
 )
 def test_any_shape(num_heads: int, dims: LatentDims, chunks: list[tuple[int, int]], decodes: bool, size: int) -> None:
     counts = [1 if decodes else count for _, count in chunks]
-    step = step_of([before + count for (before, _), count in zip(chunks, counts, strict=True)], counts, dims, num_heads, torch.float32, size=size)
+    step = step_of(
+        [before + count for (before, _), count in zip(chunks, counts, strict=True)], counts, dims, num_heads, torch.float32, size=size
+    )
     assert_near(attended(step), expected(step), torch.float32)
 
 
@@ -243,4 +254,3 @@ def test_padding_is_not_written_and_not_attended() -> None:
     latent_decode(padded, out, step.cache, LAYER, tables, lens, plan=plan, program=program, scale=SCALE)
     assert bool((out[2:] == 3.0).all())
     assert_near(values_of(out[:2], step.weights, DIMS), want, torch.float32)
-

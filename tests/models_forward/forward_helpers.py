@@ -50,6 +50,15 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _YARN_FULL = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False}
 
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
+
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -73,6 +82,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-rope": ("LlamaConfig", {"rope_parameters": _LINEAR}),
     "yarn-rope": ("LlamaConfig", {"rope_parameters": _YARN, "head_dim": 24}),
     "yarn-rope-full": ("Qwen2Config", {"rope_parameters": _YARN_FULL}),
+    "deepseek-v2": ("DeepseekV2Config", _LATENT | {"q_lora_rank": 28}),
+    "deepseek-v2-yarn": (
+        "DeepseekV2Config",
+        _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", _LATENT | {"q_lora_rank": 20, "rope_interleave": False}),
     "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }

@@ -12,6 +12,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Activation
 
 # Beyond every model there is, and far below what would take all memory.
@@ -45,6 +46,8 @@ class ModelConfig:
     attention_softcap: float = 0.0  # c: x counts as c * tanh(x / c); 0: as it is
     logit_softcap: float = 0.0  # the same of the output
     embedding_scale: float = 1.0
+    latent: LatentDims | None = None  # of latent attention, whose one KV head has head_dim latent.kept; None: keys and values are kept
+    q_lora_rank: int = 0  # numbers that latent attention's queries are compressed to; 0: they are not
     dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
     quantization: Quantization | None = None  # which linear layers are quantized on disk
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say

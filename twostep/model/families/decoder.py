@@ -68,14 +68,19 @@ class Decoder(ABC):
 
     def _attention_spec(self, device: str) -> AttentionSpec:
         c = self.config
-        tables = rope_tables(c.rope, c.head_dim, c.max_model_len, device)
+        tables = rope_tables(c.rope, c.head_dim if c.latent is None else c.latent.rope, c.max_model_len, device)
         return AttentionSpec(
             num_heads=c.num_heads,
             rope=[tables] * c.num_layers,
             windows=c.windows,
             scale=c.attention_scale,
             softcap=c.attention_softcap,
+            latent=c.latent,
         )
+
+    def is_unused(self, name: str) -> bool:
+        """Returns whether a tensor of this name may be in a checkpoint although nothing here reads it."""
+        return False
 
     @property
     def _head_rows(self) -> slice:

@@ -13,10 +13,9 @@ from typing import Protocol
 
 import torch
 
-from twostep.model.families.attention import Attention
 from twostep.model.families.mlp import Mlp
 from twostep.model.families.modules import Norm, Places
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
 class Part(Protocol):
@@ -27,6 +26,18 @@ class Part(Protocol):
     def finish_loading(self, ops: Ops) -> None: ...
 
 
+class AttentionPart(Part, Protocol):
+    """What attention of any kind has (attention.py, latent_attention.py)."""
+
+    @property
+    def enter(self) -> Linear: ...
+
+    @property
+    def leave(self) -> Linear: ...
+
+    def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor: ...
+
+
 class DecoderLayer:
     """x + attention(norm(x)), and of that x + mlp(norm(x))."""
 
@@ -34,7 +45,7 @@ class DecoderLayer:
         self,
         index: int,
         input_norm: Norm,
-        attention: Attention,
+        attention: AttentionPart,
         post_norm: Norm,
         mlp: Mlp,
         *,

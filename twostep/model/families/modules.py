@@ -150,6 +150,14 @@ class LinearLayer:
         product = products[0] if len(products) == 1 else _side_by_side(products)
         self.run = (lambda x: ops.silu_mul(product(x))) if gated else product
 
+    def take_dense(self) -> torch.Tensor:
+        """Returns the whole weight [rows, cols], unpacked where it is quantized, for those who do not use it as a layer; in place of
+        finish_loading."""
+        parts, self._parts = self._parts, []
+        weights = [part if isinstance(part, torch.Tensor) else part.take().weight for part in parts]
+        dense = [weight.dequantize(self._make.dtype) if isinstance(weight, QuantizedWeight) else weight for weight in weights]
+        return dense[0] if len(dense) == 1 else torch.cat(dense)
+
     def use(self, name: str, weight: torch.Tensor) -> None:
         """Takes dense memory that something else has filled, [rows, cols], for the whole weight, of the checkpoint's layer `name`."""
         assert weight.shape == self._shape

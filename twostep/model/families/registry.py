@@ -13,6 +13,7 @@ from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.quantization import QUANTIZATION_KEYS, read_quantization
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.deepseek import DeepseekV2, DeepseekV3
 from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.opt import Opt
 from twostep.model.families.qwen import Qwen2, Qwen3
@@ -21,6 +22,8 @@ from twostep.model.kernels.ops import Ops
 
 # By what config.json calls it in `architectures`.
 ARCHITECTURES: dict[str, type[Decoder]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2,
+    "DeepseekV3ForCausalLM": DeepseekV3,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "OPTForCausalLM": Opt,

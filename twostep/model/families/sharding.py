@@ -90,24 +90,29 @@ class Shard:
     def _place(self, place: Place) -> Place:
         if place.cut is Cut.WHOLE:
             return place
-        part = self._range(place.cut)
         if place.cut not in (Cut.FROM_HEADS, Cut.FROM_FEATURES):
-            assert len(place.tensor) == len(part)
+            part = self._range(place.cut, len(place.tensor))
             return replace(place, shape=(part.whole, *place.shape[1:]), start=(part.start, *place.start[1:]))
         if place.tensor.dim() == 2:
-            assert place.tensor.shape[1] == len(part)
+            part = self._range(place.cut, place.tensor.shape[1])
             return replace(place, shape=(place.shape[0], part.whole), start=(0, part.start))
         if self.rank == 0:
             return place
         place.tensor.zero_()
         return replace(place, tensor=place.tensor[:0])
 
-    def _range(self, cut: Cut) -> ShardRange:
+    def _range(self, cut: Cut, size: int) -> ShardRange:
+        """Which rows or columns this rank's `size` of them are. What is cut by heads has as many for each."""
         if cut is Cut.VOCABULARY:
-            return self.vocabulary
-        if cut in (Cut.HEADS, Cut.FROM_HEADS):
-            return self.heads.times(self.config.head_dim)
-        return self.kv_heads.times(self.config.head_dim) if cut is Cut.KV_HEADS else self.features
+            part = self.vocabulary
+        elif cut in (Cut.HEADS, Cut.FROM_HEADS):
+            part = self.heads.times(size // len(self.heads))
+        elif cut is Cut.KV_HEADS:
+            part = self.kv_heads.times(size // len(self.kv_heads))
+        else:
+            part = self.features
+        assert len(part) == size
+        return part
 
     def _part(self, whole: int) -> ShardRange:
         each = whole // self.size

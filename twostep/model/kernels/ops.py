@@ -15,8 +15,10 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
+from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
+from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
@@ -59,6 +61,15 @@ class AttentionPlan(Protocol):
 
         qkv  as left by rotate_and_write; only the query heads are read
         Returns [T, num_heads * D].
+        """
+        ...
+
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        """Does both over a pool of latents (latent.py): norms, rotates and writes what the tokens keep, and attends.
+
+        query  [T, num_heads * dims.query], rows dense: as the product gave them
+        kv     [T, dims.kept], rows dense: latents, then rope parts, likewise
+        Returns [T, num_heads * dims.value].
         """
         ...
 
@@ -142,7 +153,7 @@ class Ops:
         return x
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
-        return TorchAttentionPlan(batch, cache, spec)
+        return TorchAttentionPlan(batch, cache, spec) if spec.latent is None else TorchLatentPlan(batch, cache, spec)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

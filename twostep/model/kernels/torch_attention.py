@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
+from twostep.model.kernels.latent import LatentDims, LatentWeights
 from twostep.model.step.kv_cache import KvCache
 
 Ints = npt.NDArray[np.int64]
@@ -51,6 +52,7 @@ class AttentionSpec:
     softcap  c: a product x, scaled, counts as c * tanh(x / c); 0: as it is
     sinks    of each layer, float32 [num_heads]: one more logit of each head, which takes its part of the softmax and adds nothing; empty:
              there are none (gpt-oss)
+    latent   the numbers of latent attention, which has no windows; None: the pool has keys and values
     """
 
     num_heads: int
@@ -59,6 +61,7 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float = 0.0
     sinks: Sequence[torch.Tensor] = ()
+    latent: LatentDims | None = None
 
     @property
     def rotated(self) -> int:
@@ -115,10 +118,7 @@ class TorchAttentionPlan:
         self._spec = spec
         self._turns = {tables: self._turns_of(tables, dtype) for tables in dict.fromkeys(spec.rope)}
 
-        block, slot = np.divmod(batch.slots, shape.block_size)
-        kv_heads = np.arange(shape.vectors)
-        slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
-        self._write_index = torch.from_numpy(slot_rows.reshape(-1))
+        self._write_index = torch.from_numpy(write_index(batch, shape))
         self._windows = spec.windows
         share = spec.num_heads // shape.num_kv_heads
         self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
@@ -139,6 +139,9 @@ class TorchAttentionPlan:
             turning.mul_(cos).addcmul_(swapped, sin)
         self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
 
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        raise AssertionError("the pool keeps keys and values")
+
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         query = qkv[:, : self._num_heads * self._head_dim]
         groups = self._groups[self._windows[layer]]
@@ -157,7 +160,7 @@ class TorchAttentionPlan:
         """[N * Q, num_heads * D] from the group's queries of that shape."""
         n, q, heads, d = group.num_tiles, group.num_queries, self._num_kv_heads, self._head_dim
         share = self._num_heads // heads
-        kv = self._cache.read_rows(layer, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
+        kv = self._cache.read_rows(layer, group.index).view(self._cache.shape.num_planes, n, heads, -1, d)[:, :, :, : group.num_keys]
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
         out = self._softmax(layer, rows, kv, group.mask)
@@ -169,10 +172,10 @@ class TorchAttentionPlan:
         return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
 
     def _softmax(self, layer: int, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Attention of `rows` [N, H, Q * G, D] over `kv` [2, N, H, C, D]."""
+        """Attention of `rows` [N, H, Q * G, D] over `kv` [planes, N, H, C, D]; of one plane, keys are values."""
         spec = self._spec
         if not spec.softcap and not spec.sinks:
-            return F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=mask, scale=spec.scale)
+            return F.scaled_dot_product_attention(rows, kv[0], kv[-1], attn_mask=mask, scale=spec.scale)
         scale = self._head_dim**-0.5 if spec.scale is None else spec.scale
         logits = (rows @ kv[0].transpose(-1, -2)).float().mul_(scale)
         if spec.softcap:
@@ -180,12 +183,12 @@ class TorchAttentionPlan:
         if mask is not None:
             logits = logits + mask.float()
         if not spec.sinks:
-            return logits.softmax(-1).to(rows.dtype) @ kv[1]
+            return logits.softmax(-1).to(rows.dtype) @ kv[-1]
         # A row's G heads come one after the other for each query.
         share = self._num_heads // self._num_kv_heads
         sink = spec.sinks[layer].view(1, self._num_kv_heads, 1, share).expand(len(rows), -1, rows.shape[2] // share, -1)
         logits = torch.cat((logits, sink.reshape(len(rows), self._num_kv_heads, -1, 1)), -1)
-        return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[1]
+        return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[-1]
 
 
 def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:
@@ -247,6 +250,13 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
         mask=None if visible else _mask(places, c, share, dtype, window),
         behind=None if visible else torch.from_numpy(np.arange(c) >= num_keys[:, None])[:, None, :, None],
     )
+
+
+def write_index(batch: Batch, shape: KvShape) -> Ints:
+    """Rows of a layer's `slots` view that the step's tokens write: int64 [T * shape.vectors], token by token."""
+    block, slot = np.divmod(batch.slots, shape.block_size)
+    rows: Ints = (_block_rows(shape, block)[:, None] + np.arange(shape.vectors)) * shape.block_size + slot[:, None]
+    return rows.reshape(-1)
 
 
 def _block_rows(shape: KvShape, blocks: Ints) -> Ints:

@@ -90,7 +90,13 @@ def latent_program(cache: KvCache, dims: LatentDims, *, num_heads: int, max_quer
 
 
 def latent_decode_plan(
-    shape: KvShape, program: LatentProgram, *, num_seqs: int, device: torch.device | str, workspace: DecodeWorkspace, num_sms: int | None = None
+    shape: KvShape,
+    program: LatentProgram,
+    *,
+    num_seqs: int,
+    device: torch.device | str,
+    workspace: DecodeWorkspace,
+    num_sms: int | None = None,
 ) -> DecodePlan:
     """How decodes of so many sequences are shared out. A group of query heads stands where others have a KV head."""
     layout = DecodeLayout(num_heads=1, num_lanes=1, num_keys=program.keys, num_warps=program.num_warps, num_stages=1, programs_per_sm=1)

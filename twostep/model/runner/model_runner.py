@@ -340,6 +340,7 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, 
         head_dim=config.head_dim,
         dtype=dtype,
         quantization=kv_format(kv_cache_dtype, config.kv_scheme),
+        num_planes=2 if config.latent is None else 1,
     )
 
 
