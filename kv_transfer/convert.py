@@ -73,8 +73,8 @@ def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
         v = vectors.values[:, :, 1].reshape(count, layers, heads, slots // SLOTS_TOGETHER, SLOTS_TOGETHER, dim)
         parts += [v.swapaxes(-1, -2)]
     parts += [np.ascontiguousarray(np.moveaxis(vectors.scales, 2, -1)).view(np.uint8)]
-    flat = [np.ascontiguousarray(part).reshape(count, layers, math.prod(part.shape[2:])) for part in parts]
-    out: Bytes = np.concatenate(flat, axis=-1).reshape(count, block_bytes(layout, layers))
+    pieces = [np.ascontiguousarray(part).reshape(count, layers, math.prod(part.shape[2:])) for part in parts]
+    out: Bytes = np.concatenate(pieces, axis=-1).reshape(count, block_bytes(layout, layers))
     return out
 
 

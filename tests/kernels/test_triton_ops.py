@@ -38,7 +38,7 @@ def on_triton(directory: Path, quantization: str = "auto") -> tuple[Decoder, KvC
     return model, KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE, quantization), DEVICE)
 
 
-@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", system("opt")])
+@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", "deepseek-v2-yarn", system("opt")])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
@@ -72,9 +72,10 @@ def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
 
 # Nothing attends for rows of padding: what the memory held before is multiplied.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
+def test_a_planned_decode_follows_its_inputs(family: str, tmp_path: Path) -> None:
     """As a CUDA graph is replayed: one plan, other tokens, lengths, blocks and slots in the same tensors, rows of padding."""
-    save_model("llama", tmp_path)
+    save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     sequences = scattered_sequences([20, 9, 3], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
@@ -82,7 +83,7 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention.num_heads)
+        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention)
         plan = ops.plan_captured(inputs, tables, cache, model.attention)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)

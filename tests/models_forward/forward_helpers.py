@@ -50,6 +50,7 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _YARN_FULL = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False}
 
+_YARN_LATENT = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}
 _LATENT = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 40,

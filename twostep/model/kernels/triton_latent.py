@@ -102,9 +102,15 @@ def latent_decode_plan(
     layout = DecodeLayout(num_heads=1, num_lanes=1, num_keys=program.keys, num_warps=program.num_warps, num_stages=1, programs_per_sm=1)
     parts = replace(shape, num_kv_heads=program.groups, head_dim=program.latent, quantization="none")
     return DecodePlan(
-        parts, num_heads=program.groups * program.heads, num_seqs=num_seqs, device=device, workspace=workspace, layout=layout, num_sms=num_sms,
+        parts,
+        num_heads=program.groups * program.heads,
+        num_seqs=num_seqs,
+        device=device,
+        workspace=workspace,
+        layout=layout,
+        num_sms=num_sms,
         merges_itself=False,
-    )  # fmt: skip
+    )
 
 
 def latent_decode(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill
+from twostep.model.kernels.latent import LatentWeights, absorb, values_of
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
@@ -19,6 +20,8 @@ from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
+from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
@@ -30,6 +33,10 @@ from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
+
+
+# How chunks are attended; None: by the Hopper kernel.
+ChunkTile = triton_prefill.TileShape | LatentProgram | None
 
 
 class TritonOps(Ops):
@@ -100,12 +107,12 @@ class TritonOps(Ops):
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
-        kv, num_heads = cache.shape, spec.num_heads
+        kv = cache.shape
         num_queries = np.diff(batch.query_start).astype(np.int64)
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
-        tile, tokens = self._chunk_tile(cache, num_heads, max_queries)
+        tile, tokens = self._chunk_tile(cache, spec, max_queries)
         *sent, number = self.upload.send(
             (
                 batch.token_ids,
@@ -126,7 +133,7 @@ class TritonOps(Ops):
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
-            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(spec.windows)}
+            plan.decode = {window: self._decode_plan(cache, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
 
@@ -144,9 +151,12 @@ class TritonOps(Ops):
                 log.warning("prompts over quantized KV: %s; the portable kernel attends them", self._trouble[kind])
         return not self._trouble[kind]
 
-    def _chunk_tile(self, cache: KvCache, num_heads: int, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
-        """Returns the tile of the kernel that attends chunks of at most so many tokens, None: the Hopper kernel's, and its tokens."""
-        kv = cache.shape
+    def _chunk_tile(self, cache: KvCache, spec: AttentionSpec, max_queries: int) -> tuple[ChunkTile, int]:
+        """Returns the tile of the kernel that attends chunks of at most so many tokens, and its tokens."""
+        kv, num_heads = cache.shape, spec.num_heads
+        if spec.latent is not None:
+            program = latent_program(cache, spec.latent, num_heads=num_heads, max_queries=max_queries)
+            return program, program.tokens
         share = num_heads // kv.num_kv_heads
         if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, num_heads):
             return None, HOPPER_ROWS // share
@@ -154,18 +164,27 @@ class TritonOps(Ops):
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
 
-    def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
+    def _decode_plan(self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
-        key = (kv, num_heads, num_seqs, window)
+        key = (cache.shape, spec.num_heads, num_seqs, window)
         if key not in self._decode_plans:
-            self._decode_plans[key] = DecodePlan(
-                kv, num_heads=num_heads, num_seqs=num_seqs, device=self._device, workspace=self.decode_workspace, window=window
-            )
+            self._decode_plans[key] = self._new_decode_plan(cache, spec, num_seqs, window)
         return self._decode_plans[key]
 
-    def captured_inputs(self, shape: StepShape, cache: KvCache, num_heads: int) -> StepInputs:
+    def _new_decode_plan(
+        self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None
+    ) -> DecodePlan:
+        kv, num_heads, device = cache.shape, spec.num_heads, cache.tensor.device
+        if spec.latent is not None:
+            program = latent_program(cache, spec.latent, num_heads=num_heads, max_queries=1)
+            return latent_decode_plan(kv, program, num_seqs=num_seqs, device=device, workspace=self.decode_workspace)
+        return DecodePlan(
+            kv, num_heads=num_heads, num_seqs=num_seqs, device=device, workspace=self.decode_workspace, window=window, shared=shared
+        )
+
+    def captured_inputs(self, shape: StepShape, cache: KvCache, spec: AttentionSpec) -> StepInputs:
         """Returns the inputs of a captured step, for `plan_captured`."""
-        tile_tokens = self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[1]
+        tile_tokens = self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[1]
         return StepInputs(shape, tile_tokens, self._device, padding_length=-1 if _decodes_apart(cache) else 1)
 
     def plan_captured(
@@ -197,7 +216,7 @@ class TritonOps(Ops):
             block_tables=block_tables,
             tiles=tiles,
         )
-        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[0])
+        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
         if shape.chunks:
             plan.progress = self.progress.word, inputs.tensor("number")
         if decodes_apart and shape.decodes:
@@ -206,15 +225,7 @@ class TritonOps(Ops):
                     kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
             plan.decode = {
-                window: DecodePlan(
-                    kv,
-                    num_heads=num_heads,
-                    num_seqs=shape.decodes,
-                    device=block_tables.device,
-                    workspace=self.decode_workspace,
-                    window=window,
-                    shared=None if window else plan.shared,
-                )
+                window: self._new_decode_plan(cache, spec, shape.decodes, window, None if window else plan.shared)
                 for window in dict.fromkeys(windows)
             }
             plan.num_decodes = shape.decodes
@@ -243,8 +254,7 @@ class StepTensors:
 class TritonAttentionPlan:
     """One step's AttentionPlan (see twostep/model/kernels/ops.py). Looks at no value on the device, so that a step can be captured."""
 
-    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: triton_prefill.TileShape | None) -> None:
-        """`tile_shape` None: the tiles are the Hopper kernel's."""
+    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: ChunkTile) -> None:
         self.token_ids = step.token_ids
         self.positions = step.positions
         self.sample_rows = step.sample_rows
@@ -292,6 +302,51 @@ class TritonAttentionPlan:
             note_layers(*self.progress, layer + 1)
         return out
 
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        step, spec, cache, dims, scale = self._step, self._spec, self._cache, self._spec.latent, self._spec.scale
+        assert dims is not None
+        assert scale is not None
+        if layer == 0:
+            for plan in self.decode.values():
+                plan.refresh(step.seq_lens[: self.num_decodes])
+        absorbed = absorb(query, weights, dims)
+        tables = spec.rope[layer]
+        write_latent(
+            query, absorbed, kv, step.positions, step.slots, tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
+            progress=self.progress,
+        )  # fmt: skip
+        out = query.new_empty(len(query), spec.num_heads, dims.latent)
+        if self.decode:
+            some = slice(0, self.num_decodes)
+            latent_decode(
+                absorbed[some],
+                out[some],
+                cache,
+                layer,
+                step.block_tables[some],
+                step.seq_lens[some],
+                plan=self.decode[0],
+                program=latent_program(cache, dims, num_heads=spec.num_heads, max_queries=1),
+                scale=scale,
+            )
+        if self.num_decodes < len(step.seq_lens):
+            assert isinstance(self._tile_shape, LatentProgram)
+            latent_chunks(
+                absorbed,
+                out,
+                cache,
+                layer,
+                tiles=step.tiles,
+                query_start=step.query_start,
+                seq_lens=step.seq_lens,
+                block_tables=step.block_tables,
+                program=self._tile_shape,
+                scale=scale,
+            )
+        if self.progress is not None and layer == cache.shape.num_layers - 1:
+            note_layers(*self.progress, layer + 1)
+        return values_of(out, weights, dims)
+
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         step, cache = self._step, self._cache
         inputs: dict[str, Any] = {
@@ -303,6 +358,7 @@ class TritonAttentionPlan:
             "window": self._spec.windows[layer],
         }
         if self._tile_shape is not None:
+            assert isinstance(self._tile_shape, triton_prefill.TileShape)
             triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
