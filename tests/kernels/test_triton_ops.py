@@ -82,7 +82,7 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention.num_heads)
+        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention)
         plan = ops.plan_captured(inputs, tables, cache, model.attention)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)

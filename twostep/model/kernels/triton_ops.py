@@ -47,7 +47,7 @@ class TritonOps(Ops):
         self._trouble: dict[tuple[object, ...], str] = {}
         self.decode_workspace = DecodeWorkspace(device)
         self.shared_workspace = DecodeWorkspace(device)
-        self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
+        self._decode_plans: dict[tuple[object, ...], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._streamed(weight, bias, gated=False) or (lambda x: F.linear(x, weight, bias))
@@ -100,12 +100,12 @@ class TritonOps(Ops):
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
-        kv, num_heads = cache.shape, spec.num_heads
+        kv = cache.shape
         num_queries = np.diff(batch.query_start).astype(np.int64)
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
-        tile, tokens = self._chunk_tile(cache, num_heads, max_queries)
+        tile, tokens = self._chunk_tile(cache, spec, max_queries)
         *sent, number = self.upload.send(
             (
                 batch.token_ids,
@@ -126,46 +126,59 @@ class TritonOps(Ops):
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
-            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(spec.windows)}
+            plan.decode = {window: self._kept_decode_plan(kv, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
 
-    def _proven(self, kv: KvShape, num_heads: int) -> bool:
+    def _proven(self, kv: KvShape, spec: AttentionSpec) -> bool:
         """Returns whether the Hopper kernel has passed its trial on this card, or needs none."""
-        if kv.quantization == "none" or not self.tries:
+        plain = kv.quantization == "none" and not spec.softcap and not spec.sinks
+        if plain or not self.tries:
             return True
-        kind = ("attention", kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, num_heads)
+        softcap, sinks = spec.softcap, bool(spec.sinks)
+        kind = ("attention", kv.dtype, kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, spec.num_heads, softcap, sinks)
         if kind not in self._trouble:
             # Gluon is there, and needed, on Hopper only.
-            from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415
+            from twostep.model.kernels.hopper_trial import trial  # noqa: PLC0415
 
-            self._trouble[kind] = trial(kv, num_heads, self._device)
+            self._trouble[kind] = trial(kv, spec.num_heads, self._device, softcap=softcap, sinks=sinks)
             if self._trouble[kind]:
-                log.warning("prompts over quantized KV: %s; the portable kernel attends them", self._trouble[kind])
+                log.warning("attention of prompts: %s; the portable kernel attends them", self._trouble[kind])
         return not self._trouble[kind]
 
-    def _chunk_tile(self, cache: KvCache, num_heads: int, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
+    def _chunk_tile(self, cache: KvCache, spec: AttentionSpec, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
         """Returns the tile of the kernel that attends chunks of at most so many tokens, None: the Hopper kernel's, and its tokens."""
         kv = cache.shape
-        share = num_heads // kv.num_kv_heads
-        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, num_heads):
+        share = spec.num_heads // kv.num_kv_heads
+        if uses_hopper(kv, num_heads=spec.num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, spec):
             return None, HOPPER_ROWS // share
         quantized = cache.quantized is not None
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
 
-    def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
+    def _kept_decode_plan(self, kv: KvShape, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
-        key = (kv, num_heads, num_seqs, window)
+        key = (kv, spec.num_heads, num_seqs, window, spec.softcap, bool(spec.sinks))
         if key not in self._decode_plans:
-            self._decode_plans[key] = DecodePlan(
-                kv, num_heads=num_heads, num_seqs=num_seqs, device=self._device, workspace=self.decode_workspace, window=window
-            )
+            self._decode_plans[key] = self._decode_plan(kv, spec, num_seqs, window)
         return self._decode_plans[key]
 
-    def captured_inputs(self, shape: StepShape, cache: KvCache, num_heads: int) -> StepInputs:
+    def _decode_plan(self, kv: KvShape, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None) -> DecodePlan:
+        return DecodePlan(
+            kv,
+            num_heads=spec.num_heads,
+            num_seqs=num_seqs,
+            device=self._device,
+            window=window,
+            workspace=self.decode_workspace,
+            shared=None if window else shared,
+            softcap=spec.softcap,
+            sinks=bool(spec.sinks),
+        )
+
+    def captured_inputs(self, shape: StepShape, cache: KvCache, spec: AttentionSpec) -> StepInputs:
         """Returns the inputs of a captured step, for `plan_captured`."""
-        tile_tokens = self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[1]
+        tile_tokens = self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[1]
         return StepInputs(shape, tile_tokens, self._device, padding_length=-1 if _decodes_apart(cache) else 1)
 
     def plan_captured(
@@ -197,7 +210,7 @@ class TritonOps(Ops):
             block_tables=block_tables,
             tiles=tiles,
         )
-        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[0])
+        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
         if shape.chunks:
             plan.progress = self.progress.word, inputs.tensor("number")
         if decodes_apart and shape.decodes:
@@ -205,18 +218,7 @@ class TritonOps(Ops):
                 plan.shared = SharedPrefix(
                     kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
-            plan.decode = {
-                window: DecodePlan(
-                    kv,
-                    num_heads=num_heads,
-                    num_seqs=shape.decodes,
-                    device=block_tables.device,
-                    workspace=self.decode_workspace,
-                    window=window,
-                    shared=None if window else plan.shared,
-                )
-                for window in dict.fromkeys(windows)
-            }
+            plan.decode = {window: self._decode_plan(kv, spec, shape.decodes, window, plan.shared) for window in dict.fromkeys(windows)}
             plan.num_decodes = shape.decodes
         return plan
 
@@ -273,7 +275,8 @@ class TritonAttentionPlan:
         )
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        step, num_heads, head_dim = self._step, self._spec.num_heads, self._cache.shape.head_dim
+        step, spec, head_dim = self._step, self._spec, self._cache.shape.head_dim
+        num_heads = spec.num_heads
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
         if self.decode:
             some = slice(0, self.num_decodes)
@@ -283,7 +286,9 @@ class TritonAttentionPlan:
                 layer,
                 step.block_tables[some],
                 step.seq_lens[some],
-                plan=self.decode[self._spec.windows[layer]],
+                plan=self.decode[spec.windows[layer]],
+                scale=spec.scale,
+                sinks=spec.sinks[layer] if spec.sinks else None,
                 out=out.view(len(qkv), num_heads, -1)[some],
             )
         if self.num_decodes < len(step.seq_lens):
@@ -293,14 +298,17 @@ class TritonAttentionPlan:
         return out
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        step, cache = self._step, self._cache
+        step, cache, spec = self._step, self._cache, self._spec
         inputs: dict[str, Any] = {
-            "num_heads": self._spec.num_heads,
+            "num_heads": spec.num_heads,
             "tiles": step.tiles,
             "query_start": step.query_start,
             "seq_lens": step.seq_lens,
             "block_tables": step.block_tables,
-            "window": self._spec.windows[layer],
+            "window": spec.windows[layer],
+            "scale": spec.scale,
+            "softcap": spec.softcap,
+            "sinks": spec.sinks[layer] if spec.sinks else None,
         }
         if self._tile_shape is not None:
             triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
