@@ -122,6 +122,21 @@ class Ops:
         """then(add_rms_norm(linear(x), residual, weight, eps)), in whatever pieces are fastest: what lies between two layers' products."""
         return then(self.add_rms_norm(linear(x), residual, weight, eps))
 
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        """Adds rms_norm(x, w1, eps) to `residual` in place and returns rms_norm(residual, w2, eps): for layers that norm what they add
+        (Gemma 2, OLMo 2).
+
+        x       [T, N]; of one of several ranks its term of a sum, which is summed over the ranks first
+        w1, w2  [N], of x and of the sum; each may be float32 where x is not
+        """
+        return self.rms_norm(residual.add_(self.rms_norm(x, w1, eps)), w2, eps)
+
+    def join_normed(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        """then(add_normed(linear(x), residual, w1, w2, eps)), in whatever pieces are fastest."""
+        return then(self.add_normed(linear(x), residual, w1, w2, eps))
+
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)

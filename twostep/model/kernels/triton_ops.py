@@ -54,7 +54,7 @@ class TritonOps(Ops):
         self._trouble: dict[tuple[object, ...], str] = {}
         self.decode_workspace = DecodeWorkspace(device)
         self.shared_workspace = DecodeWorkspace(device)
-        self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
+        self._decode_plans: dict[tuple[object, ...], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._streamed(weight, bias, gated=False) or (lambda x: F.linear(x, weight, bias))
@@ -137,18 +137,20 @@ class TritonOps(Ops):
             plan.num_decodes = num_decodes
         return plan
 
-    def _proven(self, kv: KvShape, num_heads: int) -> bool:
+    def _proven(self, kv: KvShape, spec: AttentionSpec) -> bool:
         """Returns whether the Hopper kernel has passed its trial on this card, or needs none."""
-        if kv.quantization == "none" or not self.tries:
+        plain = kv.quantization == "none" and not spec.softcap and not spec.sinks
+        if plain or not self.tries:
             return True
-        kind = ("attention", kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, num_heads)
+        softcap, sinks = spec.softcap, bool(spec.sinks)
+        kind = ("attention", kv.dtype, kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, spec.num_heads, softcap, sinks)
         if kind not in self._trouble:
             # Gluon is there, and needed, on Hopper only.
-            from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415
+            from twostep.model.kernels.hopper_trial import trial  # noqa: PLC0415
 
-            self._trouble[kind] = trial(kv, num_heads, self._device)
+            self._trouble[kind] = trial(kv, spec.num_heads, self._device, softcap=softcap, sinks=sinks)
             if self._trouble[kind]:
-                log.warning("prompts over quantized KV: %s; the portable kernel attends them", self._trouble[kind])
+                log.warning("attention of prompts: %s; the portable kernel attends them", self._trouble[kind])
         return not self._trouble[kind]
 
     def _chunk_tile(self, cache: KvCache, spec: AttentionSpec, max_queries: int) -> tuple[ChunkTile, int]:
@@ -158,7 +160,7 @@ class TritonOps(Ops):
             program = latent_program(cache, spec.latent, num_heads=num_heads, max_queries=max_queries)
             return program, program.tokens
         share = num_heads // kv.num_kv_heads
-        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, num_heads):
+        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, spec):
             return None, HOPPER_ROWS // share
         quantized = cache.quantized is not None
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
@@ -166,7 +168,7 @@ class TritonOps(Ops):
 
     def _decode_plan(self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
-        key = (cache.shape, spec.num_heads, num_seqs, window)
+        key = (cache.shape, spec.num_heads, num_seqs, window, spec.softcap, bool(spec.sinks))
         if key not in self._decode_plans:
             self._decode_plans[key] = self._new_decode_plan(cache, spec, num_seqs, window)
         return self._decode_plans[key]
@@ -174,12 +176,20 @@ class TritonOps(Ops):
     def _new_decode_plan(
         self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None
     ) -> DecodePlan:
-        kv, num_heads, device = cache.shape, spec.num_heads, cache.tensor.device
+        kv, device = cache.shape, cache.tensor.device
         if spec.latent is not None:
-            program = latent_program(cache, spec.latent, num_heads=num_heads, max_queries=1)
+            program = latent_program(cache, spec.latent, num_heads=spec.num_heads, max_queries=1)
             return latent_decode_plan(kv, program, num_seqs=num_seqs, device=device, workspace=self.decode_workspace)
         return DecodePlan(
-            kv, num_heads=num_heads, num_seqs=num_seqs, device=device, workspace=self.decode_workspace, window=window, shared=shared
+            kv,
+            num_heads=spec.num_heads,
+            num_seqs=num_seqs,
+            device=device,
+            window=window,
+            workspace=self.decode_workspace,
+            shared=None if window else shared,
+            softcap=spec.softcap,
+            sinks=bool(spec.sinks),
         )
 
     def captured_inputs(self, shape: StepShape, cache: KvCache, spec: AttentionSpec) -> StepInputs:
@@ -225,8 +235,7 @@ class TritonOps(Ops):
                     kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
             plan.decode = {
-                window: self._new_decode_plan(cache, spec, shape.decodes, window, None if window else plan.shared)
-                for window in dict.fromkeys(windows)
+                window: self._new_decode_plan(cache, spec, shape.decodes, window, plan.shared) for window in dict.fromkeys(windows)
             }
             plan.num_decodes = shape.decodes
         return plan
@@ -283,7 +292,8 @@ class TritonAttentionPlan:
         )
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        step, num_heads, head_dim = self._step, self._spec.num_heads, self._cache.shape.head_dim
+        step, spec, head_dim = self._step, self._spec, self._cache.shape.head_dim
+        num_heads = spec.num_heads
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
         if self.decode:
             some = slice(0, self.num_decodes)
@@ -293,7 +303,9 @@ class TritonAttentionPlan:
                 layer,
                 step.block_tables[some],
                 step.seq_lens[some],
-                plan=self.decode[self._spec.windows[layer]],
+                plan=self.decode[spec.windows[layer]],
+                scale=spec.scale,
+                sinks=spec.sinks[layer] if spec.sinks else None,
                 out=out.view(len(qkv), num_heads, -1)[some],
             )
         if self.num_decodes < len(step.seq_lens):
@@ -348,14 +360,17 @@ class TritonAttentionPlan:
         return values_of(out, weights, dims)
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        step, cache = self._step, self._cache
+        step, cache, spec = self._step, self._cache, self._spec
         inputs: dict[str, Any] = {
-            "num_heads": self._spec.num_heads,
+            "num_heads": spec.num_heads,
             "tiles": step.tiles,
             "query_start": step.query_start,
             "seq_lens": step.seq_lens,
             "block_tables": step.block_tables,
-            "window": self._spec.windows[layer],
+            "window": spec.windows[layer],
+            "scale": spec.scale,
+            "softcap": spec.softcap,
+            "sinks": spec.sinks[layer] if spec.sinks else None,
         }
         if self._tile_shape is not None:
             assert isinstance(self._tile_shape, triton_prefill.TileShape)

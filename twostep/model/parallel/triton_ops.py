@@ -38,6 +38,9 @@ class ParallelTritonOps(TritonOps):
         # In one piece with neither product: what the first gives is but a term of what is added.
         return then(self.add_rms_norm(linear(x), residual, weight, eps))
 
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        return super().add_normed(self._sum(x, residual.dtype), residual, w1, w2, eps)
+
     def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_layer_norm(self._sum(x, residual.dtype), residual, weight, bias, eps)
 
