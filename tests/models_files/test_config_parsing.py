@@ -190,7 +190,7 @@ def test_qwens_windows_are_transformers(
 def test_opt(tmp_path: Path) -> None:
     keys = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     bare = replace(LLAMA, architecture="opt", num_kv_heads=4, rope=None, num_positions=96, max_model_len=96, tie_word_embeddings=True)
-    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True, activation="relu")
+    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True, gated_mlp=False, activation="relu")
     assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == biased
 
 

@@ -33,6 +33,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     rope: Rope | None  # None: learned positions
+    layer_ropes: tuple[Rope, ...] = ()  # of each layer, where they differ; then `rope` is the whole context's
     num_positions: int  # learned ones; 0 with RoPE
     windows: tuple[int, ...]  # of each layer: keys that a query sees, its own included; 0: all
     max_model_len: int
@@ -40,6 +41,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    gated_mlp: bool = True  # three products; else two
     activation: Activation = "silu"
     attention_scale: float | None = None  # what products of queries and keys are multiplied by; None: head_dim ** -0.5
     attention_softcap: float = 0.0  # c: x counts as c * tanh(x / c); 0: as it is
