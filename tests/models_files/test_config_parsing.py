@@ -190,7 +190,7 @@ def test_qwens_windows_are_transformers(
 def test_opt(tmp_path: Path) -> None:
     keys = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     bare = replace(LLAMA, architecture="opt", num_kv_heads=4, rope=None, num_positions=96, max_model_len=96, tie_word_embeddings=True)
-    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True, activation="relu")
+    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True, gated_mlp=False, activation="relu")
     assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == biased
 
 
@@ -244,8 +244,8 @@ def test_bookkeeping_and_unknown_keys_that_are_off_are_accepted(tmp_path: Path) 
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config.group_size"]),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, ["quantization_config.quant_method", "hqq", "awq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling.rope_type", "dynamic", "linear, yarn and llama3"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope_scaling.rope_type", "longrope"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling.rope_type", "dynamic", "linear, yarn, llama3"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope_scaling.short_factor"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor", "0"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "truncate": True}}, ["rope_scaling.truncate"]),

@@ -82,10 +82,10 @@ class ModelShape:
 
     @property
     def layer_shapes(self) -> list[tuple[int, int]]:
-        """One layer's matrices, [out, in]. Llama's MLP has three, opt's two."""
+        """One layer's matrices, [out, in]."""
         c = self.config
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        num_in = 1 if c.architecture == "opt" else 2
+        num_in = 2 if c.gated_mlp else 1
         mlp = [*[(c.intermediate_size, c.hidden_size)] * num_in, (c.hidden_size, c.intermediate_size)]
         return [(q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q), *mlp]
 

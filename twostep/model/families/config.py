@@ -34,6 +34,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     rope: Rope | None  # None: learned positions
+    layer_ropes: tuple[Rope, ...] = ()  # of each layer, where they differ; then `rope` is the whole context's
     num_positions: int  # learned ones; 0 with RoPE
     windows: tuple[int, ...]  # of each layer: keys that a query sees, its own included; 0: all
     max_model_len: int
@@ -41,6 +42,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    gated_mlp: bool = True  # three products; else two
     activation: Activation = "silu"
     attention_scale: float | None = None  # what products of queries and keys are multiplied by; None: head_dim ** -0.5
     attention_softcap: float = 0.0  # c: x counts as c * tanh(x / c); 0: as it is
@@ -58,19 +60,30 @@ class WindowRule(Enum):
 
     NONE = "none"  # llama
     ALL = "all"  # mistral: `sliding_window` holds for all layers, or for none
+    PATTERN = "pattern"  # gemma: the layers that `layer_types` names, else all but every so many-th
     SWITCHED = "switched"  # qwen: with `use_sliding_window`, the layers that `layer_types` names, else those from `max_window_layers` on
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' own defaults. An old Mistral config without the key means a window of 4096.
-_DEFAULT_WINDOW = 4096
+DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 
 
-def parse_windows(fields: Fields, architecture: str, rule: WindowRule, num_layers: int, max_model_len: int) -> tuple[int, ...]:
+def parse_windows(
+    fields: Fields,
+    architecture: str,
+    rule: WindowRule,
+    num_layers: int,
+    max_model_len: int,
+    *,
+    default: int | None = DEFAULT_WINDOW,
+    period: int = 1,
+) -> tuple[int, ...]:
     """Returns the number of keys that a query of each layer sees, its own included; 0: all. A window at least as long as the context is
-    none. Raises SetupError, naming the key, for what contradicts itself or is not supported."""
-    window = fields.take("sliding_window", None if rule is WindowRule.NONE else _DEFAULT_WINDOW)
+    none. `default`: where the file says nothing of windows; `period`: of a pattern, of so many layers the last has none. Raises SetupError,
+    naming the key, for what contradicts itself or is not supported."""
+    window = fields.take("sliding_window", None if rule is WindowRule.NONE else default)
     full_layers = 0
     if rule is WindowRule.SWITCHED:
         full_layers = fields.take("max_window_layers", _DEFAULT_FULL_LAYERS)
@@ -84,6 +97,8 @@ def parse_windows(fields: Fields, architecture: str, rule: WindowRule, num_layer
         fields.refuse("sliding_window", window, f"{architecture} has none; set it to null, or name the architecture that has it")
 
     sliding = [window is not None and i >= full_layers for i in range(num_layers)]
+    if rule is WindowRule.PATTERN:
+        sliding = [on and (i + 1) % period != 0 for i, on in enumerate(sliding)]
     layer_types = fields.take("layer_types", None)
     if layer_types is not None:
         if not isinstance(layer_types, list):
@@ -96,9 +111,28 @@ def parse_windows(fields: Fields, architecture: str, rule: WindowRule, num_layer
         named = [kind == _SLIDING for kind in layer_types]
         if any(named) and window is None:
             fields.refuse("layer_types", _SLIDING, "but no sliding_window is in use; give one, or full_attention layers only")
-        if rule is not WindowRule.SWITCHED and named != sliding:
+        if rule in (WindowRule.NONE, WindowRule.ALL) and named != sliding:
             fields.refuse("layer_types", layer_types, f"it contradicts sliding_window, which {architecture} uses in all layers or none")
         sliding = named
     if window is None or window >= max_model_len:
         return (0,) * num_layers
     return tuple(window if on else 0 for on in sliding)
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def parse_activation(fields: Fields, key: str, default: str) -> Activation:
+    """Takes an activation by transformers' name of it. Raises SetupError for others."""
+    name = fields.take(key, default)
+    if name not in _ACTIVATIONS:
+        fields.refuse(key, name, "supported are " + ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
