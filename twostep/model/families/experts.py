@@ -87,7 +87,7 @@ class ExpertsMlp:
         self._router.finish_loading(ops)
         if self._shared is not None:
             self._shared.finish_loading(ops)
-        weights = ExpertWeights(gate_up=self._gate_up.take(), down=self._down.take(), first=self.config.held.start)
+        weights = ExpertWeights(gate_up=self._gate_up.take(), down=self._down.take(), held=self.config.held, num_experts=self.config.router.num_experts)
         self._experts = ops.prepare_experts(weights, self._make.dtype)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """Weights of experts `first`, `first` + 1, …: all of a model's, or those that one of several ranks holds.
+    """Weights of the experts that are held here: all `num_experts` of a layer, or those of one of several ranks.
 
     gate_up  dense [E, 2 * F, H], of each expert the gates' rows first; or of each a quantized weight, all of one format
     down     dense [E, H, F], or likewise
@@ -99,11 +99,11 @@ class ExpertWeights:
 
     gate_up: torch.Tensor | Sequence[QuantizedWeight]
     down: torch.Tensor | Sequence[QuantizedWeight]
-    first: int = 0
+    held: range
+    num_experts: int
 
-    @property
-    def num_experts(self) -> int:
-        return len(self.gate_up)
+    def __post_init__(self) -> None:
+        assert len(self.held) == len(self.gate_up) == len(self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,20 @@ class Experts(Protocol):
         """[T, H] from x [T, H]: of each token the weighted sum of its experts that are held here, and what stands beside them."""
         ...
 
+    def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The same with nothing beside them; or, where that is faster, float32 [parts, T, H], whose sum it is."""
+        ...
+
 
 class ExpertLoop:
     """Experts one after the other, each with all its tokens at once. Experts without tokens cost nothing."""
 
-    def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], first: int) -> None:
+    def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], held: range) -> None:
         self._experts = experts
-        self._first = first
+        self._held = held
+
+    def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self(x, routing)
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         top_k = routing.experts.shape[1]
@@ -138,13 +145,33 @@ class ExpertLoop:
         # Pairs by expert, and by token within each: sums are in the same order every time.
         order = chosen.argsort(stable=True)
         tokens, weights = order // top_k, routing.weights.flatten()[order].unsqueeze(1)
-        counts = chosen.bincount(minlength=self._first + len(self._experts)).tolist()
+        counts = chosen.bincount().tolist()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         start = 0
         for number, count in enumerate(counts):
-            held = number - self._first
-            if count and 0 <= held < len(self._experts):
+            if count and number in self._held:
                 some = slice(start, start + count)
-                out.index_add_(0, tokens[some], self._experts[held](x[tokens[some]]).float() * weights[some])
+                y = self._experts[number - self._held.start](x[tokens[some]])
+                out.index_add_(0, tokens[some], y.float() * weights[some])
             start += count
         return out.to(x.dtype) if beside is None else out.add_(beside()).to(x.dtype)
+
+
+class EveryExpert:
+    """Experts one after the other, each with all tokens: looks at nothing that was chosen, so that a device need not be waited for, and
+    costs as much as all experts do."""
+
+    def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], held: range) -> None:
+        self._experts = experts
+        self._held = held
+
+    def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for number, expert in zip(self._held, self._experts, strict=True):
+            chosen = routing.experts == number
+            weight = torch.where(chosen, routing.weights, 0.0).sum(-1, keepdim=True)
+            out += torch.where(chosen.any(-1, keepdim=True), expert(x).float() * weight, 0.0)
+        return out.to(x.dtype) if beside is None else out.add_(beside()).to(x.dtype)
+
+    def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self(x, routing)

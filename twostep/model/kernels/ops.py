@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
-from twostep.model.kernels.experts import ExpertLoop, Experts, ExpertWeights, Router, Routing, route
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, route
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.step.kv_cache import KvCache
@@ -100,7 +100,9 @@ class Ops:
 
     def prepare_experts(self, weights: ExpertWeights, dtype: torch.dtype) -> Experts:
         """A callable over the experts that are held here, for inputs of `dtype`. It may keep the weights in another layout: drop yours."""
-        return ExpertLoop([self._expert(weights, number, dtype) for number in range(weights.num_experts)], weights.first)
+        experts = [self._expert(weights, number, dtype) for number in range(len(weights.held))]
+        on_cpu = not experts or weights.down[0].device.type == "cpu"
+        return ExpertLoop(experts, weights.held) if on_cpu else EveryExpert(experts, weights.held)
 
     def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
         gate_up, down = weights.gate_up[number], weights.down[number]
