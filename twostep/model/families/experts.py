@@ -11,7 +11,7 @@ checkpoint calls them (ExpertNames). DeepSeek-V3's, for example:
         router=Router(num_experts=256, top_k=8, scores=Scores.SIGMOID, renormalize=True, scale=2.5, num_groups=8, top_groups=4,
                       group_score=GroupScore.BEST_TWO),
         intermediate_size=2048, shared_size=2048, corrected=True, in_float32=True, layers=(False,) * 3 + (True,) * 58)
-    ExpertsMlp(make, config.hidden_size, config.experts, ExpertNames(shared="shared_experts"))
+    ExpertsMlp(config, make, ExpertNames(shared="shared_experts"))
 
 V2: Scores.SOFTMAX, GroupScore.LARGEST, neither renormalized nor corrected.
 
@@ -29,10 +29,12 @@ import torch.nn.functional as F
 
 from twostep.checkpoint.linear_format import LinearFormat
 from twostep.errors import SetupError
-from twostep.model.families.config import ExpertsConfig
-from twostep.model.families.modules import Cut, LinearLayer, Maker, Place, Places
+from twostep.checkpoint.fields import Fields
+from twostep.model.families.config import MAX_EXPERTS, ExpertsConfig, ModelConfig
+from twostep.model.families.mlp import GatedMlp
+from twostep.model.families.modules import Cut, Maker, Place, Places
 from twostep.model.families.quantized_part import joined
-from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Routing
+from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 
@@ -50,49 +52,65 @@ class ExpertNames:
 
 
 class ExpertsMlp:
-    """One layer's. `enter` leaves the tokens as they are; `leave` does everything."""
+    """One layer's Mlp (mlp.py). `enter` leaves the tokens as they are; `leave` does everything."""
 
-    def __init__(self, make: Maker, hidden_size: int, config: ExpertsConfig, names: ExpertNames) -> None:
-        self.config = config
-        self.leave: Linear = self._run
-        self._make = make
-        self._names = names
-        held, size = len(config.held), config.intermediate_size
-        self._router = _Router(make, hidden_size, config)
-        self._gate_up = _ExpertLinear(make, held, 2 * size, hidden_size)
-        self._down = _ExpertLinear(make, held, hidden_size, size)
-        self._shared = _SharedExpert(make, hidden_size, config) if config.shared_size else None
+    def __init__(self, config: ModelConfig, make: Maker, names: ExpertNames | None = None) -> None:
+        assert config.experts is not None
+        experts = self._config = config.experts
+        self._hidden_size = config.hidden_size
+        self._names = names = names or ExpertNames()
+        self._dtype = make.dtype
+        held, size = len(experts.held), experts.intermediate_size
+        self._router = _Router(make, config.hidden_size, experts)
+        self._gate_up = _ExpertLinear(make, held, 2 * size, config.hidden_size)
+        self._down = _ExpertLinear(make, held, config.hidden_size, size)
+        projections = names.gate, names.up, names.down
+        self._shared = GatedMlp(config, make, features=experts.shared_size, names=projections) if experts.shared_size else None
+        self._shared_gate = make.linear(1, config.hidden_size, bias=False) if experts.shared_gated else None
         self._experts: Experts
 
     @property
     def enter(self) -> Linear:
         return _as_it_is
 
-    def place(self, places: Places, prefix: str) -> None:
-        """`prefix`: the MLP's own name."""
-        config, names = self.config, self._names
-        size, hidden_size = config.intermediate_size, self._down.rows
-        self._router.place(places, f"{prefix}.{names.router}")
+    @property
+    def leave(self) -> Linear:
+        return self._run
+
+    def place(self, places: Places, name: str) -> None:
+        config, names = self._config, self._names
+        size = config.intermediate_size
+        cut, from_cut = (Cut.WHOLE, Cut.WHOLE) if config.whole else (Cut.FEATURES, Cut.FROM_FEATURES)
+        self._router.place(places, f"{name}.{names.router}")
         for number in range(config.router.num_experts):
-            expert = f"{prefix}.{names.experts}.{number}"
+            expert = f"{name}.{names.experts}.{number}"
             # Whole experts of other ranks are known, and take nothing.
             held = number - config.held.start if number in config.held else None
-            cut, from_cut = (Cut.WHOLE, Cut.WHOLE) if config.whole else (Cut.FEATURES, Cut.FROM_FEATURES)
             self._gate_up.place(places, held, (f"{expert}.{names.gate}", size, cut), (f"{expert}.{names.up}", size, cut))
-            self._down.place(places, held, (f"{expert}.{names.down}", hidden_size, from_cut))
+            self._down.place(places, held, (f"{expert}.{names.down}", self._hidden_size, from_cut))
         if self._shared is not None:
-            self._shared.place(places, f"{prefix}.{names.shared}", names)
+            self._shared.place(places, f"{name}.{names.shared}")
+        if self._shared_gate is not None:
+            self._shared_gate.place(places, (f"{name}.{names.shared}_gate", 1, Cut.WHOLE))
 
     def finish_loading(self, ops: Ops) -> None:
-        self._router.finish_loading(ops)
-        if self._shared is not None:
-            self._shared.finish_loading(ops)
-        weights = ExpertWeights(gate_up=self._gate_up.take(), down=self._down.take(), held=self.config.held, num_experts=self.config.router.num_experts)
-        self._experts = ops.prepare_experts(weights, self._make.dtype)
+        for part in (self._router, self._shared, self._shared_gate):
+            if part is not None:
+                part.finish_loading(ops)
+        weights = ExpertWeights(
+            gate_up=self._gate_up.take(),
+            down=self._down.take(),
+            held=self._config.held,
+            num_experts=self._config.router.num_experts,
+        )
+        self._experts = ops.prepare_experts(weights, self._dtype)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        routing = self._router(x)
-        return self._experts(x, routing, None if self._shared is None else self._shared(x))
+        beside = None
+        if self._shared is not None:
+            term = self._shared.leave(self._shared.enter(x))
+            beside = Beside(term, None if self._shared_gate is None else self._shared_gate(x))
+        return self._experts(x, self._router(x), beside)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -132,35 +150,6 @@ class _Router:
         return self._ops.route(logits, self._router, self._correction)
 
 
-class _SharedExpert:
-    """What every token goes to: a gated MLP, as much of it as a gate of its own lets through."""
-
-    def __init__(self, make: Maker, hidden_size: int, config: ExpertsConfig) -> None:
-        size = config.shared_size
-        self._size, self._hidden_size = size, hidden_size
-        self._gate_up = make.linear(2 * size, hidden_size, bias=False, gated=True)
-        self._down = make.linear(hidden_size, size, bias=False)
-        self._gate = make.linear(1, hidden_size, bias=False) if config.shared_gated else None
-
-    def place(self, places: Places, name: str, names: ExpertNames) -> None:
-        size = self._size
-        self._gate_up.place(places, (f"{name}.{names.gate}", size, Cut.FEATURES), (f"{name}.{names.up}", size, Cut.FEATURES))
-        self._down.place(places, (f"{name}.{names.down}", self._hidden_size, Cut.FROM_FEATURES))
-        if self._gate is not None:
-            self._gate.place(places, (f"{name}_gate", 1, Cut.WHOLE))
-
-    def finish_loading(self, ops: Ops) -> None:
-        for linear in self._linears:
-            linear.finish_loading(ops)
-
-    def __call__(self, x: torch.Tensor) -> Beside:
-        return Beside(self._down(self._gate_up(x)), None if self._gate is None else self._gate(x))
-
-    @property
-    def _linears(self) -> Sequence[LinearLayer]:
-        return (self._gate_up, self._down) if self._gate is None else (self._gate_up, self._down, self._gate)
-
-
 class _ExpertLinear:
     """A product of every expert held here: dense in one tensor, or quantized, each by itself."""
 
@@ -186,3 +175,14 @@ class _ExpertLinear:
         dense, self._dense = self._dense, None
         assert dense is not None
         return dense
+
+
+def parse_router(fields: Fields, key: str, *, renormalize: bool) -> Router:
+    """Takes how many experts there are (`key`) and each token goes to, chosen by softmax, and what only training asks of a router."""
+    for of_training in ("output_router_logits", "router_aux_loss_coef"):
+        fields.take(of_training, None)
+    num_experts = fields.positive_int(key, MAX_EXPERTS)
+    top_k = fields.positive_int("num_experts_per_tok", MAX_EXPERTS)
+    if top_k > num_experts:
+        fields.refuse("num_experts_per_tok", top_k, f"it must not be more than {key} ({num_experts})")
+    return Router(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
