@@ -10,7 +10,7 @@ from kernel_pools import DEVICE, DTYPES, tolerance
 
 from twostep.model.kernels import experts as oracle
 from twostep.model.kernels import triton_routing
-from twostep.model.kernels.experts import Beside, GroupScore, Router, Routing, Scores
+from twostep.model.kernels.experts import Beside, GroupScore, Router, Scores
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
 
 ROUTERS = [
@@ -18,7 +18,14 @@ ROUTERS = [
     Router(num_experts=16, top_k=5, scores=Scores.CHOSEN),
     Router(num_experts=20, top_k=5, scale=16.0, num_groups=5, top_groups=2),
     Router(
-        num_experts=24, top_k=6, scores=Scores.SIGMOID, renormalize=True, scale=2.5, num_groups=8, top_groups=3, group_score=GroupScore.BEST_TWO
+        num_experts=24,
+        top_k=6,
+        scores=Scores.SIGMOID,
+        renormalize=True,
+        scale=2.5,
+        num_groups=8,
+        top_groups=3,
+        group_score=GroupScore.BEST_TWO,
     ),
     Router(num_experts=1, top_k=1, scores=Scores.SIGMOID),
 ]
@@ -36,7 +43,8 @@ def test_routes_as_torch_does(router: Router) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
-def test_rows_of_no_numbers_point_to_experts_and_spoil_no_other(num_experts: int = 6) -> None:
+def test_rows_of_no_numbers_point_to_experts_and_spoil_no_other() -> None:
+    num_experts = 6
     router = Router(num_experts=num_experts, top_k=3, num_groups=3, top_groups=2, renormalize=True)
     logits = torch.randn(4, num_experts, device=DEVICE)
     want = triton_routing.route(logits[1:], router)
@@ -160,10 +168,8 @@ def test_tiles(second: bool, in_parts: bool, turned: bool, bulk: bool, dtype: to
     check(got, expected(pairs, weight, gated=not second), pairs, dtype)
 
 
-def test_a_routing_is_its_tokens(tokens: int = 3) -> None:
+def test_of_equal_scores_the_lower_number_is_chosen() -> None:
     router = Router(num_experts=5, top_k=2)
-    logits = torch.zeros(tokens, 5, device=DEVICE)
+    logits = torch.zeros(3, 5, device=DEVICE)
     got = triton_routing.route(logits, router)
-    # Of equal scores the lower number.
-    assert got.experts.tolist() == [[0, 1]] * tokens
-    assert isinstance(got, Routing)
+    assert got.experts.tolist() == [[0, 1]] * 3

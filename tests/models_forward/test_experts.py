@@ -21,7 +21,14 @@ from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, Gr
 from twostep.model.kernels.ops import Ops
 
 HIDDEN = 12
-DEEPSEEK = {"hidden_size": HIDDEN, "num_attention_heads": 2, "n_routed_experts": 20, "num_experts_per_tok": 5, "n_group": 5, "topk_group": 2}
+DEEPSEEK = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 2,
+    "n_routed_experts": 20,
+    "num_experts_per_tok": 5,
+    "n_group": 5,
+    "topk_group": 2,
+}
 
 # (transformers' router, its config, ours)
 ROUTERS: dict[str, tuple[Any, Any, Router]] = {

@@ -27,13 +27,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from twostep.checkpoint.linear_format import LinearFormat
-from twostep.errors import SetupError
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import MAX_EXPERTS, ExpertsConfig, ModelConfig
 from twostep.model.families.mlp import GatedMlp
 from twostep.model.families.modules import Cut, Maker, Place, Places
-from twostep.model.families.quantized_part import joined
 from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
 from twostep.model.kernels.ops import Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
@@ -54,11 +51,11 @@ class ExpertNames:
 class ExpertsMlp:
     """One layer's Mlp (mlp.py). `enter` leaves the tokens as they are; `leave` does everything."""
 
-    def __init__(self, config: ModelConfig, make: Maker, names: ExpertNames | None = None) -> None:
+    def __init__(self, config: ModelConfig, make: Maker, names: ExpertNames) -> None:
         assert config.experts is not None
         experts = self._config = config.experts
         self._hidden_size = config.hidden_size
-        self._names = names = names or ExpertNames()
+        self._names = names
         self._dtype = make.dtype
         held, size = len(experts.held), experts.intermediate_size
         self._router = _Router(make, config.hidden_size, experts)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import ExpertsConfig, ModelConfig, WindowRule
-from twostep.model.families.experts import ExpertNames, ExpertsMlp, parse_router
+from twostep.model.families.experts import ExpertNames, parse_router
 from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.llama import Llama, parse_relative
 
-_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "block_sparse_moe")
 
 
 class Mixtral(Llama):
     architecture = "mixtral"
+    expert_names = ExpertNames(gate="w1", up="w3", down="w2")
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -30,5 +30,5 @@ class Mixtral(Llama):
 
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make
-        mlp = ExpertsMlp(c, make, _NAMES)
-        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), mlp, names=_PARTS)
+        norms = make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size)
+        return DecoderLayer(index, norms[0], self._attention(), norms[1], self._mlp(index), names=_PARTS)

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import MAX_LAYERS, MAX_WIDTH, ExpertsConfig, ModelConfig, WindowRule
-from twostep.model.families.experts import ExpertsMlp, parse_router
+from twostep.model.families.experts import parse_router
 from twostep.model.families.llama import parse_relative
-from twostep.model.families.mlp import GatedMlp, Mlp
 from twostep.model.families.qwen import Qwen2, Qwen3
 
 
@@ -20,9 +19,6 @@ class Qwen2Moe(Qwen2):
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         return _with_experts(cls.architecture, fields, dtype, qkv_bias=fields.boolean("qkv_bias", True), is_shared=True)
 
-    def _mlp(self, index: int) -> Mlp:
-        return _mlp(self, index)
-
 
 class Qwen3Moe(Qwen3):
     architecture = "qwen3_moe"
@@ -31,14 +27,6 @@ class Qwen3Moe(Qwen3):
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         bias = fields.boolean("attention_bias", False)
         return _with_experts(cls.architecture, fields, dtype, qkv_bias=bias, o_bias=bias)
-
-    def _mlp(self, index: int) -> Mlp:
-        return _mlp(self, index)
-
-
-def _mlp(model: Qwen2Moe | Qwen3Moe, index: int) -> Mlp:
-    experts = model.config.experts
-    return ExpertsMlp(model.config, model._make) if experts is not None and experts.layers[index] else GatedMlp(model.config, model._make)
 
 
 def _with_experts(

@@ -10,13 +10,9 @@ Which, and how large, follow from the shapes alone, so that a captured step alwa
 from __future__ import annotations
 
 import torch
-import triton
 
-from twostep.model.kernels.experts import Beside, ExpertLoop, ExpertWeights, Routing
-from twostep.model.kernels.linear_trial import try_linear
-from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
-from twostep.model.kernels.triton_launch import overlaps, shared_bytes_of
-from twostep.model.kernels.triton_routing import add_up, sort_by_expert
+from twostep.model.kernels.experts import Beside, Routing
+from twostep.model.kernels.triton_routing import add_up
 
 # Tokens up to which rows in registers are faster: hardly any expert has two.
 _ROWS_UP_TO = 2
