@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, tolerance
+from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, INT8_UNEVEN, random_weight
 
 from twostep.model.kernels import experts as oracle
 from twostep.model.kernels import triton_routing
-from twostep.model.kernels.experts import Beside, GroupScore, Router, Scores
+from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, GroupScore, Router, Routing, Scores
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
+from twostep.model.kernels.triton_experts import TritonExperts, choose_tile, tile_tokens
+from twostep.model.kernels.triton_ops import TritonOps
 
 ROUTERS = [
     Router(num_experts=7, top_k=3, renormalize=True),
@@ -145,8 +150,7 @@ def check(got: torch.Tensor, want: torch.Tensor, pairs: Pairs, dtype: torch.dtyp
 HELD = [range(5), range(1, 3)]
 
 
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "held"), list(zip(DTYPES, [*HELD, HELD[1]], strict=True)))
 @pytest.mark.parametrize(("second", "in_parts"), [(False, False), (True, False), (True, True)])
 def test_rows(second: bool, in_parts: bool, dtype: torch.dtype, held: range) -> None:
     pairs = random_pairs(2, 72, 5, held, dtype=dtype, second=second, in_parts=in_parts)
@@ -155,9 +159,10 @@ def test_rows(second: bool, in_parts: bool, dtype: torch.dtype, held: range) -> 
     check(got, expected(pairs, weight, gated=not second), pairs, dtype)
 
 
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("turned", "bulk"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("dtype", "turned", "bulk", "held"),
+    [(torch.float32, False, False, HELD[1]), (torch.bfloat16, True, False, HELD[1]), (torch.float16, True, True, HELD[0])],
+)
 @pytest.mark.parametrize(("second", "in_parts"), [(False, False), (True, False), (True, True)])
 def test_tiles(second: bool, in_parts: bool, turned: bool, bulk: bool, dtype: torch.dtype, held: range) -> None:
     pairs = random_pairs(21, 40, 5, held, dtype=dtype, second=second, in_parts=in_parts)
@@ -173,3 +178,94 @@ def test_of_equal_scores_the_lower_number_is_chosen() -> None:
     logits = torch.zeros(3, 5, device=DEVICE)
     got = triton_routing.route(logits, router)
     assert got.experts.tolist() == [[0, 1]] * 3
+
+
+FORMS = [
+    {"kind": "int4", "group": 32},
+    {"kind": "int4", "group": 128, "zeros": True},
+    {"kind": "int8"},
+    {"kind": "int8", "activations": INT8_TOKEN},
+    {"kind": "fp8"},
+    {"kind": "fp8", "activations": FP8_TOKEN},
+    {"kind": "fp8", "group": 128, "block_rows": 16, "activations": FP8_GROUP},
+    # What no kernel takes is made dense, its input rounded.
+    {"kind": "int8", "activations": INT8_UNEVEN},
+]
+
+
+def quantized_experts(held: range, hidden: int, features: int, form: dict[str, Any]) -> ExpertWeights:
+    return ExpertWeights(
+        gate_up=[random_weight(rows=2 * features, columns=hidden, **form) for _ in held],
+        down=[random_weight(rows=hidden, columns=features, **form) for _ in held],
+        held=held,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not held
+@pytest.mark.parametrize(("form", "held"), [(form, HELD[i % 2]) for i, form in enumerate(FORMS)])
+def test_quantized_experts(form: dict[str, Any], held: range) -> None:
+    dtype = torch.bfloat16 if form["kind"] == "int4" else torch.float16
+    router = Router(num_experts=5, top_k=2, renormalize=True)
+    weights = quantized_experts(held, 128, 160, form)
+    layer = TritonExperts(weights, router, dtype)
+    x = torch.randn(5, 128, device=DEVICE).to(dtype)
+    routing = oracle.route(torch.randn(5, 5, device=DEVICE), router)
+    want = EveryExpert(weights)(x, routing).double()
+    # Dense weights are rounded to 16 bits, and where inputs are rounded to 8, some a step further.
+    assert float((layer(x, routing).double() - want).norm() / want.norm()) < 3e-2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (40, torch.bfloat16), (257, torch.float32)]
+)
+def test_a_layer_is_right_whichever_kernel_multiplies(tokens: int, dtype: torch.dtype) -> None:
+    router = Router(num_experts=3, top_k=2, scores=Scores.SIGMOID)
+    gate_up, down = torch.randn(3, 2 * 24, 16, device=DEVICE) * 0.25, torch.randn(3, 16, 24, device=DEVICE) * 0.2
+    weights = ExpertWeights(gate_up=gate_up.to(dtype), down=down.to(dtype), held=range(3))
+    layer = TritonOps(DEVICE).prepare_experts(weights, router, dtype)
+    x = torch.randn(tokens, 16, device=DEVICE).to(dtype)
+    routing = oracle.route(torch.randn(tokens, 3, device=DEVICE), router)
+    want = EveryExpert(ExpertWeights(gate_up=gate_up.double(), down=down.double(), held=range(3)))(x.double(), routing)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert float((layer(x, routing).double() - want).norm() / want.norm()) < limit
+    parts = layer.parts(x, routing)
+    assert (parts.dim() == 3) == (tokens <= 256)
+    parts = parts.double().sum(0) if parts.dim() == 3 else parts.double()
+    assert float((parts - want).norm() / want.norm()) < limit
+
+
+def test_the_same_bits_whoever_stands_beside() -> None:
+    router = Router(num_experts=3, top_k=2)
+    weights = ExpertWeights(gate_up=torch.randn(3, 48, 16, device=DEVICE), down=torch.randn(3, 16, 24, device=DEVICE), held=range(3))
+    layer = TritonExperts(weights, router, torch.float32)
+    x = torch.randn(20, 16, device=DEVICE)
+    routing = oracle.route(torch.randn(20, 3, device=DEVICE), router)
+    last = Routing(routing.experts[17:], routing.weights[17:])
+    assert torch.equal(layer(x, routing)[17:], layer(x[17:], last))
+
+
+def test_a_trial_finds_what_is_wrong() -> None:
+    router = Router(num_experts=2, top_k=1)
+    weights = ExpertWeights(gate_up=torch.randn(2, 8, 16, device=DEVICE), down=torch.randn(2, 16, 4, device=DEVICE), held=range(2))
+    layer = TritonExperts(weights, router, torch.float32)
+    assert layer.trial(EveryExpert(weights), num_tokens=(1, 5)) == ""
+    other = ExpertWeights(gate_up=weights.gate_up, down=weights.down * 1.1, held=range(2))
+    assert layer.trial(EveryExpert(other), num_tokens=(1, 5)) != ""
+
+
+@given(
+    tokens=st.sampled_from([16, 32, 64, 128]),
+    item_bytes=st.sampled_from([1, 2, 4]),
+    shared=st.integers(0, 300_000),
+    num_pairs=st.integers(0, 1 << 20),
+    num_experts=st.integers(1, 512),
+)
+def test_a_tile_keeps_to_what_there_is(tokens: int, item_bytes: int, shared: int, num_pairs: int, num_experts: int) -> None:
+    tile = choose_tile(tokens, item_bytes=item_bytes, bulk=True, shared_bytes=shared)
+    assert tile.tokens == tokens
+    taken = (tile.cols + tokens) * tile.depth * item_bytes * tile.num_stages
+    assert taken <= shared or tile.num_stages == 2
+    chosen = tile_tokens(num_pairs, num_experts, 64)
+    assert chosen in (16, 32, 64)
+    # Where an expert has its share, it fills a tile at most once or a few times.
+    assert num_pairs / num_experts <= chosen or chosen == 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,19 +101,15 @@ def test_experts_that_are_held_add_up_their_tokens(tokens: int, num_experts: int
     top_k, size = data.draw(st.integers(1, num_experts)), 6
     torch.manual_seed(tokens)
     gate_up, down = torch.randn(held, 2 * size, HIDDEN), torch.randn(held, HIDDEN, size)
-    x, routing = torch.randn(tokens, HIDDEN), route(torch.randn(tokens, num_experts), Router(num_experts=num_experts, top_k=top_k))
+    router = Router(num_experts=num_experts, top_k=top_k)
+    x, routing = torch.randn(tokens, HIDDEN), route(torch.randn(tokens, num_experts), router)
     beside = Beside(torch.randn(tokens, HIDDEN), torch.randn(tokens, 1)) if data.draw(st.booleans()) else None
-    weights = ExpertWeights(gate_up=gate_up, down=down, held=range(first, first + held), num_experts=num_experts)
-    experts = [weights_of(gate_up[i], down[i]) for i in range(held)]
+    weights = ExpertWeights(gate_up=gate_up, down=down, held=range(first, first + held))
     want = torch.zeros(tokens, HIDDEN, dtype=torch.float64) if beside is None else (beside.gate.sigmoid() * beside.term).double()
     for token in range(tokens):
         for expert, weight in zip(routing.experts[token].tolist(), routing.weights[token].double(), strict=True):
             if first <= expert < first + held:
                 gate, up = (gate_up[expert - first].double() @ x[token].double()).chunk(2)
                 want[token] += weight * (down[expert - first].double() @ (F.silu(gate) * up))
-    for sum_of in (Ops().prepare_experts(weights, torch.float32), EveryExpert(experts, weights.held)):
+    for sum_of in (Ops().prepare_experts(weights, router, torch.float32), EveryExpert(weights)):
         torch.testing.assert_close(sum_of(x, routing, beside).double(), want, rtol=1e-4, atol=1e-4)
-
-
-def weights_of(gate_up: torch.Tensor, down: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: Ops().silu_mul(x @ gate_up.T) @ down.T

@@ -32,7 +32,7 @@ from twostep.model.families.config import MAX_EXPERTS, ExpertsConfig, ModelConfi
 from twostep.model.families.mlp import GatedMlp
 from twostep.model.families.modules import Cut, Maker, Place, Places
 from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.ops import Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 
 
@@ -48,8 +48,8 @@ class ExpertNames:
     shared: str = "shared_expert"
 
 
-class ExpertsMlp:
-    """One layer's Mlp (mlp.py). `enter` leaves the tokens as they are; `leave` does everything."""
+class ExpertsMlp(LinearInParts):
+    """One layer's Mlp (mlp.py). `enter` leaves the tokens as they are; `leave`, the part itself, does everything."""
 
     def __init__(self, config: ModelConfig, make: Maker, names: ExpertNames) -> None:
         assert config.experts is not None
@@ -72,7 +72,7 @@ class ExpertsMlp:
 
     @property
     def leave(self) -> Linear:
-        return self._run
+        return self
 
     def place(self, places: Places, name: str) -> None:
         config, names = self._config, self._names
@@ -94,20 +94,18 @@ class ExpertsMlp:
         for part in (self._router, self._shared, self._shared_gate):
             if part is not None:
                 part.finish_loading(ops)
-        weights = ExpertWeights(
-            gate_up=self._gate_up.take(),
-            down=self._down.take(),
-            held=self._config.held,
-            num_experts=self._config.router.num_experts,
-        )
-        self._experts = ops.prepare_experts(weights, self._dtype)
+        weights = ExpertWeights(gate_up=self._gate_up.take(), down=self._down.take(), held=self._config.held)
+        self._experts = ops.prepare_experts(weights, self._config.router, self._dtype)
 
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         beside = None
         if self._shared is not None:
             term = self._shared.leave(self._shared.enter(x))
             beside = Beside(term, None if self._shared_gate is None else self._shared_gate(x))
         return self._experts(x, self._router(x), beside)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) if self._shared is not None else self._experts.parts(x, self._router(x))
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

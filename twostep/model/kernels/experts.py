@@ -14,8 +14,9 @@ from enum import Enum
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-from twostep.model.kernels.quantized_weight import QuantizedWeight
+from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 
 
 class Scores(Enum):
@@ -91,7 +92,7 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """Weights of the experts that are held here: all `num_experts` of a layer, or those of one of several ranks.
+    """Weights of the experts that are held here: all of a layer, or those of one of several ranks.
 
     gate_up  dense [E, 2 * F, H], of each expert the gates' rows first; or of each a quantized weight, all of one format
     down     dense [E, H, F], or likewise
@@ -100,10 +101,24 @@ class ExpertWeights:
     gate_up: torch.Tensor | Sequence[QuantizedWeight]
     down: torch.Tensor | Sequence[QuantizedWeight]
     held: range
-    num_experts: int
 
     def __post_init__(self) -> None:
         assert len(self.held) == len(self.gate_up) == len(self.down)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What kernels are chosen by: weights of the same kind are multiplied alike."""
+        return len(self.held), *(form for weights in (self.gate_up, self.down) for form in _form(weights))
+
+
+def _form(weights: torch.Tensor | Sequence[QuantizedWeight]) -> tuple[object, ...]:
+    if isinstance(weights, torch.Tensor):
+        return tuple(weights.shape[1:]), weights.dtype
+    if not weights:
+        return ()
+    one = weights[0]
+    how = None if one.activations is None else one.activations.how
+    return one.shape, one.values.dtype, one.group, one.block_rows, one.zeros is None, how
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +176,22 @@ class EveryExpert:
     """Experts one after the other, each with all tokens: looks at nothing that was chosen, so that a device need not be waited for, and
     costs as much as all experts do."""
 
-    def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], held: range) -> None:
-        self._experts = experts
-        self._held = held
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for number, expert in zip(self._held, self._experts, strict=True):
+        for number, gate_up, down in zip(self._weights.held, self._weights.gate_up, self._weights.down, strict=True):
             chosen = routing.experts == number
             weight = torch.where(chosen, routing.weights, 0.0).sum(-1, keepdim=True)
-            out += torch.where(chosen.any(-1, keepdim=True), expert(x).float() * weight, 0.0)
+            gate, up = _multiply(gate_up, x).chunk(2, -1)
+            y = _multiply(down, F.silu(gate) * up).float()
+            out += torch.where(chosen.any(-1, keepdim=True), y * weight, 0.0)
         return out.to(x.dtype) if beside is None else out.add_(beside()).to(x.dtype)
 
     def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self(x, routing)
+
+
+def _multiply(weight: torch.Tensor | QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
+    return multiply_dense(weight, x) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)

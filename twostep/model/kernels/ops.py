@@ -7,6 +7,7 @@ Sizes: T tokens of a step, N heads of whatever kind, D head_dim. All tensors sha
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -23,6 +24,19 @@ from twostep.model.step.kv_cache import KvCache
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LinearInParts(ABC):
+    """A Linear that may leave the last of its additions to what comes next."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] from x [T, K]."""
+
+    @abstractmethod
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
+
 
 # oneDNN asks for how many rows a weight is packed. Measured: the layout and its speed are the same from 1 to 512.
 _PACKED_FOR_ROWS = 16
@@ -99,11 +113,12 @@ class Ops:
         """Chooses each token's experts. logits [T, E]; correction float32 [E] is added to the scores for the choice alone."""
         return route(logits, router, correction)
 
-    def prepare_experts(self, weights: ExpertWeights, dtype: torch.dtype) -> Experts:
-        """A callable over the experts that are held here, for inputs of `dtype`. It may keep the weights in another layout: drop yours."""
-        experts = [self._expert(weights, number, dtype) for number in range(len(weights.held))]
-        on_cpu = not experts or weights.down[0].device.type == "cpu"
-        return ExpertLoop(experts, weights.held) if on_cpu else EveryExpert(experts, weights.held)
+    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+        """A callable over the experts that are held here, for inputs of `dtype` that `router` sends. It may keep the weights in another
+        layout: drop yours."""
+        if len(weights.held) and weights.down[0].device.type != "cpu":
+            return EveryExpert(weights)
+        return ExpertLoop([self._expert(weights, number, dtype) for number in range(len(weights.held))], weights.held)
 
     def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
         gate_up, down = weights.gate_up[number], weights.down[number]
