@@ -13,7 +13,7 @@ from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, INT8_UNEVEN, ran
 
 from twostep.model.kernels import experts as oracle
 from twostep.model.kernels import triton_routing
-from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, GroupScore, Router, Routing, Scores
+from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, GroupScore, Router, Scores
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
 from twostep.model.kernels.triton_experts import TritonExperts, choose_tile, tile_tokens
 from twostep.model.kernels.triton_ops import TritonOps
@@ -232,16 +232,6 @@ def test_a_layer_is_right_whichever_kernel_multiplies(tokens: int, dtype: torch.
     assert (parts.dim() == 3) == (tokens <= 256)
     parts = parts.double().sum(0) if parts.dim() == 3 else parts.double()
     assert float((parts - want).norm() / want.norm()) < limit
-
-
-def test_the_same_bits_whoever_stands_beside() -> None:
-    router = Router(num_experts=3, top_k=2)
-    weights = ExpertWeights(gate_up=torch.randn(3, 48, 16, device=DEVICE), down=torch.randn(3, 16, 24, device=DEVICE), held=range(3))
-    layer = TritonExperts(weights, router, torch.float32)
-    x = torch.randn(20, 16, device=DEVICE)
-    routing = oracle.route(torch.randn(20, 3, device=DEVICE), router)
-    last = Routing(routing.experts[17:], routing.weights[17:])
-    assert torch.equal(layer(x, routing)[17:], layer(x[17:], last))
 
 
 def test_a_trial_finds_what_is_wrong() -> None:

@@ -6,7 +6,7 @@
     rows      one to a few tokens: a program keeps some rows of one pair's expert in registers
     tiles     more: a tile of pairs of one expert (triton_routing.py) meets tiles of its weight, which stream through the tensor cores
 
-What a pair's result is depends neither on its tile nor on its neighbours in it: the same bits every run.
+A pair's sum has one program, whatever tile the pair is in: the same bits every run.
 """
 
 from __future__ import annotations
