@@ -22,15 +22,18 @@ the sum that a dense MLP's is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.linear_format import LinearFormat
+from twostep.errors import SetupError
 from twostep.model.families.config import MAX_EXPERTS, ExpertsConfig, ModelConfig
 from twostep.model.families.mlp import GatedMlp
-from twostep.model.families.modules import Cut, Maker, Place, Places
+from twostep.model.families.modules import Cut, Maker, Place, Places, place_quantized
+from twostep.model.families.quantized_part import QuantizedPart, joined
 from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
 from twostep.model.kernels.ops import Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
@@ -63,7 +66,7 @@ class ExpertsMlp(LinearInParts):
         self._down = _ExpertLinear(make, held, config.hidden_size, size)
         projections = names.gate, names.up, names.down
         self._shared = GatedMlp(config, make, features=experts.shared_size, names=projections) if experts.shared_size else None
-        self._shared_gate = make.linear(1, config.hidden_size, bias=False) if experts.shared_gated else None
+        self._shared_gate = _dense(make).linear(1, config.hidden_size, bias=False) if experts.shared_gated else None
         self._experts: Experts
 
     @property
@@ -112,11 +115,16 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _dense(make: Maker) -> Maker:
+    """For what no checkpoint quantizes, whether or not its config says so: it is small, and decides between experts that are close."""
+    return replace(make, quantization=None)
+
+
 class _Router:
     def __init__(self, make: Maker, hidden_size: int, config: ExpertsConfig) -> None:
         self._ops = make.ops
         self._router = config.router
-        self._linear = None if config.in_float32 else make.linear(config.router.num_experts, hidden_size, bias=False)
+        self._linear = None if config.in_float32 else _dense(make).linear(config.router.num_experts, hidden_size, bias=False)
         self._weight = None
         if self._linear is None:
             self._weight = torch.empty(config.router.num_experts, hidden_size, dtype=torch.float32, device=make.device)
@@ -146,30 +154,68 @@ class _Router:
 
 
 class _ExpertLinear:
-    """A product of every expert held here: dense in one tensor, or quantized, each by itself."""
+    """A product of every expert held here: dense in one tensor, or quantized, each by itself, all in one format."""
 
     def __init__(self, make: Maker, num_held: int, rows: int, cols: int) -> None:
-        self.rows = rows
         self._make = make
         self._shape = (num_held, rows, cols)
         self._dense: torch.Tensor | None = None
+        # Of each held expert, the checkpoint's layers; and of all experts.
+        self._parts: list[list[QuantizedPart]] = []
+        self._all_parts: list[QuantizedPart] = []
+        self._format: LinearFormat | None = None
 
     def place(self, places: Places, held: int | None, *layers: tuple[str, int, Cut]) -> None:
-        """Registers the checkpoint's layers (name, rows, cut) that expert `held` consists of, in order; None: another rank's."""
-        if self._dense is None:
-            self._dense = self._make.empty(*self._shape)
-        start = 0
+        """Registers the checkpoint's layers (name, rows, cut) of the next expert, in order; `held`: which of those here it is; None:
+        another rank's. Raises SetupError if its format is not the other experts'."""
+        make, cols, start = self._make, self._shape[2], 0
+        formats = {None if make.quantization is None else make.quantization.format_of(name) for name, _, _ in layers}
+        is_first = self._dense is None and not self._all_parts
+        if len(formats) > 1 or not (is_first or formats == {self._format}):
+            raise SetupError(f"{layers[0][0]} is not quantized as the other experts of its layer are; quantize all of them alike")
+        (self._format,) = formats
+        if self._format is None and is_first:
+            self._dense = make.empty(*self._shape)
+        parts = []
         for name, rows, cut in layers:
-            place = Place.whole(self._dense.new_empty(0, self._shape[2]) if held is None else self._dense[held, start : start + rows], cut)
-            places[f"{name}.weight"] = place if held is not None else Place(place.tensor, (rows, self._shape[2]), (0, 0))
+            if self._dense is None:
+                assert self._format is not None
+                parts.append(place_quantized(make, places, name, self._format, (rows, cols), cut, taken=held is not None))
+            elif held is None:
+                places[f"{name}.weight"] = Place(self._dense.new_empty(0, cols), (rows, cols), (0, 0))
+            else:
+                places[f"{name}.weight"] = Place.whole(self._dense[held, start : start + rows], cut)
             start += rows
-        assert start == self.rows
+        assert start == self._shape[1]
+        self._all_parts += parts
+        if held is not None and parts:
+            self._parts.append(parts)
 
     def take(self) -> torch.Tensor | Sequence[QuantizedWeight]:
-        """Returns the weights, and lets go of them."""
+        """Returns the weights, and lets go of them. Where each expert has a static scale of its input, the largest is everyone's, as in
+        vLLM. Waits for the device."""
         dense, self._dense = self._dense, None
-        assert dense is not None
-        return dense
+        if dense is not None:
+            return dense
+        scales = [part.activations.scale for part in self._all_parts if part.activations is not None and part.activations.scale is not None]
+        largest = torch.stack(scales).amax(0) if scales else None
+        for scale in scales:
+            assert largest is not None
+            scale.copy_(largest)
+        experts, self._parts, self._all_parts = self._parts, [], []
+        loaded = [joined([part.take() for part in parts]) for parts in experts]
+        whole = [each[0].weight for each in loaded if len(each) == 1]
+        weights = [weight for weight in whole if isinstance(weight, QuantizedWeight)]
+        forms = {(weight.values.dtype, weight.group, weight.block_rows) for weight in weights}
+        if len(weights) == len(loaded) and len(forms) <= 1:
+            return weights
+        # Columns in no order, or groups that a rank's part cuts too small.
+        if any(each.activations is not None for parts in loaded for each in parts):
+            raise SetupError("these experts cannot be made dense, since their inputs are quantized; use another quantization of the model")
+        return torch.stack([torch.cat([self._as_dense(each.weight) for each in parts]) for parts in loaded])
+
+    def _as_dense(self, weight: QuantizedWeight | torch.Tensor) -> torch.Tensor:
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._make.dtype)
 
 
 def parse_router(fields: Fields, key: str, *, renormalize: bool) -> Router:

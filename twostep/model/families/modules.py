@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from typing import Protocol
@@ -109,24 +109,11 @@ class LinearLayer:
                     places[f"{name}.weight"] = Place.whole(dense[:rows], cut)
                     dense = dense[rows:]
                 elif (format := formats[name]) is not None:
-                    places |= self._place_quantized(name, format, rows, cut)
+                    self._parts.append(place_quantized(self._make, places, name, format, (rows, cols), cut))
                 if self.bias is not None:
                     places[f"{name}.bias"] = Place.whole(self.bias[start : start + rows], cut)
                 start += rows
         assert start == self._shape[0]
-
-    def _place_quantized(self, name: str, format: LinearFormat, rows: int, cut: Cut) -> Places:
-        make = self._make
-        assert make.quantization is not None
-        if not make.quantization.stored:
-            format = fitting(format, self._shape[1])
-        part = QuantizedPart(format, stored=make.quantization.stored, dtype=make.dtype, device=torch.device(make.device))
-        self._parts.append(part)
-        nowhere = torch.empty(rows, self._shape[1], dtype=make.dtype, device="meta")
-        places = {f"{name}.weight": replace(Place.whole(nowhere, cut), part=part)}
-        if part.activations is not None and part.activations.scale is not None:
-            places[f"{name}.{INPUT_SCALE}"] = Place.whole(part.activations.scale)
-        return places
 
     def finish_loading(self, ops: Ops) -> None:
         """Hands the weights to the device; places given out are dead after it."""
@@ -162,6 +149,22 @@ class LinearLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
+
+
+def place_quantized(
+    make: Maker, places: Places, name: str, format: LinearFormat, shape: tuple[int, int], cut: Cut, *, taken: bool = True
+) -> QuantizedPart:
+    """Registers a layer of the checkpoint that is quantized, or becomes so, and returns what is filled with it. `taken` False: another
+    rank's, of which nothing is read but its input's scale."""
+    assert make.quantization is not None
+    if not make.quantization.stored:
+        format = fitting(format, shape[1])
+    part = QuantizedPart(format, stored=make.quantization.stored, dtype=make.dtype, device=torch.device(make.device))
+    nowhere = torch.empty(shape if taken else (0, shape[1]), dtype=make.dtype, device="meta")
+    places[f"{name}.weight"] = Place(nowhere, shape, (0, 0), cut, part)
+    if part.activations is not None and part.activations.scale is not None:
+        places[f"{name}.{INPUT_SCALE}"] = Place.whole(part.activations.scale)
+    return part
 
 
 def _after(quantizer: InputQuantizer | None, linear: Linear) -> Linear:
