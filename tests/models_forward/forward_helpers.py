@@ -59,6 +59,7 @@ _LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
+_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +90,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}},
     ),
     "deepseek-v3": ("DeepseekV3Config", _LATENT | {"q_lora_rank": 20, "rope_interleave": False}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
+    "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
     "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }

@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
-from twostep.model.kernels import triton_elementwise, triton_prefill
+from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels.experts import EveryExpert, Experts, ExpertWeights, Router, Routing
 from twostep.model.kernels.latent import LatentWeights, absorb, values_of
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.ops import Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_experts import TritonExperts
 from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
 from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
@@ -86,6 +88,20 @@ class TritonOps(Ops):
                 log.warning("quantized layers of %s: %s; they are made dense for every product", list(weight.shape), self._trouble[kind])
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
+    def route(self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None) -> Routing:
+        return triton_routing.route(logits, router, correction)
+
+    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+        if not weights.held:
+            return super().prepare_experts(weights, router, dtype)
+        layer, right = TritonExperts(weights, router, dtype), EveryExpert(weights)
+        kind = ("experts", weights.kind, router, dtype)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = layer.trial(right)
+            if self._trouble[kind]:
+                log.warning("experts of %s: %s; each multiplies all tokens instead", weights.kind, self._trouble[kind])
+        return right if self._trouble.get(kind) else layer
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
 
@@ -95,7 +111,7 @@ class TritonOps(Ops):
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
-        y = linear.parts(x) if isinstance(linear, StreamedLinear | QuantizedLinear) else linear(x)
+        y = linear.parts(x) if isinstance(linear, LinearInParts) else linear(x)
         if isinstance(then, QuantizedLinear) and then.weight.takes_rounded:
             assert then.weight.activations is not None
             rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, then.weight.activations)
