@@ -80,6 +80,7 @@ class LayoutRecord:
     tp_rank: Int = 0
     tp_size: Int = 1
     quantization: str = "none"
+    num_state_blocks: Int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

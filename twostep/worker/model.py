@@ -188,6 +188,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         quantization=shape.quantization,
+        num_state_blocks=shape.num_state_blocks,
     )
 
 
