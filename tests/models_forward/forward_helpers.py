@@ -50,6 +50,8 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _YARN_FULL = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False}
 
+_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -73,6 +75,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-rope": ("LlamaConfig", {"rope_parameters": _LINEAR}),
     "yarn-rope": ("LlamaConfig", {"rope_parameters": _YARN, "head_dim": 24}),
     "yarn-rope-full": ("Qwen2Config", {"rope_parameters": _YARN_FULL}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
+    "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
     "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }

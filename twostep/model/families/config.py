@@ -12,6 +12,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.experts import Router
 from twostep.model.kernels.ops import Activation
 
 # Beyond every model there is, and far below what would take all memory.
@@ -19,6 +20,38 @@ MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
 MAX_WIDTH = 1 << 20
+MAX_EXPERTS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The MLPs of a mixture of experts.
+
+    layers             which have experts; the others have a dense MLP
+    intermediate_size  of one expert
+    shared_size        of all shared experts together; 0: there are none
+    shared_gated       a gate of their own says how much of them counts
+    corrected          the checkpoint has a bias for the choice of experts
+    in_float32         the router's logits are a product in float32
+    whole              ranks hold whole experts (expert parallel); else a part of each
+    part               of a rank that does: which of how many
+    """
+
+    router: Router
+    layers: tuple[bool, ...]
+    intermediate_size: int
+    shared_size: int = 0
+    shared_gated: bool = False
+    corrected: bool = False
+    in_float32: bool = False
+    whole: bool = False
+    part: tuple[int, int] = (0, 1)
+
+    @property
+    def held(self) -> range:
+        """Experts that this rank has weights of."""
+        (rank, size), count = self.part, self.router.num_experts
+        return range(rank * count // size, (rank + 1) * count // size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +80,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
     quantization: Quantization | None = None  # which linear layers are quantized on disk
+    experts: ExpertsConfig | None = None
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
 
 

@@ -9,8 +9,9 @@ from twostep.checkpoint.fields import Fields
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig, WindowRule, parse_windows
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.experts import ExpertNames, ExpertsMlp
 from twostep.model.families.layers import DecoderLayer
-from twostep.model.families.mlp import GatedMlp
+from twostep.model.families.mlp import GatedMlp, Mlp
 from twostep.model.families.modules import Norm
 from twostep.model.families.rope import parse_rope
 
@@ -20,6 +21,7 @@ class Llama(Decoder):
     embed_name = "model.embed_tokens"
     layers_name = "model.layers"
     norm_name = "model.norm"
+    expert_names = ExpertNames()
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -36,10 +38,16 @@ class Llama(Decoder):
 
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make
-        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), GatedMlp(c, make))
+        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), self._mlp(index))
 
     def _attention(self) -> Attention:
         return Attention(self.config, self._make)
+
+    def _mlp(self, index: int) -> Mlp:
+        """Of the layer of this number."""
+        experts = self.config.experts
+        has_experts = experts is not None and experts.layers[index]
+        return ExpertsMlp(self.config, self._make, self.expert_names) if has_experts else GatedMlp(self.config, self._make)
 
     def _last_norm(self) -> Norm:
         return self._make.rms_norm(self.config.hidden_size)

@@ -14,8 +14,10 @@ from twostep.checkpoint.quantization import QUANTIZATION_KEYS, read_quantization
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.llama import Llama, Mistral
+from twostep.model.families.mixtral import Mixtral
 from twostep.model.families.opt import Opt
 from twostep.model.families.qwen import Qwen2, Qwen3
+from twostep.model.families.qwen_moe import Qwen2Moe, Qwen3Moe
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import Ops
 
@@ -23,9 +25,12 @@ from twostep.model.kernels.ops import Ops
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
+    "MixtralForCausalLM": Mixtral,
     "OPTForCausalLM": Opt,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2MoeForCausalLM": Qwen2Moe,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, route
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.step.kv_cache import KvCache
@@ -93,6 +94,25 @@ class Ops:
         linear = self.prepare_linear(weight.dequantize(dtype), bias)
         quantizer = weight.activations
         return linear if quantizer is None else lambda x: linear(quantizer(x))
+
+    def route(self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None) -> Routing:
+        """Chooses each token's experts. logits [T, E]; correction float32 [E] is added to the scores for the choice alone."""
+        return route(logits, router, correction)
+
+    def prepare_experts(self, weights: ExpertWeights, dtype: torch.dtype) -> Experts:
+        """A callable over the experts that are held here, for inputs of `dtype`. It may keep the weights in another layout: drop yours."""
+        experts = [self._expert(weights, number, dtype) for number in range(len(weights.held))]
+        on_cpu = not experts or weights.down[0].device.type == "cpu"
+        return ExpertLoop(experts, weights.held) if on_cpu else EveryExpert(experts, weights.held)
+
+    def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
+        gate_up, down = weights.gate_up[number], weights.down[number]
+        if isinstance(gate_up, QuantizedWeight):
+            enter = self.prepare_quantized(gate_up, None, dtype, gated=True)
+        else:
+            enter = self.prepare_gated(gate_up, None)
+        leave = self.prepare_quantized(down, None, dtype) if isinstance(down, QuantizedWeight) else self.prepare_linear(down, None)
+        return lambda x: leave(enter(x))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
