@@ -120,9 +120,7 @@ class World:
 
     def start(self) -> None:
         request = self.new_request()
-        answer, reason = expected_answer(
-            request, vocab_size=self.vocab, max_model_len=self.context, stateful=bool(self.num_state_blocks)
-        )
+        answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context, stateful=bool(self.num_state_blocks))
         attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
         whole = [*request.token_ids, *answer]
         if self.broken_token in whole[:-1]:

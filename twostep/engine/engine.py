@@ -121,7 +121,8 @@ class Engine:
                 sequence.mark_layers = mark_layers
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
-        """Returns the blocks of a sequence in its own order, then those of its state; none while it waits. Blocks below num_computed_tokens // block_size do not
+        """Returns the blocks of a sequence in its own order, then those of its state; none while it waits. Blocks below
+        num_computed_tokens // block_size do not
         change any more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does
         not either. Raises NotFound."""
         with self._changed:

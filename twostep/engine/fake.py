@@ -29,7 +29,6 @@ import numpy.typing as npt
 from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow, ScoredRows, TopToken
 from twostep.errors import InvalidRequest
 
-
 _STATE_MODULUS = 2**31 - 1
 
 

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.modules import Cut, Maker, Places, RmsNorm
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
+
+
+class Mixer(Protocol):
+    """What a layer has where tokens see those before them: attention, or something in its place."""
+
+    def place(self, places: Places, name: str) -> None:
+        """Registers all weights under the checkpoint's names, which begin with `name`."""
+        ...
+
+    def finish_loading(self, ops: Ops) -> None: ...
+
+    @property
+    def enter(self) -> Linear:
+        """[T, anything] from what the norm gave, [T, hidden_size]."""
+        ...
+
+    def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor:
+        """[T, anything] from that; reads and writes what the step's sequences keep. `layer` counts the layers of this kind."""
+        ...
+
+    @property
+    def leave(self) -> Linear:
+        """[T, hidden_size] from that; of one of several ranks, its term of their sum."""
+        ...
 
 
 class Attention:
@@ -19,18 +45,21 @@ class Attention:
         *,
         names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
         qk_norms: tuple[RmsNorm, RmsNorm] | None = None,
+        gated: bool = False,
     ) -> None:
-        """`qk_norms`: of each head of the queries and of the keys, before they turn; q_norm and k_norm in a checkpoint."""
+        """`qk_norms`: of each head of the queries and of the keys, before they turn; q_norm and k_norm in a checkpoint. `gated`: the
+        queries' product has a gate beside each head's numbers, sigmoid of which multiplies what attention gives."""
         c = self._config = config
+        self._gated = gated
         self._names = names
         self._qk_norms = qk_norms
-        self._qkv = make.linear((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
+        self._qkv = make.linear(((1 + gated) * c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
         self._o = make.linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.o_bias)
 
     def place(self, places: Places, name: str) -> None:
         """Registers all weights under the checkpoint's names, which begin with `name`."""
         c = self._config
-        rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        rows, kv_rows = (1 + self._gated) * c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         q, k, v, o = (f"{name}.{each}" for each in self._names)
         self._qkv.place(places, (q, rows, Cut.HEADS), (k, kv_rows, Cut.KV_HEADS), (v, kv_rows, Cut.KV_HEADS))
         self._o.place(places, (o, c.hidden_size, Cut.FROM_HEADS))
@@ -55,6 +84,11 @@ class Attention:
 
     def attend(self, plan: AttentionPlan, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[T, num_heads * head_dim] from what `enter` gave; writes the tokens' keys and values."""
+        gate = None
+        if self._gated:
+            width = self._config.num_heads * self._config.head_dim
+            query, gate = qkv[:, : 2 * width].view(len(qkv), self._config.num_heads, 2, -1).unbind(2)
+            qkv = torch.cat((query.reshape(len(qkv), width), qkv[:, 2 * width :]), -1)
         if self._qk_norms is not None:
             c = self._config
             heads = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -62,4 +96,5 @@ class Attention:
             for norm, part in zip(self._qk_norms, (query, key), strict=True):
                 part.copy_(norm(part))
         plan.rotate_and_write(layer, qkv)
-        return plan.attend(layer, qkv)
+        attended = plan.attend(layer, qkv)
+        return attended if gate is None else attended.mul_(gate.reshape(attended.shape).sigmoid())

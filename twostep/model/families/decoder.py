@@ -39,6 +39,8 @@ class Decoder(ABC):
     embed_name: str
     layers_name: str
     norm_name: str
+    # What the names of a checkpoint's tensors begin with that are of no use here.
+    unused_names: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
         """With a `part`, `config` is that rank's, and `ops` add up the ranks' partial sums."""
@@ -117,7 +119,7 @@ class Decoder(ABC):
         last: Linear = self._head.run if scorer is None else _as_it_is
         following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
-            attended = layer.attention.attend(plan, layer.index, projected)
+            attended = layer.attention.attend(plan, layer.among_its_kind, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from twostep.model.families.attention import Attention
+from twostep.model.families.attention import Mixer
 from twostep.model.families.mlp import Mlp
 from twostep.model.families.modules import Norm, Places
 from twostep.model.kernels.ops import Linear, Ops
@@ -34,14 +34,17 @@ class DecoderLayer:
         self,
         index: int,
         input_norm: Norm,
-        attention: Attention,
+        attention: Mixer,
         post_norm: Norm,
         mlp: Mlp,
         *,
         names: Sequence[str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+        among_its_kind: int | None = None,
     ) -> None:
-        """`names`: what a checkpoint calls the parts, in this order; "": a part whose weights lie beside the others'."""
+        """`among_its_kind`: which of the layers with KV, or of those with a state, it is; None: all are alike. `names`: what a checkpoint
+        calls the parts, in this order; "": a part whose weights lie beside the others'."""
         self.index = index
+        self.among_its_kind = index if among_its_kind is None else among_its_kind
         self.input_norm = input_norm
         self.attention = attention
         self.post_norm = post_norm

@@ -74,13 +74,17 @@ def parse_relative(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
+    partial_rotary: float | None = None,
 ) -> ModelConfig:
-    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `head_dim`: the default."""
+    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `head_dim`: the default, and
+    `partial_rotary` that of how much of a head turns, where it may be less than all."""
     fields.expect("hidden_act", "silu", default="silu")
     hidden_size = fields.positive_int("hidden_size", MAX_WIDTH)
     num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
     num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
-    rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN))
+    head_dim = _head_dim(fields, head_dim, hidden_size, num_heads)
+    partial = None if partial_rotary is None else (partial_rotary, head_dim)
+    rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN), partial=partial)
     max_model_len = context_of(fields.whole, fields.path)
     num_kv_heads = num_heads
     if names_kv_heads or fields.peek("num_key_value_heads") is not None:
@@ -95,7 +99,7 @@ def parse_relative(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, head_dim, hidden_size, num_heads),
+        head_dim=head_dim,
         norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
         rope=rope,
         num_positions=0,

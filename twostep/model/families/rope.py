@@ -129,16 +129,19 @@ def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: st
     return RopeTables(cos=(angle.cos() * magnitude).to(device), sin=(angle.sin() * magnitude).to(device))
 
 
-def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
-    """Takes RoPE out of config.json. Raises SetupError, naming the key, for a type or a parameter that is not supported."""
+def parse_rope(fields: Fields, max_position_embeddings: int, *, partial: tuple[float, int] | None = None) -> Rope:
+    """Takes RoPE out of config.json. `partial`: where only a part of a head may turn, which part by default, and how many numbers a head
+    has. Raises SetupError, naming the key, for a type or a parameter that is not supported."""
     theta = fields.positive_float("rope_theta", _DEFAULT_THETA) if fields.peek("rope_theta") is not None else _DEFAULT_THETA
     fields.take("rope_theta", None)
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     name, raw = rope_of({"rope_parameters": new, "rope_scaling": old})
     if new is not None and old is not None and new != old:
         fields.refuse("rope_scaling", old, "it contradicts rope_parameters; keep one of them")
+    if partial is not None:
+        factor = fields.take("partial_rotary_factor", None)
     if raw is None:
-        return Rope(theta=theta)
+        return Rope(theta=theta, dim=None if partial is None else _part(fields, factor or partial[0], partial[1]))
     if not isinstance(raw, dict):
         fields.refuse(name, raw, "it must be an object or null")
     rope = Fields(fields.path, raw, prefix=f"{name}.")
@@ -148,7 +151,11 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
     if rope.peek("rope_theta") is not None:
         theta = rope.positive_float("rope_theta")
     rope.take("rope_theta", None)
-    rope.expect("partial_rotary_factor", 1.0, default=1.0)
+    dim = None
+    if partial is None:
+        rope.expect("partial_rotary_factor", 1.0, default=1.0)
+    else:
+        dim = _part(rope, rope.take("partial_rotary_factor", None) or factor or partial[0], partial[1])
     scaling: Scaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor=rope.positive_float("factor"))
@@ -163,7 +170,18 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
     else:
         rope.refuse("rope_type", kind, "supported are default, linear, yarn and llama3")
     rope.refuse_rest()
-    return Rope(theta=theta, scaling=scaling)
+    return Rope(theta=theta, scaling=scaling, dim=dim)
+
+
+def _part(fields: Fields, factor: object, head_dim: int) -> int:
+    """Returns how many of a head's numbers turn."""
+    key = "partial_rotary_factor"
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor <= 1:
+        fields.refuse(key, factor, "it must be a number above 0, 1 at most")
+    dim = int(head_dim * factor)
+    if dim < 2 or dim % 2:
+        fields.refuse(key, factor, f"of heads of {head_dim} numbers an even number must turn, not {dim}")
+    return dim
 
 
 def _llama3(rope: Fields) -> Llama3Scaling:

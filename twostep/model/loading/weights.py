@@ -102,7 +102,8 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
         if tensor.name == _HEAD and head_is_embedding:
             name = f"{model.embed_name}.weight"
         if name not in wanted or name in work:
-            if not tensor.name.endswith(_COMPUTED + _UNUSED) and not (tensor.name == _HEAD and tied):
+            is_unused = tensor.name.startswith(model.unused_names) or tensor.name.endswith(_COMPUTED + _UNUSED)
+            if not is_unused and not (tensor.name == _HEAD and tied):
                 unexpected.append(tensor)
             continue
         place_name, part = wanted[name]
