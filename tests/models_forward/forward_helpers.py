@@ -93,6 +93,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
     "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            # With 0.2, transformers' own logits are off by 7e-5 from those in float64: many sums hang on each other.
+            "initializer_range": 0.1,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [1],
+        },
+    ),
     "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }
@@ -126,9 +145,12 @@ class Sequence_:
     blocks: list[int]
     num_computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    state_blocks: list[int] = field(default_factory=list)
 
 
-def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random) -> list[Sequence_]:
+def scattered_sequences(
+    lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random, *, num_state_blocks: int = 0
+) -> list[Sequence_]:
     """Sequences of random tokens over blocks that are in no order, block 0 among them."""
     free = list(range(num_blocks))
     rng.shuffle(free)
@@ -136,6 +158,7 @@ def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int
     for length in lengths:
         blocks = [free.pop() for _ in range(-(-length // block_size))]
         made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+        made[-1].state_blocks = [free.pop() for _ in range(num_state_blocks)]
     return made
 
 
@@ -171,4 +194,5 @@ def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_
         slots=np.array(slots, np.int64),
         sample_rows=np.array(list(rows), np.int64),
         sampling=[GREEDY] * len(rows),
+        state_tables=np.array([sequence.state_blocks for sequence, _ in work], np.int32) if work[0][0].state_blocks else None,
     )

@@ -85,6 +85,7 @@ class LayoutRecord:
     tp_size: Int = 1
     quantization: str = "none"
     num_planes: Int = KEYS_AND_VALUES  # or 1: latent attention's, whose keys are its values
+    num_state_blocks: Int = 0  # those of a sequence's state, after its KV's
 
     def said(self) -> dict[str, Any]:
         """Returns its fields by name, as they are written for others: what older versions do not know is left out where it is what they
@@ -92,6 +93,8 @@ class LayoutRecord:
         named = dataclasses.asdict(self)
         if self.num_planes == KEYS_AND_VALUES:
             del named["num_planes"]
+        if not self.num_state_blocks:
+            del named["num_state_blocks"]
         return named
 
 

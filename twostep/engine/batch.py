@@ -92,6 +92,8 @@ class Batch:
     masks          which tokens the rows of constrained sequences may become; None: there are none. Nothing is carried to such a row
     mark_layers    after how many layers the step is to be marked (see InFlight.layer_marks), ascending
     scored         prompt tokens whose log probabilities are wanted; None: there are none
+    state_tables   int32 [S, KvShape.num_state_blocks]: where each sequence's state lies, read and written in place. It begins with the
+                   sequence's position 0, whatever the blocks hold
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -106,6 +108,7 @@ class Batch:
     masks: TokenMasks | None = None
     mark_layers: Sequence[int] = ()
     scored: ScoredRows | None = None
+    state_tables: npt.NDArray[np.int32] | None = None
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
         """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
@@ -173,6 +176,8 @@ class KvShape:
     dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
     quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/model/step/kv_quantization.py)
     num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
+    # Blocks that a sequence takes beside those of its tokens: what layers without KV remember of it, of a size that does not grow.
+    num_state_blocks: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -191,6 +196,14 @@ class KvShape:
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
         return self.block_bytes // self.num_layers
+
+    def trial_states(self, num_seqs: int) -> npt.NDArray[np.int32] | None:
+        """Returns the state tables of a step of so many sequences that nobody owns: the pool's last blocks, some of them more than once
+        where there are too few. None without a state."""
+        if not self.num_state_blocks:
+            return None
+        blocks = self.num_blocks - 1 - np.arange(num_seqs * self.num_state_blocks) % self.num_blocks
+        return blocks.astype(np.int32).reshape(num_seqs, -1)
 
     def bytes_of(self, layers: LayerRange) -> slice:
         """Returns where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""

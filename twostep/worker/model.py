@@ -189,6 +189,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         head_dim=shape.head_dim,
         quantization=shape.quantization,
         num_planes=shape.num_planes,
+        num_state_blocks=shape.num_state_blocks,
     )
 
 

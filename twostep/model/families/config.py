@@ -56,6 +56,46 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaConfig:
+    """Layers with a gated delta net in place of attention (families/gated_delta_net.py).
+
+    layers  which have one; the others have attention
+    kernel  a channel's inputs that the convolution sees, the token's own included
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers of q, k, v and z of a token."""
+        return self.num_channels + self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of q, k and v of a token, which are convolved."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def recurrent_numbers(self) -> int:
+        """float32 of a sequence and layer that the delta rule keeps."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def conv_numbers(self) -> int:
+        """Inputs of a sequence and layer that the convolution keeps, in the model's dtype."""
+        return self.num_channels * (self.kernel - 1)
+
+    def state_bytes(self, item_bytes: int) -> int:
+        """Bytes of a sequence and layer, in whole words of 16."""
+        return -(-(4 * self.recurrent_numbers + item_bytes * self.conv_numbers) // 16) * 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     architecture: str  # config.json's model_type
     vocab_size: int
@@ -86,7 +126,20 @@ class ModelConfig:
     dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
     quantization: Quantization | None = None  # which linear layers are quantized on disk
     experts: ExpertsConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose keys and values are kept."""
+        return self.num_layers if self.gated_delta is None else self.gated_delta.layers.count(False)
+
+    def among_its_kind(self, layer: int) -> int:
+        """Returns which of the layers with KV, or of those with a state, a layer is."""
+        if self.gated_delta is None:
+            return layer
+        kinds = self.gated_delta.layers
+        return kinds[:layer].count(kinds[layer])
 
 
 class WindowRule(Enum):

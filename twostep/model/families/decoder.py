@@ -148,7 +148,7 @@ class Decoder(ABC):
         last: Linear = self._head.run if scorer is None else _as_it_is
         following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
-            attended = layer.attention.attend(plan, layer.index, projected)
+            attended = layer.attention.attend(plan, layer.among_its_kind, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):

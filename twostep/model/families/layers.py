@@ -30,15 +30,21 @@ class Part(Protocol):
 
 
 class AttentionPart(Part, Protocol):
-    """What attention of any kind has (attention.py, latent_attention.py)."""
+    """What a layer has where tokens see those before them: attention of some kind, or something in its place."""
 
     @property
-    def enter(self) -> Linear: ...
+    def enter(self) -> Linear:
+        """[T, anything] from what the norm gave, [T, hidden_size]."""
+        ...
 
     @property
-    def leave(self) -> Linear: ...
+    def leave(self) -> Linear:
+        """[T, hidden_size] from what `attend` gave; of one of several ranks, its term of their sum."""
+        ...
 
-    def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor: ...
+    def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor:
+        """[T, anything] from what `enter` gave; reads and writes what the step's sequences keep. `layer` counts the layers of its kind."""
+        ...
 
 
 class DecoderLayer:
@@ -53,9 +59,12 @@ class DecoderLayer:
         mlp: Mlp,
         *,
         names: Sequence[str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+        among_its_kind: int | None = None,
     ) -> None:
-        """`names`: what a checkpoint calls the parts, in this order; "": a part whose weights lie beside the others'."""
+        """`among_its_kind`: which of the layers with KV, or of those with a state, it is; None: all are alike. `names`: what a checkpoint
+        calls the parts, in this order; "": a part whose weights lie beside the others'."""
         self.index = index
+        self.among_its_kind = index if among_its_kind is None else among_its_kind
         self.input_norm = input_norm
         self.attention = attention
         self.post_norm = post_norm

@@ -18,6 +18,7 @@ from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.mixtral import Mixtral
 from twostep.model.families.opt import Opt
 from twostep.model.families.qwen import Qwen2, Qwen3
+from twostep.model.families.qwen3_next import Qwen3Next
 from twostep.model.families.qwen_moe import Qwen2Moe, Qwen3Moe
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import Ops
@@ -34,6 +35,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen2MoeForCausalLM": Qwen2Moe,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Qwen3NextForCausalLM": Qwen3Next,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from twostep.checkpoint.parts import check_parts
+from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.modules import Cut, Place, Places
 
@@ -129,6 +130,8 @@ class ModelPart:
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
+    if config.gated_delta is not None and size > 1:
+        raise SetupError(f"{config.architecture} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
     check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size)
     assert 0 <= rank < size
     return Shard(config=config, rank=rank, size=size)

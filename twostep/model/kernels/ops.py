@@ -22,6 +22,7 @@ from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_den
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
@@ -60,6 +61,11 @@ class AttentionPlan(Protocol):
     @property
     def sample_rows(self) -> torch.Tensor | None:
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
+        ...
+
+    @property
+    def states(self) -> SequenceStates | None:
+        """What layers without KV keep of the step's sequences; None: the model has no such layers."""
         ...
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shar
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class TritonOps(Ops):
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
+        plan.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
@@ -290,6 +292,7 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
+        self.states: SequenceStates | None = None
         self.shared: SharedPrefix | None = None
         # Where the step says how far it is, and its number (triton_progress.py); None: nowhere.
         self.progress: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -214,7 +214,8 @@ class ModelRunner:
 
     @property
     def marks_layers(self) -> bool:
-        return self.overlaps and self._member is None
+        # A state is there when a step has ended, and not layer by layer.
+        return self.overlaps and self._member is None and not self.kv_shape.num_state_blocks
 
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
@@ -241,7 +242,8 @@ class ModelRunner:
 
         assert isinstance(ops, TritonOps)
         with torch.inference_mode():
-            if not max_num_seqs:
+            # What chunks leave in a state is computed sequence by sequence: such steps are not captured.
+            if not max_num_seqs or self.kv_shape.num_state_blocks:
                 return DeviceSteps(self._model, self._cache, ops, None)
             free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
@@ -332,16 +334,21 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, 
     """The pool's shape for a model; `dtype` is a name, not auto. Raises SetupError."""
     if num_blocks < 1 or block_size < 1:
         raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
-    return KvShape(
+    shape = KvShape(
         num_blocks=num_blocks,
         block_size=block_size,
-        num_layers=config.num_layers,
+        num_layers=config.num_kv_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         quantization=kv_format(kv_cache_dtype, config.kv_scheme),
         num_planes=2 if config.latent is None else 1,
     )
+    if (delta := config.gated_delta) is None:
+        return shape
+    # Each layer's in whole blocks.
+    blocks_each = -(-delta.state_bytes(DTYPES[dtype].itemsize) // shape.block_bytes)
+    return replace(shape, num_state_blocks=blocks_each * delta.layers.count(True))
 
 
 def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_format: str) -> torch.Tensor | None:
