@@ -58,7 +58,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         raise SetupError(f"{model_dir / 'config.json'}: dtype is {dtype}; supported are {', '.join(_ITEM_BYTES)}")
     layers, weights, sizes, held = Counter[str](), Counter[str](), Counter[str](), Counter[bool]()
     seen: set[str] = set()
-    for layer, format, (rows, columns) in _quantized(found, tensors):
+    for layer, format, (rows, columns) in _quantized(model_dir, found, tensors):
         for on_cpu in (False, True):
             held[on_cpu] += held_bytes(format, rows, columns, item_bytes=_ITEM_BYTES[dtype], on_cpu=on_cpu)
         kind = str(format)
@@ -95,10 +95,10 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
 
 
 def _quantized(
-    quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
+    model_dir: Path, quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
 ) -> Iterable[tuple[str, LinearFormat, tuple[int, int]]]:
-    """Yields the layers whose weight and scales are stored as the config says, or that become so as they are read, with their weight's
-    shape. A tied output layer is one of its own then."""
+    """Yields the layers whose weight is stored as the config says, or that become so as they are read, with its shape. A tied output layer
+    is one of its own then. Raises SetupError where a tensor is missing beside a weight."""
     if quantization is None:
         return
     for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
@@ -109,17 +109,21 @@ def _quantized(
             shape = _shape(tensors.get(f"{layer}.weight"))
             if len(shape) == 2 and "embed" not in layer:
                 yield layer, fitting(format, shape[1]), (shape[0], shape[1])
-        elif all(f"{layer}.{part.suffix}" in tensors for part in format.parts if part.required):
-            part = next(part for part in format.parts if part.role is Role.WEIGHT)
-            shape = _shape(tensors.get(f"{layer}.{part.suffix}"))
-            if len(shape) == 2:
-                rows, columns = shape[::-1] if part.turned else shape
-                yield layer, format, (rows * part.units[0], columns * part.units[1])
+            continue
+        part = next(part for part in format.parts if part.role is Role.WEIGHT)
+        weight = tensors.get(f"{layer}.{part.suffix}")
+        if weight is None or weight.get("dtype") not in part.dtypes:
+            continue
+        if missing := [name for part in format.parts if part.required and (name := f"{layer}.{part.suffix}") not in tensors]:
+            raise SetupError(f"{model_dir} lacks the tensor {missing[0]}, without which {layer} means nothing; download the model again")
+        shape = _shape(weight)
+        if len(shape) == 2:
+            rows, columns = shape[::-1] if part.turned else shape
+            yield layer, format, (rows * part.units[0], columns * part.units[1])
 
 
 def _shape(raw: dict[str, Any] | None) -> list[int]:
-    shape = [] if raw is None else raw.get("shape")
-    return shape if isinstance(shape, list) and all(isinstance(n, int) for n in shape) else []
+    return [] if raw is None else list(raw["shape"])
 
 
 def _num_bytes(raw: dict[str, Any] | None) -> int:

@@ -148,7 +148,7 @@ def _said(quantization: Quantization) -> str:
 def _parse(path: Path, prefix: str, raw: dict[str, Any], default: str) -> tuple[Fields, Quantization]:
     fields = Fields(path, raw, prefix=prefix, harmless=_HARMLESS)
     method = fields.take("quant_method", None) or default
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         fields.refuse("quant_method", method, f"supported are {', '.join(_METHODS)}: use another quantization of the model")
     quantization = _METHODS[method](fields)
     fields.refuse_rest()
@@ -311,6 +311,8 @@ def _weight_block(fields: Fields) -> tuple[tuple[int, int], str]:
     size, strategy, structure = fields.take("group_size", None), fields.take("strategy", None), fields.take("block_structure", None)
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if strategy not in ("tensor", "channel", "group", "block"):
+        fields.refuse("strategy", strategy, "supported for weights are tensor, channel, group and block")
     if (size in (None, -1)) == (strategy == "group"):
         fields.refuse("group_size", size, f"it contradicts the strategy {strategy}; fix one of the two")
     if (structure is None) == (strategy == "block"):
@@ -321,8 +323,6 @@ def _weight_block(fields: Fields) -> tuple[tuple[int, int], str]:
         if isinstance(structure, str):
             structure = [int(side) if side.isdecimal() and len(side) < 8 else side for side in structure.split("x")]
         return _block(fields, "block_structure", structure), strategy
-    if strategy not in ("tensor", "channel"):
-        fields.refuse("strategy", strategy, "supported for weights are tensor, channel, group and block")
     return (int(strategy == "channel"), 0), strategy
 
 
