@@ -12,6 +12,7 @@ from typing import Any
 
 from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, read_json, stored_dtype, weight_files
 from twostep.checkpoint.held import held_bytes
+from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.linear_format import LinearFormat, Role
 from twostep.checkpoint.quantization import Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
 from twostep.errors import SetupError
@@ -34,7 +35,8 @@ class FormatShare:
 class ModelDescription:
     architecture: str
     dtype: str
-    method: str  # of quantization; empty: none
+    method: str  # of quantization of weights; empty: none
+    kv: str | None  # how it wants its KV held; None: it does not say
     formats: tuple[FormatShare, ...]
     unquantized: tuple[str, ...]  # matrices that are left as they are; layers' numbers are a *
     num_weights: int
@@ -83,6 +85,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         architecture=str(names_of_architecture[0] if isinstance(names_of_architecture, list) else names_of_architecture),
         dtype=dtype,
         method="" if found is None else found.method,
+        kv=None if (kv := read_kv_scheme(model_dir, config)) is None else str(kv),
         formats=tuple(
             FormatShare(format=kind, num_layers=count, num_weights=weights[kind], num_bytes=sizes[kind]) for kind, count in layers.items()
         ),

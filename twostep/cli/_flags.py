@@ -86,13 +86,19 @@ def parser() -> FlagParser:
 
     models = commands.add_parser(
         "models",
-        help="what is served, what can be fetched, and what a directory holds",
-        description="Lists the models served; or says what a model directory holds: formats of its weights, and bytes.",
+        help="what is served, what can be fetched, and what a model holds",
+        description="Lists the models served; or says what a model holds: formats of weights and KV, and bytes. A name is fetched first.",
     )
     models.add_argument(
-        "action", nargs="?", default="list", metavar="list|fetch|DIR", help="fetch: download a model, print where it is. DIR: what it holds"
+        "action",
+        nargs="?",
+        default="list",
+        metavar="list|fetch|DIR|NAME",
+        help="fetch: download a model, print where it is. Anything else, as --model elsewhere: what it holds",
     )
-    models.add_argument("name", nargs="?", default="", help="ORG/NAME of the Hugging Face hub, or a known name; if not given the default")
+    models.add_argument(
+        "name", nargs="?", default="", help="of fetch: ORG/NAME of the Hugging Face hub, or a known name; if not given the default"
+    )
     models.flag("--model-revision", default="", metavar="REV", help=MODEL_REVISION)
     models.add_argument("--json", action="store_true", help="as JSON")
     _connection(models, with_model=False)
