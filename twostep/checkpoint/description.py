@@ -12,6 +12,7 @@ from typing import Any
 
 from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, read_json, stored_dtype, weight_files
 from twostep.checkpoint.held import held_bytes
+from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.linear_format import LinearFormat, Role
 from twostep.checkpoint.quantization import Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
 from twostep.errors import SetupError
@@ -34,7 +35,8 @@ class FormatShare:
 class ModelDescription:
     architecture: str
     dtype: str
-    method: str  # of quantization; empty: none
+    method: str  # of quantization of weights; empty: none
+    kv: str | None  # how it wants its KV held; None: it does not say
     formats: tuple[FormatShare, ...]
     unquantized: tuple[str, ...]  # matrices that are left as they are; layers' numbers are a *
     num_weights: int
@@ -58,7 +60,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         raise SetupError(f"{model_dir / 'config.json'}: dtype is {dtype}; supported are {', '.join(_ITEM_BYTES)}")
     layers, weights, sizes, held = Counter[str](), Counter[str](), Counter[str](), Counter[bool]()
     seen: set[str] = set()
-    for layer, format, (rows, columns) in _quantized(found, tensors):
+    for layer, format, (rows, columns) in _quantized(model_dir, found, tensors):
         for on_cpu in (False, True):
             held[on_cpu] += held_bytes(format, rows, columns, item_bytes=_ITEM_BYTES[dtype], on_cpu=on_cpu)
         kind = str(format)
@@ -83,6 +85,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         architecture=str(names_of_architecture[0] if isinstance(names_of_architecture, list) else names_of_architecture),
         dtype=dtype,
         method="" if found is None else found.method,
+        kv=None if (kv := read_kv_scheme(model_dir, config)) is None else str(kv),
         formats=tuple(
             FormatShare(format=kind, num_layers=count, num_weights=weights[kind], num_bytes=sizes[kind]) for kind, count in layers.items()
         ),
@@ -95,10 +98,10 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
 
 
 def _quantized(
-    quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
+    model_dir: Path, quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
 ) -> Iterable[tuple[str, LinearFormat, tuple[int, int]]]:
-    """Yields the layers whose weight and scales are stored as the config says, or that become so as they are read, with their weight's
-    shape. A tied output layer is one of its own then."""
+    """Yields the layers whose weight is stored as the config says, or that become so as they are read, with its shape. A tied output layer
+    is one of its own then. Raises SetupError where a tensor is missing beside a weight."""
     if quantization is None:
         return
     for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
@@ -109,17 +112,21 @@ def _quantized(
             shape = _shape(tensors.get(f"{layer}.weight"))
             if len(shape) == 2 and "embed" not in layer:
                 yield layer, fitting(format, shape[1]), (shape[0], shape[1])
-        elif all(f"{layer}.{part.suffix}" in tensors for part in format.parts if part.required):
-            part = next(part for part in format.parts if part.role is Role.WEIGHT)
-            shape = _shape(tensors.get(f"{layer}.{part.suffix}"))
-            if len(shape) == 2:
-                rows, columns = shape[::-1] if part.turned else shape
-                yield layer, format, (rows * part.units[0], columns * part.units[1])
+            continue
+        part = next(part for part in format.parts if part.role is Role.WEIGHT)
+        weight = tensors.get(f"{layer}.{part.suffix}")
+        if weight is None or weight.get("dtype") not in part.dtypes:
+            continue
+        if missing := [name for part in format.parts if part.required and (name := f"{layer}.{part.suffix}") not in tensors]:
+            raise SetupError(f"{model_dir} lacks the tensor {missing[0]}, without which {layer} means nothing; download the model again")
+        shape = _shape(weight)
+        if len(shape) == 2:
+            rows, columns = shape[::-1] if part.turned else shape
+            yield layer, format, (rows * part.units[0], columns * part.units[1])
 
 
 def _shape(raw: dict[str, Any] | None) -> list[int]:
-    shape = [] if raw is None else raw.get("shape")
-    return shape if isinstance(shape, list) and all(isinstance(n, int) for n in shape) else []
+    return [] if raw is None else list(raw["shape"])
 
 
 def _num_bytes(raw: dict[str, Any] | None) -> int:

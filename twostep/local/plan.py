@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from twostep.checkpoint.agreement import check_formats
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.model_name import name_of
@@ -467,7 +468,7 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
     if worker.runner == "fake":
         return _problems([length])
     kv_bytes = worker.kv_cache_memory_bytes or (0 if on_gpu else CPU_KV_BYTES)
-    checks: list[_Check] = [length]
+    checks: list[_Check] = [length, lambda: check_formats(model_dir, worker)]
     try:
         model = read_model(model_dir, dtype=worker.dtype, kv_cache_dtype=worker.kv_cache_dtype, quantization=worker.quantization)
     except SetupError:
