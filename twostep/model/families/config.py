@@ -43,6 +43,7 @@ class ModelConfig:
     dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
     quantization: Quantization | None = None  # which linear layers are quantized on disk
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
+    generates: bool = True  # False: the checkpoint has no output layer, and the embedding stands in its place
 
 
 class WindowRule(Enum):
