@@ -58,8 +58,8 @@ class EmbeddingFormat:
             return
         if self.cut_to is None:
             raise InvalidRequest(
-                f"dimensions is {dimensions}; this model's embeddings have {self.width or 'one length'} and are not trained to be cut: leave "
-                'it out (if they are, say so with "is_matryoshka": true in its config.json)'
+                f"dimensions is {dimensions}; this model's embeddings have {self.width or 'one length'} and are not trained to be cut: "
+                'leave it out (if they are, say so with "is_matryoshka": true in its config.json)'
             )
         if self.cut_to and dimensions not in self.cut_to:
             allowed = ", ".join(map(str, self.cut_to))
