@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from router.http.generation import HEADERS, HttpAsker, HttpCall, terms_of, timeo
 from router.http.openapi import Described
 from router.http.request_bodies import EmbeddingBody, IdArray, parse_body
 from router.http.sse import ANSWERS
-from router.http.whole_answer import ENCODER, WholeAnswer
+from router.http.whole_answer import ENCODER, MAX_LINE_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from router.prompting.prompt import Prompt, ReadPrompt
 from router.request.vector import floats_of
@@ -42,11 +43,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     body = await parsed(request, partial(parse_body, EmbeddingBody))
     front, call = request.app[FRONT], HttpCall.of(request)
     asked = HttpEmbeddings(front, body, call)
-    async with front.inference.memory.hold(call.identity.caller) as holding:
+    async with AsyncExitStack() as held:
         async with request.app[ANSWERS].giving(None):
-            vectors = await asked.vectors()
-        holding.add(sum(len(each.values) for each in vectors))
-        return await request.app[ENCODER].respond(request, asked.answer(vectors), {"x-request-id": asked.name})
+            answer = await held.enter_async_context(asked.whole())
+        return await request.app[ENCODER].respond(request, answer, {"x-request-id": asked.name})
 
 
 class HttpEmbeddings:
@@ -67,8 +67,25 @@ class HttpEmbeddings:
         with blaming(body.names()):
             self._params = front.inference.pooling(dimensions=body.dimensions, normalize=body.normalize)
 
-    async def vectors(self) -> Sequence[Embedded]:
-        """Raises TwostepError; the first input that fails ends all of them."""
+    def check_size(self, *, is_line: bool = False) -> None:
+        """Raises HttpError 400 for an answer that would be too large for a line of a batch's file (`is_line`)."""
+        params, inference = self._params, self._front.inference
+        num_floats = len(self._inputs) * (params.dimensions or inference.embedding.width)
+        if is_line and num_floats * _JSON_FLOAT_BYTES > MAX_LINE_BYTES:
+            message = (
+                f"{len(self._inputs)} vectors could come to {num_floats * _JSON_FLOAT_BYTES >> 20} MiB, and a line of a batch may come to "
+            )
+            raise HttpError(400, f"{message}{MAX_LINE_BYTES >> 20}; give fewer inputs in a line", param="input")
+
+    @asynccontextmanager
+    async def whole(self) -> AsyncIterator[WholeAnswer]:
+        """The answer, which holds memory until the context's end. Raises TwostepError; the first input that fails ends all of them."""
+        async with self._front.inference.memory.hold(self._call.identity.caller) as holding:
+            vectors = await self._vectors()
+            holding.add(sum(len(each.values) for each in vectors))
+            yield self._answer(vectors)
+
+    async def _vectors(self) -> Sequence[Embedded]:
         found: list[Embedded | None] = [None] * len(self._inputs)
         inference = self._front.inference
 
@@ -82,7 +99,7 @@ class HttpEmbeddings:
             await ask_all(len(self._inputs), ask, self._read)
         return [each for each in found if each is not None]
 
-    def answer(self, vectors: Sequence[Embedded]) -> WholeAnswer:
+    def _answer(self, vectors: Sequence[Embedded]) -> WholeAnswer:
         num_tokens = sum(each.num_prompt_tokens for each in vectors)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         told: dict[str, Any] = {

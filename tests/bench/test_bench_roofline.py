@@ -34,7 +34,6 @@ LLAMA_8B = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
     dtype="bfloat16",
 )
 TINY = replace(
@@ -75,7 +74,6 @@ def test_parameters_are_those_of_the_model_as_it_is_built(architecture: str) -> 
     config = replace(TINY, architecture=architecture)
     if architecture == "opt":
         config = replace(config, rope=None, num_positions=64, max_model_len=64, num_kv_heads=config.num_heads, qkv_bias=True, o_bias=True)
-    config = replace(config, qk_norm=architecture == "qwen3")
     model = build_model(config, torch.float32, Ops())
     matrices = sum(place.tensor.numel() for name, place in model.places().items() if place.tensor.dim() == 2 and "embed" not in name)
     tied = config.tie_word_embeddings

@@ -49,7 +49,6 @@ LLAMA = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
     dtype="float32",
 )
 
@@ -152,7 +151,7 @@ def test_parameters_of_a_scaling_that_is_off_are_nothing(tmp_path: Path) -> None
 
 def test_mistrals_window_holds_for_all_layers(tmp_path: Path) -> None:
     config = saved(tmp_path, MistralConfig(**SHAPE, head_dim=24, sliding_window=None))
-    assert (config.architecture, config.head_dim, config.qkv_bias, config.qk_norm) == ("mistral", 24, False, False)
+    assert (config.architecture, config.head_dim, config.qkv_bias) == ("mistral", 24, False)
     assert config.windows == (0, 0)
     assert saved(tmp_path, MistralConfig(**SHAPE, sliding_window=128)).windows == (128, 128)
     assert parse_config(written(tmp_path, **MISTRAL, sliding_window=128, layer_types=["sliding_attention"] * 2)).windows == (128, 128)
@@ -191,7 +190,7 @@ def test_qwens_windows_are_transformers(
 def test_opt(tmp_path: Path) -> None:
     keys = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     bare = replace(LLAMA, architecture="opt", num_kv_heads=4, rope=None, num_positions=96, max_model_len=96, tie_word_embeddings=True)
-    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True)
+    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True, activation="relu")
     assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == biased
 
 
@@ -202,7 +201,7 @@ def test_qwen2_has_bias_on_qkv_only(tmp_path: Path) -> None:
 
 def test_qwen3_has_norms_and_its_own_head_dim(tmp_path: Path) -> None:
     config = saved(tmp_path, Qwen3Config(**SHAPE))
-    assert (config.architecture, config.qk_norm, config.qkv_bias, config.head_dim) == ("qwen3", True, False, 128)
+    assert (config.architecture, config.qkv_bias, config.head_dim) == ("qwen3", False, 128)
     written(tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=True)
     config = parse_config(tmp_path)
     assert (config.qkv_bias, config.o_bias, config.head_dim) == (True, True, 128)

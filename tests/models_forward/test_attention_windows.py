@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.ops import Ops
-from twostep.model.kernels.torch_attention import AttentionSpec
+from twostep.model.kernels.torch_attention import AttentionSpec, RopeTables
 from twostep.model.step.kv_cache import KvCache
 
 NUM_BLOCKS = 150
@@ -40,7 +40,9 @@ def test_chunks_and_decode(sequences: list[tuple[int, int]], window: int, other:
         cache.tensor[sequence.blocks[: max(0, before - window + 1) // block_size], 0] = torch.nan
     batch = make_batch([(sequence, new) for sequence, (_, new) in zip(made, sequences, strict=True)], block_size)
     nothing = torch.empty(600, 0)
-    plan = Ops().plan_attention(batch, cache, AttentionSpec(num_heads=4, cos=nothing, sin=nothing, windows=(window, other)))
+    plan = Ops().plan_attention(
+        batch, cache, AttentionSpec(num_heads=4, rope=[RopeTables(cos=nothing, sin=nothing)] * 2, windows=(window, other))
+    )
     for layer, keys in enumerate((window, other)):
         qkv = torch.randn(len(batch.token_ids), 8 * 8, generator=generator)
         plan.rotate_and_write(layer, qkv)

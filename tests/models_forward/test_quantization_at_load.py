@@ -123,7 +123,7 @@ def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest
     largest = max(weight.shape[0] * weight.shape[1] for weight in ops.weights) * 4
     # The embedding and the norms beside them, and with 8 bits or less a head that is not dense.
     described = describe(tmp_path, quantization=name)
-    rope = model.attention.cos.nbytes + model.attention.sin.nbytes
+    rope = model.attention.rope[0].cos.nbytes + model.attention.rope[0].sin.nbytes
     assert described.loaded_bytes == pytest.approx(kept - rope, rel=0.03)
     assert max(seen) < kept + at_once + largest
     assert kept + at_once + largest < 4 * numbers, "else the test says nothing"

@@ -44,7 +44,6 @@ def config_of(*, heads: int, kv_heads: int, features: int = 32, vocab: int = 37,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        qk_norm=False,
         dtype="float32",
     )
 

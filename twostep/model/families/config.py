@@ -12,6 +12,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.ops import Activation
 
 # Beyond every model there is, and far below what would take all memory.
 MAX_LAYERS = 1024
@@ -39,7 +40,11 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    activation: Activation = "silu"
+    attention_scale: float | None = None  # what products of queries and keys are multiplied by; None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # c: x counts as c * tanh(x / c); 0: as it is
+    logit_softcap: float = 0.0  # the same of the output
+    embedding_scale: float = 1.0
     dtype: str  # of the weights on disk: "bfloat16" | "float16" | "float32"; of quantized ones, what they are made of
     quantization: Quantization | None = None  # which linear layers are quantized on disk
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say

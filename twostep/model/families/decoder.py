@@ -1,9 +1,9 @@
-"""The skeleton of every decoder served here: layers of attention and MLP, each behind a norm, around one residual.
+"""The skeleton of every decoder served here: layers of attention and MLP around one residual.
 
     embedded ─ norm ─ qkv ─ KV write ─ attention ─ o ─ + ─ norm ─ MLP ─ + ─ … ─ norm ─ lm_head
 
-A family says what its norms, its MLP and its embedding are, what a checkpoint calls them, and how its config.json is read. q, k and v
-are one product, their weights in that order of rows.
+A family says what its layers are made of (layers.py, attention.py, mlp.py), what a checkpoint calls them, and how its config.json is
+read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.quantization import HEAD
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
-from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
+from twostep.model.families.layers import DecoderLayer
+from twostep.model.families.modules import Cut, Maker, Norm, Place, Places
 from twostep.model.families.rope import rope_tables
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
@@ -28,50 +29,6 @@ from twostep.model.step.prompt_reader import PromptReader
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-class DecoderLayer(ABC):
-    """One layer's weights. Families add an MLP."""
-
-    def __init__(self, index: int, config: ModelConfig, make: Maker, input_norm: Norm, post_norm: Norm) -> None:
-        c = config
-        self.index = index
-        self.config = c
-        self.input_norm = input_norm
-        self.post_norm = post_norm
-        self.qkv = make.linear((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
-        self.o = make.linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.o_bias)
-
-    @abstractmethod
-    def place(self, places: Places, prefix: str) -> None:
-        """Registers all weights under the checkpoint's names."""
-
-    @property
-    @abstractmethod
-    def mlp_in(self) -> Linear:
-        """The MLP up to its last product: [T, anything] from [T, hidden_size]."""
-
-    @property
-    @abstractmethod
-    def mlp_out(self) -> Linear:
-        """The MLP's last product."""
-
-    @abstractmethod
-    def linears(self) -> list[LinearLayer]:
-        """All linear layers, in the order of their use."""
-
-    def attend(self, plan: AttentionPlan, qkv: torch.Tensor) -> torch.Tensor:
-        """[T, num_heads * head_dim] from what `self.qkv` gave; writes the tokens' keys and values."""
-        plan.rotate_and_write(self.index, qkv)
-        return plan.attend(self.index, qkv)
-
-    def _place_attention(self, places: Places, prefix: str, o_name: str) -> None:
-        c = self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.qkv.place(
-            places, (f"{prefix}.q_proj", q, Cut.HEADS), (f"{prefix}.k_proj", kv, Cut.KV_HEADS), (f"{prefix}.v_proj", kv, Cut.KV_HEADS)
-        )
-        self.o.place(places, (f"{prefix}.{o_name}", c.hidden_size, Cut.FROM_HEADS))
 
 
 class Decoder(ABC):
@@ -95,8 +52,7 @@ class Decoder(ABC):
         self._norm = self._last_norm()
         rows = self._head_rows
         self._head = make.linear(rows.stop - rows.start, config.hidden_size, bias=False)
-        cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
-        self.attention = AttentionSpec(num_heads=config.num_heads, cos=cos, sin=sin, windows=config.windows)
+        self.attention = self._attention_spec(device)
 
     @classmethod
     @abstractmethod
@@ -109,6 +65,17 @@ class Decoder(ABC):
 
     @abstractmethod
     def _last_norm(self) -> Norm: ...
+
+    def _attention_spec(self, device: str) -> AttentionSpec:
+        c = self.config
+        tables = rope_tables(c.rope, c.head_dim, c.max_model_len, device)
+        return AttentionSpec(
+            num_heads=c.num_heads,
+            rope=[tables] * c.num_layers,
+            windows=c.windows,
+            scale=c.attention_scale,
+            softcap=c.attention_softcap,
+        )
 
     @property
     def _head_rows(self) -> slice:
@@ -128,8 +95,8 @@ class Decoder(ABC):
     def finish_loading(self) -> None:
         """Hands the linear weights to the device, layer by layer. What `places` gave out is dead after it."""
         for layer in self._layers:
-            for linear in layer.linears():
-                linear.finish_loading(self._ops)
+            layer.finish_loading(self._ops)
+        self._norm.finish_loading(self._ops)
         if self.config.tie_word_embeddings:
             self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
@@ -146,18 +113,17 @@ class Decoder(ABC):
             assert rows is not None, "captured steps are only sampled"
             rows = torch.cat((reader.rows, rows))
         residual = self._embed(plan)
-        projected = self._layers[0].qkv(self._layers[0].input_norm(residual))
+        projected = self._layers[0].attention.enter(self._layers[0].input_norm(residual))
         last: Linear = self._head.run if reader is None else _as_it_is
-        following = [(layer.input_norm, layer.qkv.run) for layer in self._layers[1:]] + [(self._norm, last)]
+        following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
-            attended = layer.attend(plan, projected)
+            attended = layer.attention.attend(plan, layer.index, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):
                     return residual.new_empty(0, self.config.vocab_size)
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
-            entered = layer.post_norm.join(layer.o.run, attended, residual, layer.mlp_in)
-            projected = next_norm.join(layer.mlp_out, entered, residual, next_linear)
+            projected = layer.finish(attended, residual, next_norm, next_linear)
         if reader is None:
             return self._whole(projected)
         num_read = len(reader.rows)
@@ -169,7 +135,10 @@ class Decoder(ABC):
         return self._whole(self._head(x))
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._part is None else self._part.gather(logits)
+        whole = logits if self._part is None else self._part.gather(logits)
+        cap = self.config.logit_softcap
+        return torch.tanh(whole.float() / cap).mul_(cap).to(whole.dtype) if cap else whole
 
     def _embed(self, plan: AttentionPlan) -> torch.Tensor:
-        return F.embedding(plan.token_ids, self._embed_weight)
+        embedded = F.embedding(plan.token_ids, self._embed_weight)
+        return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale

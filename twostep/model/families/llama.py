@@ -1,46 +1,18 @@
-"""The llama family of decoders (Llama, Mistral), and the base of its relatives: RMSNorm, RoPE, a gated MLP.
-
-MLP = down(silu(gate) · up), gate and up one product, their weights in that order of rows
-"""
+"""The llama family of decoders (Touvron et al., LLaMA, 2023; Jiang et al., Mistral 7B, 2023), and the base of its relatives: RMSNorm,
+RoPE, a gated MLP."""
 
 from __future__ import annotations
 
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
+from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig, WindowRule, parse_windows
-from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Places
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.layers import DecoderLayer
+from twostep.model.families.mlp import GatedMlp
+from twostep.model.families.modules import Norm
 from twostep.model.families.rope import parse_rope
-from twostep.model.kernels.ops import Linear
-
-
-class LlamaLayer(DecoderLayer):
-    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        c = config
-        super().__init__(index, c, make, make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size))
-        self.gate_up = make.linear(2 * c.intermediate_size, c.hidden_size, bias=c.mlp_bias, gated=True)
-        self.down = make.linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-
-    def place(self, places: Places, prefix: str) -> None:
-        c = self.config
-        self._place_attention(places, f"{prefix}.self_attn", "o_proj")
-        features = c.intermediate_size
-        self.gate_up.place(places, (f"{prefix}.mlp.gate_proj", features, Cut.FEATURES), (f"{prefix}.mlp.up_proj", features, Cut.FEATURES))
-        self.down.place(places, (f"{prefix}.mlp.down_proj", c.hidden_size, Cut.FROM_FEATURES))
-        self.input_norm.place(places, f"{prefix}.input_layernorm")
-        self.post_norm.place(places, f"{prefix}.post_attention_layernorm")
-
-    def linears(self) -> list[LinearLayer]:
-        return [self.qkv, self.o, self.gate_up, self.down]
-
-    @property
-    def mlp_in(self) -> Linear:
-        return self.gate_up.run
-
-    @property
-    def mlp_out(self) -> Linear:
-        return self.down.run
 
 
 class Llama(Decoder):
@@ -62,8 +34,12 @@ class Llama(Decoder):
             mlp_bias=fields.boolean("mlp_bias", False),
         )
 
-    def _layer(self, index: int) -> LlamaLayer:
-        return LlamaLayer(index, self.config, self._make)
+    def _layer(self, index: int) -> DecoderLayer:
+        c, make = self.config, self._make
+        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), GatedMlp(c, make))
+
+    def _attention(self) -> Attention:
+        return Attention(self.config, self._make)
 
     def _last_norm(self) -> Norm:
         return self._make.rms_norm(self.config.hidden_size)
@@ -90,7 +66,6 @@ def parse_relative(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
 ) -> ModelConfig:
     """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `head_dim`: the default."""
     fields.expect("hidden_act", "silu", default="silu")
@@ -122,7 +97,6 @@ def parse_relative(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         dtype=dtype,
     )
 

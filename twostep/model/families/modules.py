@@ -72,6 +72,11 @@ class Maker:
     def rms_norm(self, size: int) -> RmsNorm:
         return RmsNorm(self.ops, self.empty(size), self.norm_eps)
 
+    def rms_norm_from_one(self, size: int) -> RmsNorm:
+        """Multiplies by 1 + weight, in float32 (Gemma)."""
+        weight = torch.empty(size, dtype=torch.float32, device=self.device)
+        return RmsNorm(self.ops, weight, self.norm_eps, offset=1.0)
+
     def layer_norm(self, size: int) -> LayerNorm:
         return LayerNorm(self.ops, self.empty(size), self.empty(size), self.norm_eps)
 
@@ -170,6 +175,8 @@ def _side_by_side(products: list[Linear]) -> Linear:
 class Norm(Protocol):
     def place(self, places: Places, name: str) -> None: ...
 
+    def finish_loading(self, ops: Ops) -> None: ...
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Norms over the last dimension."""
         ...
@@ -180,13 +187,19 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    def __init__(self, ops: Ops, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, ops: Ops, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> None:
+        """`offset`: what is added to the checkpoint's weight."""
         self.weight = weight
         self._ops = ops
         self._eps = eps
+        self._offset = offset
 
     def place(self, places: Places, name: str) -> None:
         places[f"{name}.weight"] = Place.whole(self.weight)
+
+    def finish_loading(self, ops: Ops) -> None:
+        if self._offset:
+            self.weight.add_(self._offset)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, self.weight, self._eps)
@@ -206,8 +219,27 @@ class LayerNorm:
         places[f"{name}.weight"] = Place.whole(self.weight)
         places[f"{name}.bias"] = Place.whole(self.bias)
 
+    def finish_loading(self, ops: Ops) -> None:
+        """Nothing is prepared."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.layer_norm(x, self.weight, self.bias, self._eps)
 
     def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
         return then(self._ops.add_layer_norm(linear(x), residual, self.weight, self.bias, self._eps))
+
+
+class NoNorm:
+    """Stands where a family has no norm."""
+
+    def place(self, places: Places, name: str) -> None:
+        """There is nothing to register."""
+
+    def finish_loading(self, ops: Ops) -> None:
+        """Nothing is prepared."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
+        raise AssertionError("only layers that add to the residual themselves have no norm there")

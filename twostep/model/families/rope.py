@@ -17,6 +17,7 @@ import torch
 from twostep.checkpoint.context import YarnStretch, rope_kind, rope_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN
 from twostep.checkpoint.fields import Fields
+from twostep.model.kernels.torch_attention import RopeTables
 
 _DEFAULT_THETA = 10000.0
 _PARAMETERS = (
@@ -107,22 +108,25 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
+    """`dim`: how many of a head's numbers turn, from the first on; None: all."""
+
     theta: float
     scaling: Scaling | None = None
+    dim: int | None = None
 
 
-def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * frequency, times the scaling's magnitude, float32 [num_positions, head_dim / 2] each. Without RoPE
-    [num_positions, 0]: nothing turns."""
+def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: str) -> RopeTables:
+    """cos and sin of position * frequency, times the scaling's magnitude. Without RoPE nothing turns."""
     if rope is None:
         nothing = torch.empty(num_positions, 0, dtype=torch.float32, device=device)
-        return nothing, nothing
-    frequency = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        return RopeTables(cos=nothing, sin=nothing)
+    dim = head_dim if rope.dim is None else rope.dim
+    frequency = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     magnitude = 1.0
     if rope.scaling is not None:
         frequency, magnitude = rope.scaling.scale(frequency, rope.theta), rope.scaling.magnitude
     angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency)
-    return (angle.cos() * magnitude).to(device), (angle.sin() * magnitude).to(device)
+    return RopeTables(cos=(angle.cos() * magnitude).to(device), sin=(angle.sin() * magnitude).to(device))
 
 
 def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_den
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.step.kv_cache import KvCache
 
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,12 +95,15 @@ class Ops:
         return linear if quantizer is None else lambda x: linear(quantizer(x))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N]."""
+        """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
+        x is not: then the product is rounded once."""
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x to `residual` in place and returns rms_norm(residual)."""
-        return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
@@ -115,14 +119,27 @@ class Ops:
         """Adds x to `residual` in place and returns layer_norm(residual)."""
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
-    def relu(self, x: torch.Tensor) -> torch.Tensor:
-        """max(x, 0). May overwrite x."""
-        return x.relu_()
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """The function of each element; gelu_tanh is the approximation by tanh. May overwrite x."""
+        if activation == "relu":
+            return x.relu_()
+        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [T, 2 * N] (gate first). May overwrite gate_up. Returns [T, N]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up for gate_up [T, 2 * N] (gate first). May overwrite gate_up. Returns [T, N]."""
+        if activation == "silu":
+            return self.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return self.activate(gate, activation) * up
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] from what a layer's last product gave: of several ranks, the sum of their terms; here x itself."""
+        return x
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
         return TorchAttentionPlan(batch, cache, spec)

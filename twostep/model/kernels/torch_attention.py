@@ -33,23 +33,37 @@ _TILE = 128
 _SMALL_CONTEXT = 256
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RopeTables:
+    """cos and sin on the device, float32 [max_model_len, R / 2], R <= D even: the first R of a head's numbers turn; 0: none."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Holds what a model's attention needs besides its KV.
 
-    cos, sin  the RoPE tables on the device, float32 [max_model_len, R / 2], R <= D even: the first R of a head's numbers turn; 0: none
-    windows   of each layer: keys that a query sees, its own included; 0: all
+    rope     of each layer; layers share tables, and all turn as many numbers
+    windows  of each layer: keys that a query sees, its own included; 0: all
+    scale    what products of queries and keys are multiplied by; None: head_dim ** -0.5
+    softcap  c: a product x, scaled, counts as c * tanh(x / c); 0: as it is
+    sinks    of each layer, float32 [num_heads]: one more logit of each head, which takes its part of the softmax and adds nothing; empty:
+             there are none (gpt-oss)
     """
 
     num_heads: int
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rope: Sequence[RopeTables]
     windows: Sequence[int]
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Sequence[torch.Tensor] = ()
 
     @property
     def rotated(self) -> int:
         """Dimensions of a head that RoPE turns."""
-        return 2 * self.cos.shape[1]
+        return 2 * self.rope[0].cos.shape[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +112,8 @@ class TorchAttentionPlan:
         self._head_dim = shape.head_dim
         dtype = cache.dtype
 
-        # rotated = x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
-        c, s = spec.cos.index_select(0, self.positions), spec.sin.index_select(0, self.positions)
-        self._cos = torch.cat((c, c), -1).to(dtype).unsqueeze(1)
-        self._sin = torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
+        self._spec = spec
+        self._turns = {tables: self._turns_of(tables, dtype) for tables in dict.fromkeys(spec.rope)}
 
         block, slot = np.divmod(batch.slots, shape.block_size)
         kv_heads = np.arange(2 * shape.num_kv_heads)
@@ -111,13 +123,20 @@ class TorchAttentionPlan:
         share = spec.num_heads // shape.num_kv_heads
         self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
 
+    def _turns_of(self, tables: RopeTables, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[cos cos] and [-sin sin] of the step's tokens, [T, 1, R]."""
+        c, s = tables.cos.index_select(0, self.positions), tables.sin.index_select(0, self.positions)
+        return torch.cat((c, c), -1).to(dtype).unsqueeze(1), torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
-        d, half = self._head_dim, self._head_dim // 2
+        d, half = self._head_dim, self._spec.rotated // 2
         heads = qkv.view(qkv.shape[0], -1, d)
-        if self._cos.numel():
-            rotated = heads[:, : self._num_heads + self._num_kv_heads]
-            swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
-            rotated.mul_(self._cos).addcmul_(swapped, self._sin)
+        if half:
+            # x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
+            cos, sin = self._turns[self._spec.rope[layer]]
+            turning = heads[:, : self._num_heads + self._num_kv_heads, : 2 * half]
+            swapped = torch.cat((turning[..., half:], turning[..., :half]), -1)
+            turning.mul_(cos).addcmul_(swapped, sin)
         self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -141,13 +160,32 @@ class TorchAttentionPlan:
         kv = self._cache.read_rows(layer, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
-        out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+        out = self._softmax(layer, rows, kv, group.mask)
         if group.behind is not None and not math.isfinite(out.sum(dtype=torch.float32).item()):
             # A slot behind a sequence's end holds what its block's owner before left there, and 0 * NaN is NaN. Looked at afterwards, since
             # clearing all of them beforehand would cost every step a pass over its keys.
             kv = kv.masked_fill(group.behind, 0.0)
-            out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+            out = self._softmax(layer, rows, kv, group.mask)
         return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
+
+    def _softmax(self, layer: int, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attention of `rows` [N, H, Q * G, D] over `kv` [2, N, H, C, D]."""
+        spec = self._spec
+        if not spec.softcap and not spec.sinks:
+            return F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=mask, scale=spec.scale)
+        scale = self._head_dim**-0.5 if spec.scale is None else spec.scale
+        logits = (rows @ kv[0].transpose(-1, -2)).float().mul_(scale)
+        if spec.softcap:
+            logits = logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        if mask is not None:
+            logits = logits + mask.float()
+        if not spec.sinks:
+            return logits.softmax(-1).to(rows.dtype) @ kv[1]
+        # A row's G heads come one after the other for each query.
+        share = self._num_heads // self._num_kv_heads
+        sink = spec.sinks[layer].view(1, self._num_kv_heads, 1, share).expand(len(rows), -1, rows.shape[2] // share, -1)
+        logits = torch.cat((logits, sink.reshape(len(rows), self._num_kv_heads, -1, 1)), -1)
+        return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[1]
 
 
 def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:

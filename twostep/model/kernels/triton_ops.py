@@ -269,7 +269,7 @@ class TritonAttentionPlan:
             if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(
-            qkv, step.positions, step.slots, spec.cos, spec.sin, self._cache, layer, spec.num_heads, self.progress
+            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads, self.progress
         )
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:

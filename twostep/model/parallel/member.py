@@ -17,6 +17,9 @@ class ParallelOps(Ops):
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(x)
+
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_rms_norm(self._group.all_reduce(x), residual, weight, eps)
 

@@ -24,6 +24,9 @@ class ParallelTritonOps(TritonOps):
         self._group = group
         self._exchange = exchange
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(x, x.dtype)
+
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if self._exchange is not None and len(residual) <= self._exchange.max_rows:
             return self._exchange.add_rms_norm(x, residual, weight, eps)
