@@ -59,7 +59,8 @@ class Embeddings:
             yield embedding
         finally:
             del self._live[request.seq_id]
-            if not embedding.pooled.done():
+            # Whoever is cancelled while it waits for a future cancels that.
+            if not embedding.pooled.done() or embedding.pooled.cancelled():
                 embedding.pooled.cancel()
                 self._engine.cancel(request.seq_id)
 

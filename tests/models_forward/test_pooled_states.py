@@ -63,8 +63,8 @@ def test_vectors_are_transformers(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_of_the_decoder_alone(tied: bool, tmp_path: Path) -> None:
-    """As models that were trained for embeddings are saved: without a head, and without the names' prefix. Where the embedding is the head
-    it generates as well."""
+    """As models that were trained for embeddings are saved: without a head, and without the names' prefix. Where the embedding is the
+    head it generates as well."""
     oracle = save_model("qwen3", tmp_path, tie_word_embeddings=tied)
     (tmp_path / "model.safetensors").unlink()
     oracle.model.save_pretrained(tmp_path)
