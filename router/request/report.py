@@ -132,6 +132,8 @@ class RequestReport:
         self.placement, self.placed_at = placement, time.monotonic()
         prefill_worker = "" if placement.prefill is None else placement.prefill.worker_id
         decode_worker = placement.decode.worker_id
+        if self.job is not None and self.job.pooling is not None:
+            prefill_worker, decode_worker = decode_worker, ""
         self.committed_at = self.first_decode_at = self.last_decode_at = self.steps = None
         self.publish_s = self.fetch_s = 0.0
         self.transfer = inference_pb2.Transfer(prefill_worker=prefill_worker, decode_worker=decode_worker)
@@ -143,8 +145,15 @@ class RequestReport:
         if self.first_token_at is not None:
             self._migrated(first.token.position, now)
             return
-        self.first_token_at = now
         self.metrics.ttft.observe(now - self.started)
+        self._computed(first, accepted_at, now)
+
+    def on_pooled(self, pooled: prefill_pb2.PooledStates, accepted_at: float) -> None:
+        """The vector is here: what a first token is to others."""
+        self._computed(pooled, accepted_at, time.monotonic())
+
+    def _computed(self, first: prefill_pb2.FirstToken | prefill_pb2.PooledStates, accepted_at: float, now: float) -> None:
+        self.first_token_at = now
         self.observe_prediction("ttft", now - self.placed_at)
         if self.last_token_at is None:
             self.last_token_at = now
@@ -262,9 +271,11 @@ def recorded(
     received: float,
     model: str,
     on_end: OnEnd,
+    embeds: bool = False,
 ) -> Iterator[RequestReport]:
     """Surrounds all of a request, which came at `received` (time.monotonic()); `metadata` is its caller's trace context."""
-    span = None if tracer is None else _begin_span(tracer, request, metadata, received, model)
+    operation = "embeddings" if embeds else "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+    span = None if tracer is None else _begin_span(tracer, operation, request, metadata, received, model)
     report = RequestReport(
         started=received,
         metrics=metrics,
@@ -307,15 +318,17 @@ def _observe(report: RequestReport, status: str, finish: str) -> None:
     metrics = report.metrics
     metrics.requests.labels(status, finish, report.class_name).inc()
     _observe_targets(report, status)
-    if report.answer is not None:
+    embeds = report.job is not None and report.job.pooling is not None
+    if report.answer is not None or embeds:
         metrics.prompt_sizes.observe(report.num_prompt_tokens)
-        metrics.generation_sizes.observe(report.answer.num_tokens)
         metrics.migrations.inc(report.attempts - 1)
         if report.first_token_at is not None:
             metrics.attempts.inc(report.attempts)
             metrics.prompt_tokens.inc(report.num_prompt_tokens)
             metrics.cached_tokens.inc(report.cached_tokens)
             metrics.queue.labels(report.class_name).observe(report.route_s + report.queue_s)
+    if report.answer is not None:
+        metrics.generation_sizes.observe(report.answer.num_tokens)
         if report.visible_at is not None:
             metrics.visible_ttft.observe(report.visible_at - report.started)
         if (tpot_s := report.tpot_s) is not None:
@@ -400,8 +413,9 @@ def span_parts(report: RequestReport, ended_at: float) -> Iterator[SpanPart]:
         yield SpanPart("decode", start, max(start, report.last_decode_at))
 
 
-def _begin_span(tracer: Tracer, request: inference_pb2.GenerateRequest, metadata: Metadata, received: float, model: str) -> Span:
-    operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+def _begin_span(
+    tracer: Tracer, operation: str, request: inference_pb2.GenerateRequest, metadata: Metadata, received: float, model: str
+) -> Span:
     span = tracer.start(f"{operation} {model}", metadata, at=received)
     span.set(
         {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.fake import FakeRunner, fake_state
+from twostep.engine.fake import FakeRunner, state_after
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def expected_answer(
     answer: list[int] = []
     # The sum that fake_next_token takes, token by token.
     total = sum(token * (i + 1) for i, token in enumerate(tokens))
-    state = fake_state(0, tokens) if stateful else 0
+    state = state_after(0, tokens) if stateful else 0
     while True:
         position = len(tokens) - request.num_prompt_tokens
         token = (total + len(tokens) + state) % vocab_size
@@ -65,7 +65,7 @@ def expected_answer(
             token = (token + 1) % vocab_size
         tokens.append(token)
         total += token * len(tokens)
-        state = fake_state(state, [token]) if stateful else 0
+        state = state_after(state, [token]) if stateful else 0
         answer.append(token)
         if token in stop:
             return answer, FinishReason.STOP

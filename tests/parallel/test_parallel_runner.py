@@ -22,7 +22,7 @@ from forward_helpers import VOCAB, make_batch, save_model, scattered_sequences
 from grammar_cases import save_tokenizer
 from safetensors.torch import load_file, save_file
 
-from twostep.engine.batch import LayerRange, Runner, ScoredRows
+from twostep.engine.batch import LayerRange, PooledRows, Runner, ScoredRows
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
@@ -98,11 +98,14 @@ def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
         if not every_row:  # in the middle of a prompt nothing is sampled
             batch = replace(batch, sample_rows=batch.sample_rows[:0], sampling=())
         batch = replace(batch, scored=ScoredRows(np.arange(0, len(batch.token_ids), 2), batch.token_ids[::2].copy(), 2))
-        scores = []
+        batch = replace(batch, pooled=PooledRows(np.arange(len(batch.token_ids)), np.array([1, len(batch.token_ids) - 1])))
+        scores, pooled = [], []
         for runner in (one, two):
             sampled = runner.run(batch)
             assert len(sampled.token_ids) == len(batch.sample_rows)
             scores.append(sampled.scores)
+            pooled.append(sampled.pooled)
+        assert pooled[1] == pytest.approx(pooled[0], abs=1e-4)
         assert scores[1][:, :4] == pytest.approx(scores[0][:, :4], abs=1e-4)
         for sequence, count in work:
             sequence.num_computed += count

@@ -192,6 +192,7 @@ class WorkerRecord:
     # Watch says what the decode worker holds (as a prefill worker, it listens to that; as a decode worker, it says it): Run need not wait
     # for Reserve.
     cached_at_watch: bool = False
+    embeds: bool = False  # as a prefill worker, it takes Embed; 0.1 did not
     engine_pid: Int = 0  # of its engine's process; 0: the engine has none of its own
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 

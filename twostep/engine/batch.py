@@ -75,6 +75,18 @@ class ScoredRows:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a step's tokens whose hidden states after the last norm are added up, to one vector for each of P prompts.
+
+    rows    int64 [N], of the batch's T
+    counts  int64 [P], of so many rows, one after the other, each vector is made; at least 1 each, N in all
+    """
+
+    rows: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """T tokens of S sequences, prompt chunks and decode tokens alike, in one flat row each.
@@ -94,6 +106,7 @@ class Batch:
     scored         prompt tokens whose log probabilities are wanted; None: there are none
     state_tables   int32 [S, KvShape.num_state_blocks]: where each sequence's state lies, read and written in place. It begins with the
                    sequence's position 0, whatever the blocks hold
+    pooled         prompt tokens whose hidden states are wanted; None: there are none
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -109,6 +122,7 @@ class Batch:
     mark_layers: Sequence[int] = ()
     scored: ScoredRows | None = None
     state_tables: npt.NDArray[np.int32] | None = None
+    pooled: PooledRows | None = None
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
         """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
@@ -138,6 +152,7 @@ class Sampled:
 
     scores  float64 [N, 2 + 2 * num_top], of Batch.scored: each target's logprob and its rank (1: none is likelier), the likeliest tokens'
             logprobs and their ids, best first; None: none were wanted
+    pooled  float32 [P, hidden_size], of Batch.pooled; None: none were wanted
     """
 
     token_ids: Sequence[int]
@@ -146,6 +161,7 @@ class Sampled:
     # When the host saw that the device was done, before it made anything of what it found, in monotonic seconds; None: just now.
     ready_at: float | None = field(default=None, compare=False)
     scores: npt.NDArray[np.float64] | None = field(default=None, compare=False)
+    pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +286,11 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether the model has an output layer. Without one its hidden states can be pooled, and what is sampled means nothing."""
+        ...
 
     @property
     def overlaps(self) -> bool:

@@ -100,7 +100,7 @@ class Engine:
     # ---- work in ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
-        """Queues a prompt. `hold=False`: prefill and decode here to the end; when the pool runs out it may have to give way to
+        """Queues a prompt. `hold=False`: prefill and decode, or pool, here to the end; when the pool runs out it may have to give way to
         more urgent or older ones for a while. `hold=True` (prefill role): it never gives way; after the first token is sampled the sequence
         leaves the batch and keeps its blocks until `release`, also if that token ended the request. `mark_layers`, of one with `hold`:
         after how many layers of its steps it is to be told that they are done, ascending (see follow_layers).
@@ -108,6 +108,8 @@ class Engine:
         Raises ResourceExhausted (queue full), InvalidRequest (it can never fit the pool or the context; a duplicate seq_id).
         """
         assert hold or not mark_layers
+        assert not (hold and request.pooling), "a vector is all that is left of a pooled prompt"
+        self._check_generates(request)
         sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
         sequence.mark_layers = mark_layers
         with self._changed:
@@ -149,6 +151,7 @@ class Engine:
         Raises ResourceExhausted (no room now beside what others will need; with `retry_after_s` if batch sequences give way for it, which
         takes a step), InvalidRequest (with max_tokens it can never fit; a
         duplicate seq_id)."""
+        self._check_generates(request)
         sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
         with self._changed:
             try:
@@ -305,6 +308,7 @@ class Engine:
             progress=result.progress,
             failures=[*result.failures, *failures],
             scores=result.scores,
+            pooled=result.pooled,
             workload=launched.workload,
             duration_s=ended_at - since,
             ended_at=ended_at,
@@ -369,6 +373,12 @@ class Engine:
             self._scheduler.check_integrity()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_generates(self, request: EngineRequest) -> None:
+        if request.pooling is None and not self._runner.generates:
+            raise InvalidRequest(
+                "this model's checkpoint has no output layer (lm_head), so that it gives no tokens; ask for embeddings (/v1/embeddings)"
+            )
 
     def _make(self, request: EngineRequest, *, hold: bool, state: SequenceState) -> EngineSequence:
         """Without the lock: hashing a long prompt takes about a millisecond."""

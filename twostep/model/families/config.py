@@ -128,6 +128,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
+    generates: bool = True  # False: the checkpoint has no output layer, and the embedding stands in its place
 
     @property
     def num_kv_layers(self) -> int:

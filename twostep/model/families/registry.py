@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from twostep.checkpoint.directory import read_json, stored_dtype
+from twostep.checkpoint.embedding_format import MATRYOSHKA_KEYS
 from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.quantization import QUANTIZATION_KEYS, read_quantization
@@ -50,8 +51,10 @@ def parse_config(model_dir: Path) -> ModelConfig:
     fields = Fields(path, read_json(path))
     kind = _architecture(fields)
     quantization = read_quantization(model_dir, fields.whole)
-    for key in QUANTIZATION_KEYS:
+    for key in (*QUANTIZATION_KEYS, *MATRYOSHKA_KEYS):
         fields.take(key, None)
+    # Some models for embeddings are decoders whose tokens see all others.
+    fields.expect("is_causal", True, default=True)
     kv_scheme = read_kv_scheme(model_dir, fields.whole)
     config = replace(kind.parse(fields, _dtype(fields, model_dir)), quantization=quantization, kv_scheme=kv_scheme)
     fields.refuse_rest()
@@ -75,9 +78,10 @@ def _architecture(fields: Fields) -> type[Decoder]:
         for kind in ARCHITECTURES.values():
             if kind.architecture == model_type:
                 return kind
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+    known = ARCHITECTURES | {name.replace("ForCausalLM", "Model"): kind for name, kind in ARCHITECTURES.items()}
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         fields.refuse("architectures", names if names is not None else model_type, supported)
-    kind = ARCHITECTURES[names[0]]
+    kind = known[names[0]]
     if model_type not in (None, kind.architecture):
         fields.refuse("model_type", model_type, f"{names[0]} goes with {kind.architecture!r}; {supported}")
     return kind

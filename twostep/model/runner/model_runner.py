@@ -40,7 +40,7 @@ from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
-from twostep.model.step.prompt_scores import PromptScorer
+from twostep.model.step.prompt_reader import PromptReader
 from twostep.process.startup import NoProgress, Progress
 from twostep.settings.worker import QUANTIZATIONS
 
@@ -79,16 +79,17 @@ class CpuSteps:
         self._cache = cache
         self._last_token_ids: Sequence[int] = ()
 
-    def forward(self, batch: Batch, scorer: PromptScorer | None = None) -> torch.Tensor:
-        return self._model.forward(batch, self._cache, scorer)
+    def forward(self, batch: Batch, reader: PromptReader | None = None) -> torch.Tensor:
+        return self._model.forward(batch, self._cache, reader)
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
         # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
-        scorer = None if batch.scored is None else PromptScorer(batch.scored, self._cache.tensor.device)
-        sampled = sample(self.forward(batch, scorer), batch.sampling, batch.masks)
-        if scorer is not None:
-            sampled = replace(sampled, scores=scorer.values.numpy())
+        reader = PromptReader.of(batch, self._cache.tensor.device)
+        sampled = sample(self.forward(batch, reader), batch.sampling, batch.masks)
+        if reader is not None:
+            scores, pooled = (None if each is None else each.numpy() for each in (reader.scores, reader.pooled))
+            sampled = replace(sampled, scores=scores, pooled=pooled)
         self._last_token_ids = sampled.token_ids
         return FinishedStep(sampled)
 
@@ -207,6 +208,10 @@ class ModelRunner:
         next step."""
         with torch.inference_mode(), self._on_device():
             return self._steps.forward(batch)
+
+    @property
+    def generates(self) -> bool:
+        return self._config.generates
 
     @property
     def overlaps(self) -> bool:
