@@ -15,9 +15,10 @@ import grpc
 import grpc.aio
 import pytest
 from bare_deployment import MAX_MODEL_LEN, until
+from batch_fakes import answers, ended, jsonl, submit
 from http_fakes import open_client, open_http, told
 from openai.types import CreateEmbeddingResponse
-from router_fakes import Cluster, FakePrefill, after, make_model_dir, refuse, vector_of
+from router_fakes import Cluster, FakeDecode, FakePrefill, after, make_model_dir, refuse, vector_of
 
 from router.placing.placement import NoPlacement, Placement, Shortage, place
 from twostep.cluster.prediction import Candidate, PlacementRequest, Snapshot
@@ -194,7 +195,7 @@ async def test_what_a_worker_has_against_an_input_is_the_client_s(cluster: Clust
     assert len(prefill.requests) == 2
 
 
-async def test_without_a_prefill_worker_there_is_none(cluster: Cluster, decode: Any) -> None:
+async def test_without_a_prefill_worker_there_is_none(cluster: Cluster, decode: FakeDecode) -> None:
     """However many decode."""
     async with cluster.serving(no_worker_grace=0.1), open_http(cluster) as http:
         assert "prefill" in (await embedded(http, [IDS], 503))["message"]
@@ -250,6 +251,20 @@ async def test_it_is_in_the_book_the_metrics_and_the_demand(cluster: Cluster, pr
         assert "twostep_prompt_tokens_total 6.0" in metrics
         demand = sum(totals.prompt_tokens for totals in cluster.router.demand.totals().values())
         assert demand == 6
+
+
+async def test_a_batch_of_them(cluster: Cluster, prefill: FakePrefill, decode: FakeDecode, tmp_path: Path) -> None:
+    async with cluster.serving(batch_dir=tmp_path / "batches"), open_client(cluster) as client:
+        bodies = [{"model": "m", "input": given} for given in ([IDS, IDS], [5], "")]
+        lines = [{"custom_id": str(i), "method": "POST", "url": EMBED, "body": body} for i, body in enumerate(bodies)]
+        batch = await ended(client, (await submit(client, jsonl(*lines), endpoint=EMBED)).id)
+        told = [each["response"]["body"] for each in await answers(client, batch.output_file_id)]
+        assert [[each["embedding"] for each in body["data"]] for body in told] == [[vector_of(IDS)] * 2, [vector_of([5])]]
+        (failed,) = await answers(client, batch.error_file_id)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("2", 400)
+        assert {request.request_class for request in prefill.requests} == {pb.REQUEST_CLASS_BATCH}
+        assert batch.usage is not None
+        assert (batch.usage.input_tokens, batch.usage.output_tokens) == (7, 0)
 
 
 # ---- where it is placed --------------------------------------------------------------------------------------------------------
