@@ -236,10 +236,9 @@ class Dispatcher:
             placed = self._place(demand, request.cached, refusals, request.lost)
             if isinstance(placed, NoPlacement):
                 if lacking and isinstance(self._place(demand, request.cached, _Refusals(workers=lacking), frozenset()), NoPlacement):
-                    asked = "embeddings" if job.pooling is not None else " and ".join(sorted(newer_parameters(job.sampling)))
-                    raise Incompatible(
-                        f"the workers that are there are of a version that does not know {asked}; upgrade them, or leave it out"
-                    )
+                    asked = " and ".join(sorted(newer_parameters(job.sampling))) or "embeddings"
+                    message = f"the workers that are there are of a version that does not know {asked}; upgrade them, or do without"
+                    raise Incompatible(message)
                 reason = f"{placed.reason}: {refusals.reason}" if refusals.reason else placed.reason
                 held = refusals.held and isinstance(self._place(demand, request.cached, _Refusals(), request.lost), Placement)
                 return _NotNow(refusals.full or held, held and not refusals.reason, placed.shortage, reason)

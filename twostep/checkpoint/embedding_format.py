@@ -83,6 +83,8 @@ def _modules(model_dir: Path) -> list[str] | None:
         return None
     try:
         found = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
+        if not isinstance(found, list):
+            raise TypeError(f"it is a {type(found).__name__}")
         kinds = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in found]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise SetupError(f"{path} is no list of sentence-transformers' modules ({error!r}); download it again") from error
