@@ -14,6 +14,7 @@ from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Ops
 
 LLAMA_8B = ModelConfig(
@@ -69,11 +70,15 @@ def test_llama_8b_is_what_it_is_called() -> None:
     assert shape.kv_token_bytes == 131072
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3", "deepseek_v2", "deepseek_v3"])
 def test_parameters_are_those_of_the_model_as_it_is_built(architecture: str) -> None:
     config = replace(TINY, architecture=architecture)
     if architecture == "opt":
         config = replace(config, rope=None, num_positions=64, max_model_len=64, num_kv_heads=config.num_heads, qkv_bias=True, o_bias=True)
+    if architecture.startswith("deepseek"):
+        dims = LatentDims(nope=10, rope=4, value=6, latent=20)
+        rank = 24 if architecture == "deepseek_v3" else 0
+        config = replace(config, latent=dims, q_lora_rank=rank, num_kv_heads=1, head_dim=dims.kept, attention_scale=1.0)
     model = build_model(config, torch.float32, Ops())
     matrices = sum(place.tensor.numel() for name, place in model.places().items() if place.tensor.dim() == 2 and "embed" not in name)
     tied = config.tie_word_embeddings

@@ -36,7 +36,7 @@ BLOCK = 4
 OPTIONS: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK, "num_threads": 1}
 WAIT_S = 60.0
 # GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton. The vocabulary is odd.
-FAMILIES = ["llama-biases", "qwen2", "qwen3", "opt"]
+FAMILIES = ["llama-biases", "qwen2", "qwen3", "opt", "deepseek-v2"]
 
 pytestmark = pytest.mark.system
 

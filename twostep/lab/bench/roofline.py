@@ -87,6 +87,11 @@ class ModelShape:
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         num_in = 2 if c.gated_mlp else 1
         mlp = [*[(c.intermediate_size, c.hidden_size)] * num_in, (c.hidden_size, c.intermediate_size)]
+        if (dims := c.latent) is not None:
+            queries = [(c.num_heads * dims.query, c.q_lora_rank or c.hidden_size)]
+            queries += [(c.q_lora_rank, c.hidden_size)] if c.q_lora_rank else []
+            up = (c.num_heads * (dims.nope + dims.value), dims.latent)
+            return [*queries, (dims.kept, c.hidden_size), up, (c.hidden_size, c.num_heads * dims.value), *mlp]
         return [(q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q), *mlp]
 
     @property
@@ -112,7 +117,7 @@ class ModelShape:
     def decode(self, contexts: Sequence[int]) -> Work:
         """One step of as many sequences; a context counts the keys attended to, the new token's own included."""
         keys = sum(self._keys(context) for context in contexts)
-        flops = 2.0 * self.num_params * len(contexts) + self._attention_flops(keys)
+        flops = 2.0 * self.num_params * len(contexts) + self._attention_flops(keys, absorbed=True)
         return Work(flops, self.weight_bytes + self._kv_bytes(keys))
 
     def prefill(self, lengths: Sequence[int], num_steps: int) -> Work:
@@ -131,8 +136,12 @@ class ModelShape:
         """The same for all queries of a prompt together."""
         return sum(_causal(min(length, window) if window else length, length) for window in self.config.windows)
 
-    def _attention_flops(self, keys: int) -> float:
-        return 4.0 * self.config.num_heads * self.config.head_dim * keys
+    def _attention_flops(self, keys: int, *, absorbed: bool = False) -> float:
+        """`absorbed`: of latent attention, which makes no keys for a few queries."""
+        c = self.config
+        if (dims := c.latent) is not None:
+            return 2.0 * c.num_heads * (dims.kept + dims.latent if absorbed else dims.query + dims.value) * keys
+        return 4.0 * c.num_heads * c.head_dim * keys
 
     def _kv_bytes(self, keys: int) -> float:
         return self.kv_token_bytes / self.config.num_layers * keys

@@ -28,8 +28,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """`item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides (quantized KV only). `num_heads` and
-    `intermediate_size` say into how many parts it can be cut."""
+    """`item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides (quantized KV only). `num_planes` is
+    1 where a token keeps one vector for keys and values (latent attention). `num_heads` and `intermediate_size` say into how many parts it
+    can be cut."""
 
     name: str
     num_layers: int
@@ -38,19 +39,27 @@ class PlannedModel:
     weight_bytes: int
     item_bytes: int = 2
     scale_bytes: int = 0
+    num_planes: int = 2
     num_heads: int = 0
     intermediate_size: int = 0
 
     @property
     def kv_token_bytes(self) -> int:
-        """2 · layers · kv_heads · head_dim · bytes, and for quantized KV the scales."""
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.item_bytes + self.scale_bytes)
+        """planes · layers · kv_heads · head_dim · bytes, and for quantized KV the scales."""
+        return self.num_planes * self.num_layers * self.num_kv_heads * (self.head_dim * self.item_bytes + self.scale_bytes)
+
+    def kv_token_bytes_of_rank(self, tensor_parallel_size: int) -> int:
+        """Returns what each of several ranks holds of it: its KV heads, or one that others hold too."""
+        return self.kv_token_bytes // self.num_kv_heads * -(-self.num_kv_heads // tensor_parallel_size)
 
     @property
     def formula(self) -> str:
         """How kv_token_bytes comes about, with numbers."""
         vector = f"{self.head_dim} · {self.item_bytes}"
         vector = f"({vector} + {self.scale_bytes})" if self.scale_bytes else vector
+        if self.num_planes == 1:
+            names = "layers · " + ("(latent · bytes + scale)" if self.scale_bytes else "latent · bytes")
+            return f"{names} = {self.num_layers} · {vector} = {self.kv_token_bytes:,} bytes"
         names = "2 · layers · kv_heads · " + ("(head_dim · bytes + scale)" if self.scale_bytes else "head_dim · bytes")
         return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
 
@@ -96,6 +105,15 @@ def model_of(
     # OPT's MLP has two matrices, Llama's and its relatives' three.
     num_mlp = 2 if "ffn_dim" in config else 3
     attention = [(num_heads * head_dim, hidden), *[(num_kv_heads * head_dim, hidden)] * 2, (hidden, num_heads * head_dim)]
+    num_planes = 2
+    if config.get("kv_lora_rank") is not None:
+        latent, rope, nope, value = map(number, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        num_planes, num_kv_heads, head_dim = 1, 1, latent + rope
+        queries = [(num_heads * (nope + rope), hidden)]
+        if config.get("q_lora_rank") is not None:
+            rank = number("q_lora_rank")
+            queries = [(rank, hidden), (num_heads * (nope + rope), rank)]
+        attention = [*queries, (head_dim, hidden), (num_heads * (nope + value), latent), (hidden, num_heads * value)]
     mlp = [*[(intermediate, hidden)] * (num_mlp - 1), (hidden, intermediate)]
     # What transformers takes for granted: an OPT's are tied.
     tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
@@ -119,6 +137,7 @@ def model_of(
         weight_bytes=weight_bytes,
         item_bytes=1 if quantized else item_bytes,
         scale_bytes=_SCALE_BYTES if quantized else 0,
+        num_planes=num_planes,
         num_heads=num_heads,
         intermediate_size=intermediate,
     )
@@ -166,7 +185,7 @@ def worker_memory(
         utilization=utilization,
         weight_bytes=-(-model.weight_bytes // tensor_parallel_size),
         runtime_bytes=runtime_bytes,
-        kv_token_bytes=-(-model.kv_token_bytes // tensor_parallel_size),
+        kv_token_bytes=model.kv_token_bytes_of_rank(tensor_parallel_size),
         block_size=block_size,
     )
     if memory.num_blocks < 1:

@@ -23,13 +23,14 @@ from twostep.engine.batch import KvShape
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.triton_decode import merge_parts, part_row, worker_of
 from twostep.model.kernels.triton_decode_plan import WORK_COLUMNS, DecodeLayout, DecodePlan, last_tile
-from twostep.model.kernels.triton_launch import DecodeWorkspace, overlaps
+from twostep.model.kernels.triton_launch import DecodeWorkspace, overlaps, shared_bytes_of
 from twostep.model.kernels.triton_quantized_kv import converts_fp8, numbers_of
 from twostep.model.kernels.triton_scores import log2_scale
 from twostep.model.step.kv_cache import KvCache
 
-# Rows of a program: as many as leave their weighted latents in registers.
-_MOST_ROWS = 64
+# Rows of a program: the first as many as leave their weighted latents in registers of 8 warps, the others for less shared memory.
+_ROWS = (64, 32, 16)
+_NUM_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +63,32 @@ class LatentProgram:
 def latent_program(cache: KvCache, dims: LatentDims, *, num_heads: int, max_queries: int) -> LatentProgram:
     """Returns what attends sequences of at most `max_queries` new tokens each. 1: decodes."""
     shape, device = cache.shape, cache.tensor.device
-    groups = -(-num_heads // _MOST_ROWS)
+    # Float32 is multiplied without tensor cores, from registers.
+    exact = cache.dtype == torch.float32
+    keys = 16 if exact else 32
+    key_bytes = keys * triton.next_power_of_2(dims.latent) * cache.dtype.itemsize
+    most_rows, num_stages = next(
+        (
+            (rows, stages)
+            for stages in ((1,) if exact else (3, 2))
+            for rows in _ROWS
+            # Queries, the tiles on their way, and one in another layout.
+            if key_bytes * rows // keys + key_bytes * stages <= shared_bytes_of(device)
+        ),
+        (_ROWS[-1], 1),
+    )
+    groups = -(-num_heads // most_rows)
     while num_heads % groups:
         groups += 1
     heads = num_heads // groups
     smallest = max(16, triton.next_power_of_2(heads))
-    rows = smallest if max_queries <= 1 else max(smallest, min(_MOST_ROWS, triton.next_power_of_2(heads * max_queries)))
-    wide = cache.dtype == torch.float32
+    rows = smallest if max_queries <= 1 else max(smallest, min(most_rows, triton.next_power_of_2(heads * max_queries)))
     return LatentProgram(
         groups=groups,
         heads=heads,
         tokens=1 if max_queries <= 1 else rows // heads,
         rows=rows,
-        keys=16 if wide else 32,
+        keys=keys,
         latent=dims.latent,
         block_latent=max(16, triton.next_power_of_2(dims.latent)),
         rope=dims.rope,
@@ -84,8 +98,8 @@ def latent_program(cache: KvCache, dims: LatentDims, *, num_heads: int, max_quer
         converts_fp8=converts_fp8(device),
         in_float32=device.type != "cuda",
         pdl=overlaps(device),
-        num_warps=8 if rows > 16 else 4,
-        num_stages=1 if wide else 2 if rows > 32 else 3,
+        num_warps=_NUM_WARPS,
+        num_stages=num_stages,
     )
 
 
@@ -99,7 +113,11 @@ def latent_decode_plan(
     num_sms: int | None = None,
 ) -> DecodePlan:
     """How decodes of so many sequences are shared out. A group of query heads stands where others have a KV head."""
-    layout = DecodeLayout(num_heads=1, num_lanes=1, num_keys=program.keys, num_warps=program.num_warps, num_stages=1, programs_per_sm=1)
+    # Two of few rows share a multiprocessor, so that one streams while the other begins or ends a sequence.
+    beside = 2 if program.rows == 16 and shape.quantization == "none" and shape.dtype != "float32" else 1
+    layout = DecodeLayout(
+        num_heads=1, num_lanes=1, num_keys=program.keys, num_warps=program.num_warps, num_stages=program.num_stages, programs_per_sm=beside
+    )
     parts = replace(shape, num_kv_heads=program.groups, head_dim=program.latent, quantization="none")
     return DecodePlan(
         parts,
@@ -203,25 +221,31 @@ def _fold_keys(
     scale_log2, MASKED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [start, stop) into the running maximum, sum and weighted latents of each row, which sees keys up to its position."""
+    FORMAT: tl.constexpr = P.quantization
+    CONVERTS: tl.constexpr = P.converts_fp8
     d, e = tl.arange(0, P.block_latent)[None, :], tl.arange(0, P.block_rope)[None, :]
+    first_key = start + tl.arange(0, P.keys)
+    block = tl.load(table_ptr + first_key // P.block_size, mask=first_key < end, other=0).to(tl.int64)
     for key_start in tl.range(start, stop, P.keys):
         key = key_start + tl.arange(0, P.keys)
         # Never more than is there: a slot not yet written may hold anything, and 0 * NaN is NaN.
         there = key < end
-        block = tl.load(table_ptr + key // P.block_size, mask=there, other=0).to(tl.int64)
+        next_key = key + P.keys
+        # Of the next tile, so that its keys are on their way while this one's are multiplied.
+        next_block = tl.load(table_ptr + next_key // P.block_size, mask=next_key < end, other=0).to(tl.int64)
         at = pool_ptr + (block * stride_block + key % P.block_size * (P.latent + P.rope))[:, None]
         latent = tl.load(at + d, mask=there[:, None] & (d < P.latent), other=0)
         rope = tl.load(at + P.latent + e, mask=there[:, None] & (e < P.rope), other=0)
-        if P.quantization != "none":
-            # What is added to a byte's number is not there in those that were not read: their weight is zero.
-            latent = numbers_of(latent, P.quantization, P.converts_fp8).to(q_latent.dtype)
-            rope = numbers_of(rope, P.quantization, P.converts_fp8).to(q_latent.dtype)
+        if FORMAT != "none":
+            # Bytes that were not read are numbers, too, of no weight.
+            latent = numbers_of(latent, FORMAT, CONVERTS).to(q_latent.dtype)
+            rope = numbers_of(rope, FORMAT, CONVERTS).to(q_latent.dtype)
             key_scale = tl.load(scales_ptr + block * stride_scales + key % P.block_size, mask=there, other=0.0).to(tl.float32)
         if P.in_float32:
             latent, rope = latent.to(tl.float32), rope.to(tl.float32)
         score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * scale_log2
-        if P.quantization != "none":
+        if FORMAT != "none":
             score *= key_scale[None, :]
         if MASKED:
             score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
@@ -229,10 +253,11 @@ def _fold_keys(
         weight = tl.exp2(score - new_best[:, None])
         shrink = tl.exp2(best - new_best)
         total = total * shrink + tl.sum(weight, 1)
-        if P.quantization != "none":
+        if FORMAT != "none":
             weight *= key_scale[None, :]
         acc = tl.dot(weight.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
         best = new_best
+        block = next_block
     return best, total, acc
 
 
@@ -264,9 +289,9 @@ def _decode_kernel(
         first_row = (seq.to(tl.int64) * P.groups + group) * P.heads
         q_latent, q_rope = _load_queries(q_ptr, first_row + row, valid, P)
         best = tl.full([P.rows], -1e38, tl.float32)
-        total = tl.zeros([P.rows], tl.float32)
-        acc = tl.zeros([P.rows, P.block_latent], tl.float32)
-        last_key = tl.zeros([P.rows], tl.int32) + (length - 1)
+        total = tl.full([P.rows], 0.0, tl.float32)
+        acc = tl.full([P.rows, P.block_latent], 0.0, tl.float32)
+        last_key = tl.full([P.rows], 0, tl.int32) + (length - 1)
         start = tile * P.keys
         best, total, acc = _fold_keys(
             best, total, acc, q_latent, q_rope, last_key, pool_ptr, scales_ptr, tables_ptr + seq.to(tl.int64) * stride_table, stride_block,
@@ -314,8 +339,8 @@ def _chunk_kernel(
     q_latent, q_rope = _load_queries(q_ptr, q_row, valid, P)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     best = tl.full([P.rows], float("-inf"), tl.float32)
-    total = tl.zeros([P.rows], tl.float32)
-    acc = tl.zeros([P.rows, P.block_latent], tl.float32)
+    total = tl.full([P.rows], 0.0, tl.float32)
+    acc = tl.full([P.rows, P.block_latent], 0.0, tl.float32)
     # Every row sees all keys up to the first token's own.
     seen_by_all = (context + first + 1) // P.keys * P.keys
     end = tl.minimum(context + first + P.tokens, seq_len)
