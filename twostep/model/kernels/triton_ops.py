@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.ops import Activation, Linear, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
@@ -83,20 +83,48 @@ class TritonOps(Ops):
         return triton_elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return triton_elementwise.add_rms_norm(x, residual, weight, eps)
+        return self._add(x, residual, None, weight, eps)
+
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._add(x, residual, w1, w2, eps)
 
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
+        return self._join(linear, x, residual, None, weight, eps, then)
+
+    def join_normed(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        return self._join(linear, x, residual, w1, w2, eps, then)
+
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, first: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """add_rms_norm; with the weight of a `first` norm, of x, add_normed."""
+        return triton_elementwise.add_rms_norm(x, residual, weight, eps, first_weight=first)
+
+    def _join(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        then: Linear,
+    ) -> torch.Tensor:
         y = linear.parts(x) if isinstance(linear, StreamedLinear | QuantizedLinear) else linear(x)
         if isinstance(then, QuantizedLinear) and then.weight.takes_rounded:
-            assert then.weight.activations is not None
-            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, then.weight.activations)
+            how = then.weight.activations
+            assert how is not None
+            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, how, first_weight=first)
             return then.of_rounded(rounded, residual.dtype)
-        return then(self.add_rms_norm(y, residual, weight, eps))
+        return then(self._add(y, residual, first, weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return triton_elementwise.gate(gate_up, activation)
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
