@@ -154,7 +154,7 @@ class TritonOps(Ops):
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
-            plan.decode = {window: self._kept_decode_plan(kv, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
+            plan.decode = {window: self._decode_plan(cache, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
 
@@ -184,22 +184,24 @@ class TritonOps(Ops):
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
 
-    def _kept_decode_plan(self, kv: KvShape, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
+    def _decode_plan(self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
-        key = (kv, spec.num_heads, num_seqs, window, spec.softcap, bool(spec.sinks))
+        key = (cache.shape, spec.num_heads, num_seqs, window, spec.softcap, bool(spec.sinks))
         if key not in self._decode_plans:
-            self._decode_plans[key] = self._decode_plan(kv, spec, num_seqs, window)
+            self._decode_plans[key] = self._new_decode_plan(cache, spec, num_seqs, window)
         return self._decode_plans[key]
 
-    def _decode_plan(self, kv: KvShape, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None) -> DecodePlan:
+    def _new_decode_plan(
+        self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None
+    ) -> DecodePlan:
         return DecodePlan(
-            kv,
+            cache.shape,
             num_heads=spec.num_heads,
             num_seqs=num_seqs,
-            device=self._device,
-            window=window,
+            device=cache.tensor.device,
             workspace=self.decode_workspace,
-            shared=None if window else shared,
+            window=window,
+            shared=shared,
             softcap=spec.softcap,
             sinks=bool(spec.sinks),
         )
@@ -246,7 +248,10 @@ class TritonOps(Ops):
                 plan.shared = SharedPrefix(
                     kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
-            plan.decode = {window: self._decode_plan(kv, spec, shape.decodes, window, plan.shared) for window in dict.fromkeys(windows)}
+            plan.decode = {
+                window: self._new_decode_plan(cache, spec, shape.decodes, window, None if window else plan.shared)
+                for window in dict.fromkeys(windows)
+            }
             plan.num_decodes = shape.decodes
         return plan
 
