@@ -14,7 +14,7 @@ from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
 from twostep.model.kernels.experts import EveryExpert, Experts, ExpertWeights, Router, Routing
 from twostep.model.kernels.latent import LatentWeights, absorb, values_of
-from twostep.model.kernels.ops import Linear, LinearInParts, Ops
+from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
@@ -107,20 +107,48 @@ class TritonOps(Ops):
         return triton_elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return triton_elementwise.add_rms_norm(x, residual, weight, eps)
+        return self._add(x, residual, None, weight, eps)
+
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._add(x, residual, w1, w2, eps)
 
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
+        return self._join(linear, x, residual, None, weight, eps, then)
+
+    def join_normed(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        return self._join(linear, x, residual, w1, w2, eps, then)
+
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, first: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """add_rms_norm; with the weight of a `first` norm, of x, add_normed."""
+        return triton_elementwise.add_rms_norm(x, residual, weight, eps, first_weight=first)
+
+    def _join(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        then: Linear,
+    ) -> torch.Tensor:
         y = linear.parts(x) if isinstance(linear, LinearInParts) else linear(x)
         if isinstance(then, QuantizedLinear) and then.weight.takes_rounded:
-            assert then.weight.activations is not None
-            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, then.weight.activations)
+            how = then.weight.activations
+            assert how is not None
+            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, how, first_weight=first)
             return then.of_rounded(rounded, residual.dtype)
-        return then(self.add_rms_norm(y, residual, weight, eps))
+        return then(self._add(y, residual, first, weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return triton_elementwise.gate(gate_up, activation)
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
@@ -194,18 +222,18 @@ class TritonOps(Ops):
     def _new_decode_plan(
         self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None
     ) -> DecodePlan:
-        kv, device = cache.shape, cache.tensor.device
         if spec.latent is not None:
             program = latent_program(cache, spec.latent, num_heads=spec.num_heads, max_queries=1)
-            return latent_decode_plan(kv, program, num_seqs=num_seqs, device=device, workspace=self.decode_workspace)
+            device = cache.tensor.device
+            return latent_decode_plan(cache.shape, program, num_seqs=num_seqs, device=device, workspace=self.decode_workspace)
         return DecodePlan(
-            kv,
+            cache.shape,
             num_heads=spec.num_heads,
             num_seqs=num_seqs,
-            device=device,
-            window=window,
+            device=cache.tensor.device,
             workspace=self.decode_workspace,
-            shared=None if window else shared,
+            window=window,
+            shared=shared,
             softcap=spec.softcap,
             sinks=bool(spec.sinks),
         )
@@ -253,7 +281,8 @@ class TritonOps(Ops):
                     kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
             plan.decode = {
-                window: self._new_decode_plan(cache, spec, shape.decodes, window, plan.shared) for window in dict.fromkeys(windows)
+                window: self._new_decode_plan(cache, spec, shape.decodes, window, None if window else plan.shared)
+                for window in dict.fromkeys(windows)
             }
             plan.num_decodes = shape.decodes
         return plan
