@@ -60,6 +60,27 @@ _LATENT = {
     "first_k_dense_replace": 3,
 }
 _MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+# Of heads of 8 numbers 6 turn.
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.2, 2.5, 9.0],
+    "partial_rotary_factor": 0.75,
+}
+_SMALL_GPT2 = {
+    **dict.fromkeys(_SMALL, ...),
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_inner": 80,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 512,
+    "initializer_range": 0.2,
+}
+_SMALL_FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "rms_norm_eps": ..., "ffn_hidden_size": 80}
+_SMALL_NEOX = {"num_key_value_heads": ..., "rms_norm_eps": ..., "num_attention_heads": 3}
 
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,6 +133,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "starcoder2": ("Starcoder2Config", {"rms_norm_eps": ..., "sliding_window": 29}),
+    "gemma": ("GemmaConfig", {"head_dim": 12}),
+    "gemma2": ("Gemma2Config", {"head_dim": 12, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 12, "sliding_window": 9, "layer_types": _LAYERS, "query_pre_attn_scalar": 20}),
+    "phi3": ("Phi3Config", {"sliding_window": 40, "pad_token_id": None}),
+    "phi3-longrope": ("Phi3Config", {"pad_token_id": None, "original_max_position_embeddings": 40, "rope_parameters": _LONGROPE}),
+    "olmo2": ("Olmo2Config", {"attention_bias": True}),
+    "gpt-neox": ("GPTNeoXConfig", _SMALL_NEOX),
+    "gpt-neox-in-turn": ("GPTNeoXConfig", _SMALL_NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", _SMALL_GPT2),
+    "falcon": ("FalconConfig", _SMALL_FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-old": ("FalconConfig", _SMALL_FALCON | {"bias": True}),
+    "falcon-in-turn": ("FalconConfig", _SMALL_FALCON | {"parallel_attn": False, "multi_query": False}),
     "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }
@@ -124,17 +158,21 @@ def save_model(family: str, directory: Path, **changes: Any) -> transformers.Pre
     torch.manual_seed(len(family))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):  # initialized to 0 and 1, which would hide a mistake
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # initialized to 0 and 1, which would hide a mistake
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(directory)
     return model
 
 
 def reference_logits(model: transformers.PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """transformers' logits of every position, float32 [len(tokens), VOCAB]."""
+    """transformers' logits of every position, float32 [len(tokens), VOCAB], of a context that may grow as long as the model's."""
+    behind = 0
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        # Its factors follow the longest position of a call.
+        behind = model.config.original_max_position_embeddings
     with torch.inference_mode():
-        return model(torch.tensor([list(tokens)])).logits[0].float()
+        return model(torch.tensor([[*tokens, *[0] * behind]])).logits[0, : len(tokens)].float()
 
 
 @dataclass

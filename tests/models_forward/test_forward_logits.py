@@ -77,6 +77,18 @@ def test_random_chunks_mixed_with_decode(model: tuple[object, Path], block_size:
         check(sequence, oracle)
 
 
+def test_a_context_within_the_original_one_turns_by_the_short_factors(tmp_path: Path) -> None:
+    oracle = save_model("phi3-longrope", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=16, max_model_len=oracle.config.original_max_position_embeddings)
+    (sequence,) = scattered_sequences([39], 16, NUM_BLOCKS, random.Random(2))
+    advance(runner, [(sequence, 39)])
+    with torch.inference_mode():
+        want = oracle(torch.tensor([sequence.tokens])).logits[0]
+    torch.testing.assert_close(torch.stack([sequence.logits[p] for p in range(39)]), want, rtol=0, atol=TOLERANCE)
+    with pytest.raises(AssertionError):
+        check(sequence, oracle)
+
+
 @pytest.mark.parametrize("num_top", [0, 4])
 def test_log_probabilities_of_a_prompt(model: tuple[object, Path], num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of few rows, beside rows that are sampled."""

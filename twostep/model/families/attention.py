@@ -10,8 +10,8 @@ from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
 class WholeNorms:
-    """RMSNorm of all queries together and of all keys together (OLMo 2). Of one of several ranks, which has some of the heads, the means are
-    those of all of them: one exchange of two numbers a token."""
+    """RMSNorm of all queries together and of all keys together (OLMo 2). Of one of several ranks, which has some of the heads, the means
+    are those of all of them: one exchange of two numbers a token."""
 
     def __init__(self, config: ModelConfig, make: Maker, num_ranks: int) -> None:
         self._rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -116,6 +116,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     gated_mlp: bool = True  # three products; else two
+    parallel_residual: bool = False  # attention and MLP beside each other
+    norms_per_layer: int = 2
     activation: Activation = "silu"
     attention_scale: float | None = None  # what products of queries and keys are multiplied by; None: head_dim ** -0.5
     attention_softcap: float = 0.0  # c: x counts as c * tanh(x / c); 0: as it is

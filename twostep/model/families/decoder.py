@@ -37,6 +37,7 @@ class Decoder(ABC):
     """A model whose KV lives in a KvCache. Use: build, fill the `places()`, `finish_loading()`, then `forward`."""
 
     architecture: str  # config.json's model_type
+    supported: str  # what config.json may ask for, in a line of docs/models.md
     # What a checkpoint calls the embedding, the layers, the last norm and the output layer.
     embed_name: str
     layers_name: str

@@ -84,6 +84,7 @@ def parse_relative(
     names_kv_heads: bool = True,
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
+    norm_key: str = "rms_norm_eps",
     tied: bool = False,
     rope: Rope | None = None,
     qkv_bias: bool = False,
@@ -116,7 +117,7 @@ def parse_relative(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(fields, head_dim, hidden_size, num_heads),
-        norm_eps=fields.positive_float("rms_norm_eps", norm_eps),
+        norm_eps=fields.positive_float(norm_key, norm_eps),
         rope=rope,
         num_positions=0,
         windows=parse_windows(fields, architecture, windows, num_layers, max_model_len, default=window, period=period),
@@ -128,6 +129,13 @@ def parse_relative(
         activation=activation or "silu",
         dtype=dtype,
     )
+
+
+def coming_head_dim(fields: Fields) -> int:
+    """Returns a head's size without taking it. Raises SetupError, naming the key."""
+    copy = Fields(fields.path, fields.whole)
+    hidden_size, num_heads = copy.positive_int("hidden_size", MAX_WIDTH), copy.positive_int("num_attention_heads", MAX_HEADS)
+    return _head_dim(copy, None, hidden_size, num_heads)
 
 
 def _head_dim(fields: Fields, default: int | None, hidden_size: int, num_heads: int) -> int:

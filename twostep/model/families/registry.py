@@ -15,28 +15,44 @@ from twostep.checkpoint.quantization import QUANTIZATION_KEYS, read_quantization
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.deepseek import DeepseekV2, DeepseekV3
+from twostep.model.families.falcon import Falcon
+from twostep.model.families.gemma import Gemma, Gemma2, Gemma3
+from twostep.model.families.gpt2 import Gpt2
+from twostep.model.families.gpt_neox import GptNeox
 from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.mixtral import Mixtral
+from twostep.model.families.olmo2 import Olmo2
 from twostep.model.families.opt import Opt
+from twostep.model.families.phi3 import Phi3
 from twostep.model.families.qwen import Qwen2, Qwen3
 from twostep.model.families.qwen3_next import Qwen3Next
 from twostep.model.families.qwen_moe import Qwen2Moe, Qwen3Moe
 from twostep.model.families.sharding import ModelPart
+from twostep.model.families.starcoder2 import Starcoder2
 from twostep.model.kernels.ops import Ops
 
 # By what config.json calls it in `architectures`.
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "DeepseekV3ForCausalLM": DeepseekV3,
+    "FalconForCausalLM": Falcon,
+    "GPT2LMHeadModel": Gpt2,
+    "GPTNeoXForCausalLM": GptNeox,
+    "Gemma2ForCausalLM": Gemma2,
+    "Gemma3ForCausalLM": Gemma3,
+    "GemmaForCausalLM": Gemma,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
     "OPTForCausalLM": Opt,
+    "Olmo2ForCausalLM": Olmo2,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen2MoeForCausalLM": Qwen2Moe,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Qwen3NextForCausalLM": Qwen3Next,
+    "Starcoder2ForCausalLM": Starcoder2,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -164,8 +164,8 @@ def parse_rope(
     original: int | None = None,
 ) -> Rope:
     """Takes RoPE out of config.json. `head_dim`: a part of a head may turn, `turned` of it if the file does not say; None: all of it does.
-    `theta`: where the file has none; `original`: max_position_embeddings before longrope. Raises SetupError, naming the key, for a type or a
-    parameter that is not supported."""
+    `theta`: where the file has none; `original`: max_position_embeddings before longrope. Raises SetupError, naming the key, for a type or
+    a parameter that is not supported."""
     if fields.peek("rope_theta") is not None:
         theta = fields.positive_float("rope_theta")
     fields.take("rope_theta", None)

@@ -169,8 +169,8 @@ def _in_stored(place: Place) -> Place:
     runs = place.runs()
     if place.fused.turned or place.fused.period < place.shape[0] or len(runs) > 1:
         raise SetupError(
-            f"{place.fused.layer} is quantized, but holds several layers in turn, or lies the other way round, which is read of unquantized "
-            "weights alone; use the unquantized model, and --quantization if it should take fewer bits"
+            f"{place.fused.layer} is quantized, but holds several layers in turn, or lies the other way round: that is read of unquantized "
+            "weights only; use the unquantized model, and --quantization if it should take fewer bits"
         )
     return runs[0] if runs else replace(place, shape=place.stored_shape, fused=None)
 
