@@ -82,7 +82,7 @@ def test_what_is_refused(given: dict[str, Any], named: str, tmp_path: Path) -> N
 def test_a_list_of_modules_that_is_none(text: str, tmp_path: Path) -> None:
     directory(tmp_path)
     (tmp_path / "modules.json").write_text(text)
-    with pytest.raises(SetupError, match="modules.json"):
+    with pytest.raises(SetupError, match=r"modules\.json"):
         EmbeddingFormat.load(tmp_path)
 
 

@@ -44,6 +44,8 @@ def _describe(name: str, revision: str, *, as_json: bool) -> int:
         print(json.dumps(dataclasses.asdict(found)))
         return 0
     print(f"{found.architecture}, {found.num_weights / 1e6:,.1f} M weights, {found.dtype}, {found.method or 'not quantized'}")
+    if (experts := found.experts) is not None:
+        print(f"   a token goes to {experts.top_k} of {experts.num_experts} experts: {found.token_weights / 1e6:,.1f} M weights")
     for share in found.formats:
         print(f"{share.num_layers:>6} layers  {_megabytes(share.num_bytes)}  {share.format}")
     if found.formats:

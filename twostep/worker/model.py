@@ -173,7 +173,8 @@ def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:
     if model_dir is None:
         return "fake"
     if config.dummy_weights:
-        found = dummy_fingerprint(model_dir, f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}")
+        whole = "-ep" if config.enable_expert_parallel else ""
+        found = dummy_fingerprint(model_dir, f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}{whole}")
     else:
         found = model_fingerprint(model_dir)
     return quantized_fingerprint(found, config.quantization)
@@ -256,6 +257,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
         "num_threads": config.cpu_threads or None,
         "load_format": config.load_format,
         "quantization": config.quantization,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "max_num_seqs": config.max_num_seqs,
         "max_graph_tokens": config.max_cudagraph_capture_size,
     }

@@ -49,13 +49,11 @@ class Attention:
         names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
         qk_norms: tuple[RmsNorm, RmsNorm] | None = None,
         whole_norms: WholeNorms | None = None,
-        gated: bool = False,
     ) -> None:
         """Norms before heads turn, q_norm and k_norm in a checkpoint. `qk_norms`: of each head of the queries and of the keys;
-        `whole_norms`: of all together. `gated`: the queries' product has a gate beside each head's numbers, sigmoid of which multiplies
-        what attention gives."""
+        `whole_norms`: of all together."""
         c = self._config = config
-        self._gated = gated
+        self._gated = gated = config.gated_attention
         self._names = names
         self._qk_norms = qk_norms
         self._whole_norms = whole_norms

@@ -129,6 +129,7 @@ class ModelConfig:
     quantization: Quantization | None = None  # which linear layers are quantized on disk
     experts: ExpertsConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
+    gated_attention: bool = False  # the queries' product has a gate beside each head's numbers: sigmoid of it multiplies the result
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
     generates: bool = True  # False: the checkpoint has no output layer, and the embedding stands in its place
 

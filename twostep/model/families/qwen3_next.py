@@ -34,7 +34,9 @@ class Qwen3Next(Llama):
         rope = parse_rope(fields, longest if isinstance(longest, int) else 1, head_dim=head_dim, turned=_TURNED)
         config = parse_relative(cls.architecture, fields, dtype, head_dim=_HEAD_DIM, rope=rope, qkv_bias=bias, o_bias=bias)
         experts = parse_experts(config, fields, is_shared=True, renormalize=True)
-        return replace(config, experts=experts, gated_delta=_parse_gated_delta(fields, kinds, interval, config.num_layers))
+        return replace(
+            config, experts=experts, gated_attention=True, gated_delta=_parse_gated_delta(fields, kinds, interval, config.num_layers)
+        )
 
     def is_unused(self, name: str) -> bool:
         # Layers that draft tokens.
@@ -49,7 +51,7 @@ class Qwen3Next(Llama):
             mixer = GatedDeltaNet(c, make)
         else:
             norms = make.rms_norm_from_one(c.head_dim), make.rms_norm_from_one(c.head_dim)
-            mixer = Attention(c, make, qk_norms=norms, gated=True)
+            mixer = Attention(c, make, qk_norms=norms)
         return DecoderLayer(
             index,
             make.rms_norm_from_one(c.hidden_size),

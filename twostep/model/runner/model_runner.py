@@ -30,6 +30,7 @@ from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
+from twostep.model.families.sharding import with_whole_experts
 from twostep.model.kernels.ops import Ops
 from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
@@ -115,6 +116,7 @@ class ModelRunner:
         num_threads: int | None = None,
         load_format: str = "auto",
         quantization: str = "none",
+        enable_expert_parallel: bool = False,
         max_num_seqs: int = 0,
         max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
@@ -124,10 +126,11 @@ class ModelRunner:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; fp8 or int8: quantized. `device` is cpu, cuda or
         cuda:N. `load_format` dummy: random weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that
-        as they are read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with
-        prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the
-        device and the model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks
-        (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
+        as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `max_num_seqs`: decode steps of up to so
+        many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`:
+        steps keep checksums of the pool's blocks as they write them, where the device and the model's shape allow it. `num_threads` sets
+        torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds its part of the model
+        and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -139,6 +142,8 @@ class ModelRunner:
         if load_format not in LOAD_FORMATS:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
         config = with_quantization(config, quantization)
+        if enable_expert_parallel:
+            config = with_whole_experts(config)
         if load_format != "dummy":
             config = as_stored(config, model_dir, DTYPES[chosen])
         self._config = config
@@ -304,6 +309,8 @@ class ModelRunner:
         item_bytes = DTYPES[self.kv_shape.dtype].itemsize
         heads = 2 * config.num_heads + 2 * config.num_kv_heads
         row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+        if (experts := config.experts) is not None:
+            row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
         # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
         logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
         return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes)
