@@ -20,6 +20,7 @@ from router.http.sse import ANSWERS
 from router.http.whole_answer import ENCODER, MAX_LINE_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from router.prompting.prompt import Prompt, ReadPrompt
+from router.request.memory_budget import Holding
 from router.request.vector import floats_of
 from router.serving.answers import ask_all, choice_name
 from router.serving.inference import Embedded
@@ -81,11 +82,9 @@ class HttpEmbeddings:
     async def whole(self) -> AsyncIterator[WholeAnswer]:
         """The answer, which holds memory until the context's end. Raises TwostepError; the first input that fails ends all of them."""
         async with self._front.inference.memory.hold(self._call.identity.caller) as holding:
-            vectors = await self._vectors()
-            holding.add(sum(len(each.values) for each in vectors))
-            yield self._answer(vectors)
+            yield self._answer(await self._vectors(holding))
 
-    async def _vectors(self) -> Sequence[Embedded]:
+    async def _vectors(self, holding: Holding) -> Sequence[Embedded]:
         found: list[Embedded | None] = [None] * len(self._inputs)
         inference = self._front.inference
 
@@ -93,7 +92,8 @@ class HttpEmbeddings:
             request = pb.GenerateRequest()
             request.CopyFrom(self._terms)
             request.request_id = choice_name(self.name, index)
-            found[index] = await inference.embed(request, HttpAsker(self._call, self._timeout_s), prompt, self._params)
+            vector = found[index] = await inference.embed(request, HttpAsker(self._call, self._timeout_s), prompt, self._params)
+            holding.add(len(vector.values))
 
         with blaming(self._body.names()):
             await ask_all(len(self._inputs), ask, self._read)

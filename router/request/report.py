@@ -94,6 +94,11 @@ class RequestReport:
         return self.request_class.name.lower()
 
     @property
+    def embeds(self) -> bool:
+        """Returns whether it was read, and is one for an embedding."""
+        return self.job is not None and self.job.pooling is not None
+
+    @property
     def num_prompt_tokens(self) -> int:
         return 0 if self.job is None else len(self.job.prompt)
 
@@ -132,7 +137,7 @@ class RequestReport:
         self.placement, self.placed_at = placement, time.monotonic()
         prefill_worker = "" if placement.prefill is None else placement.prefill.worker_id
         decode_worker = placement.decode.worker_id
-        if self.job is not None and self.job.pooling is not None:
+        if self.embeds:
             prefill_worker, decode_worker = decode_worker, ""
         self.committed_at = self.first_decode_at = self.last_decode_at = self.steps = None
         self.publish_s = self.fetch_s = 0.0
@@ -318,8 +323,7 @@ def _observe(report: RequestReport, status: str, finish: str, refused: Reason | 
     metrics = report.metrics
     metrics.requests.labels(status, finish, report.class_name).inc()
     _observe_targets(report, status, refused)
-    embeds = report.job is not None and report.job.pooling is not None
-    if report.answer is not None or embeds:
+    if report.answer is not None or report.embeds:
         metrics.prompt_sizes.observe(report.num_prompt_tokens)
         metrics.migrations.inc(report.attempts - 1)
         if report.first_token_at is not None:
@@ -435,7 +439,7 @@ def _end_span(span: Span, report: RequestReport, status: str, finish_reason: str
     if span.recording and report.job is not None:
         ended_at = time.monotonic()
         span.set(_attributes(report, report.job, ended_at))
-        if report.answer is not None:
+        if report.answer is not None or report.embeds:
             for at, prefill_worker, decode_worker in report.begun:
                 span.event("attempt", at, {"twostep.prefill_worker": prefill_worker, "twostep.decode_worker": decode_worker})
             for part in span_parts(report, ended_at):
@@ -451,6 +455,21 @@ def _attributes(report: RequestReport, job: RequestJob, ended_at: float) -> Attr
     """Describes the request, and its answer as far as it came."""
     sampling, targets = job.sampling, job.targets
     found: dict[str, str | int | float | bool | None] = {
+        "twostep.request_class": report.class_name,
+        "twostep.target_ttft_s": targets.ttft_s,
+        "twostep.target_tpot_s": targets.tpot_s,
+        "twostep.target_gap_s": targets.gap_s,
+    }
+    if report.answer is not None or report.embeds:
+        found |= {
+            "gen_ai.usage.input_tokens": report.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
+            "gen_ai.server.request.duration": ended_at - report.started,
+            "twostep.attempts": report.attempts,
+        }
+    if report.embeds:
+        return {name: value for name, value in found.items() if value is not None}
+    found |= {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -458,18 +477,10 @@ def _attributes(report: RequestReport, job: RequestJob, ended_at: float) -> Attr
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.request.seed": sampling.seed,
-        "twostep.request_class": report.class_name,
-        "twostep.target_ttft_s": targets.ttft_s,
-        "twostep.target_tpot_s": targets.tpot_s,
-        "twostep.target_gap_s": targets.gap_s,
     }
     if report.answer is not None:
         found |= {
-            "gen_ai.usage.input_tokens": report.num_prompt_tokens,
             "gen_ai.usage.output_tokens": report.answer.num_tokens,
-            "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
-            "gen_ai.server.request.duration": ended_at - report.started,
-            "twostep.attempts": report.attempts,
             "gen_ai.usage.reasoning.output_tokens": (report.finished and report.finished.usage.reasoning_tokens) or None,
             "gen_ai.server.time_to_first_token": report.ttft_s,
             "gen_ai.response.time_to_first_chunk": None if report.visible_at is None else report.visible_at - report.started,

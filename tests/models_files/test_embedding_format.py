@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twostep.checkpoint.embedding_format import EmbeddingFormat, is_made_for_embeddings
+from twostep.checkpoint.embedding_format import MODULES, EmbeddingFormat, is_made_for_embeddings
 from twostep.errors import InvalidRequest, SetupError
 from twostep.model.families.registry import parse_config
 from twostep.pooling import Pooling
@@ -82,7 +82,7 @@ def test_what_is_refused(given: dict[str, Any], named: str, tmp_path: Path) -> N
 def test_a_list_of_modules_that_is_none(text: str, tmp_path: Path) -> None:
     directory(tmp_path)
     (tmp_path / "modules.json").write_text(text)
-    with pytest.raises(SetupError, match=r"modules\.json"):
+    with pytest.raises(SetupError, match=MODULES):
         EmbeddingFormat.load(tmp_path)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from bare_deployment import MAX_MODEL_LEN
 from openai import AsyncOpenAI
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -24,6 +25,7 @@ from whole_system import BLOCK, until, whole_system
 
 from twostep import AsyncClient
 from twostep.engine.fake import FakeRunner
+from twostep.errors import InvalidRequest
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.text.model_card import ModelCard
 
@@ -87,7 +89,7 @@ async def test_vectors_are_transformers_beside_answers(model_dir: Path, tmp_path
         await system.settled()
 
 
-async def test_the_mean_as_the_directory_has_it(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_model_without_an_output_layer_gives_the_mean_and_no_answer(model_dir: Path, tmp_path: Path) -> None:
     directory = tmp_path / "mean"
     shutil.copytree(model_dir, directory)
     kinds = ("Transformer", "Pooling")
@@ -95,6 +97,9 @@ async def test_the_mean_as_the_directory_has_it(model_dir: Path, tmp_path: Path)
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": false}')
+    weights = load_file(directory / "model.safetensors")
+    assert weights.pop("lm_head.weight").any()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     oracle = Oracle(model_dir)
     make_runner = partial(ModelRunner, directory, num_blocks=512, block_size=BLOCK)
     async with whole_system(directory, tmp_path, make_runner=make_runner) as system, AsyncClient(system.target()) as client:
@@ -102,6 +107,8 @@ async def test_the_mean_as_the_directory_has_it(model_dir: Path, tmp_path: Path)
             found = await client.embed(TEXTS)
             assert found.usage.cached_tokens == 0
             np.testing.assert_allclose(found.vectors, [oracle.states(oracle.ids(text)).mean(0) for text in TEXTS], atol=1e-4)
+        with pytest.raises(InvalidRequest):
+            await client.generate(TEXTS[0], max_tokens=4).result()
         await system.settled()
 
 

@@ -72,8 +72,8 @@ def is_made_for_embeddings(model_dir: Path) -> bool:
     """Returns whether the directory says that its model gives embeddings: it is saved without an output layer, or with what
     sentence-transformers needs."""
     names = read_json(model_dir / "config.json").get("architectures")
-    headless = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0].endswith("Model")
-    return headless or (model_dir / MODULES).is_file()
+    name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
+    return (name.endswith("Model") and not name.endswith("LMHeadModel")) or (model_dir / MODULES).is_file()
 
 
 def _modules(model_dir: Path) -> list[str] | None:
