@@ -113,7 +113,7 @@ def test_latent_attention_takes_them(name: str, tmp_path: Path) -> None:
     """What makes keys and values is unpacked and multiplied from both sides: its input is not rounded."""
     kind = KINDS[name]
     sizes = {"hidden_size": 64, "kv_lora_rank": 64, "q_lora_rank": 32, "intermediate_size": 96, "v_head_dim": 16, "num_attention_heads": 4}
-    model = save_model("deepseek-v2", tmp_path, **sizes, num_key_value_heads=4)
+    model = save_model("deepseek-v2", tmp_path, **sizes, num_key_value_heads=4, initializer_range=0.1)
     oracle = quantize_model(tmp_path, model, everywhere(kind) | {"mqa": kind}, config_of(kind), unrounded="kv_b_proj")
     assert error_of(tmp_path, oracle) < 1e-2
 
