@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
+from kernel_pools import DEVICE, poisoned_pool, tolerance
 
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.triton_latent import latent_chunks, latent_decode, latent_decode_plan, latent_program
@@ -87,18 +87,39 @@ def positions_of(step: Step) -> torch.Tensor:
     return torch.tensor([p for n in step.lengths for p in range(n)], device=DEVICE)
 
 
+def kept_of(step: Step) -> torch.Tensor:
+    """float64 [all tokens, dims.kept]: latents normed, rope parts rotated."""
+    x, latent = step.kv.double(), step.dims.latent
+    normed = x[:, :latent] * (x[:, :latent].square().mean(-1, keepdim=True) + EPS).rsqrt() * step.weights.norm.double()
+    return torch.cat((normed, halves(x[:, latent:], step.angles[positions_of(step)], step.dims)), -1)
+
+
 def write(step: Step) -> torch.Tensor:
-    """All tokens to the pool. Returns the new ones' absorbed queries."""
-    rows, num_heads = step.rows, len(step.weights.up)
-    # Queries of tokens that are there already are nobody's.
-    query = step.query.new_zeros(len(step.kv), num_heads * step.dims.query)
-    query[rows] = step.query
-    absorbed = absorb(query, step.weights, step.dims)
+    """All tokens to the pool, the new ones by the kernel. Returns their absorbed queries."""
+    new = torch.tensor(step.rows, device=DEVICE)
+    old = torch.ones(len(step.kv), dtype=torch.bool, device=DEVICE).index_fill(0, new, False)
+    block, slot = slots_of(step) // step.cache.shape.block_size, slots_of(step) % step.cache.shape.block_size
+    vectors = kept_of(step).to(step.kv.dtype)[:, None]
+    if step.cache.quantized is not None:
+        step.cache.quantized.write(LAYER, block[old], slot[old], vectors[old])
+    else:
+        step.cache.tensor[block[old], LAYER, 0, 0, slot[old]] = vectors[old, 0]
+    absorbed = absorb(step.query, step.weights, step.dims)
     absorbed[..., step.dims.latent :] = torch.nan
-    cos, sin = step.angles.cos(), step.angles.sin()
-    options = {"weights": step.weights, "dims": step.dims}
-    write_latent(query, absorbed, step.kv, positions_of(step), slots_of(step), cos, sin, step.cache, LAYER, **options)
-    return absorbed[rows].contiguous()
+    write_latent(
+        step.query,
+        absorbed,
+        step.kv[new],
+        positions_of(step)[new],
+        slots_of(step)[new],
+        step.angles.cos(),
+        step.angles.sin(),
+        step.cache,
+        LAYER,
+        weights=step.weights,
+        dims=step.dims,
+    )
+    return absorbed
 
 
 def halves(x: torch.Tensor, angles: torch.Tensor, dims: LatentDims) -> torch.Tensor:
@@ -162,20 +183,22 @@ def attended(step: Step, *, num_sms: int = 6) -> torch.Tensor:
 DIMS = LatentDims(nope=12, rope=8, value=10, latent=24)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+FORMATS = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "fp8"), (torch.float16, "int8")]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
 def test_decodes_of_ragged_lengths(dtype: torch.dtype, quantization: str) -> None:
-    step = step_of([1, 150, 33, 16, 70], [1] * 5, DIMS, 3, dtype, quantization)
+    step = step_of([1, 110, 33, 16], [1] * 4, DIMS, 3, dtype, quantization)
     assert_near(attended(step), expected(step), dtype)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
 def test_chunks_at_the_ends_of_their_sequences(dtype: torch.dtype, quantization: str) -> None:
-    step = step_of([40, 7, 70, 35], [40, 7, 3, 20], DIMS, 3, dtype, quantization)
+    step = step_of([24, 7, 50], [24, 7, 3] if quantization != "fp8" else [6, 2, 3], DIMS, 3, dtype, quantization)
     assert_near(attended(step), expected(step), dtype)
 
 
+@pytest.mark.system
 def test_heads_in_groups_and_the_shape_of_deepseek() -> None:
     """128 heads, of which 64 are a program's; 576 numbers a token."""
     dims = LatentDims(nope=32, rope=64, value=32, latent=512)
@@ -184,7 +207,7 @@ def test_heads_in_groups_and_the_shape_of_deepseek() -> None:
         assert_near(attended(step, num_sms=5), expected(step), torch.bfloat16)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     num_heads=st.integers(1, 9),
     dims=st.builds(
@@ -195,7 +218,7 @@ def test_heads_in_groups_and_the_shape_of_deepseek() -> None:
         latent=st.integers(3, 40),
         interleaved=st.booleans(),
     ),
-    chunks=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 25)), min_size=1, max_size=3),
+    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=2),
     decodes=st.booleans(),
     size=st.sampled_from([16, 32]),
 )
@@ -207,18 +230,15 @@ def test_any_shape(num_heads: int, dims: LatentDims, chunks: list[tuple[int, int
     assert_near(attended(step), expected(step), torch.float32)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8", "int8"])
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("interleaved", "quantization"), [(True, "none"), (False, "fp8"), (True, "int8")])
 def test_what_is_kept_of_a_token(interleaved: bool, quantization: str) -> None:
     """The latent normed and the rope part rotated, both rounded; by the torch pool's own way of writing, to the bit but for the norm."""
     dims = LatentDims(nope=4, rope=12, value=5, latent=20, interleaved=interleaved)
-    step = step_of([21, 3], [21, 3], dims, 2, torch.float32, quantization)
+    step = step_of([9, 3], [9, 3], dims, 2, torch.float32, quantization)
     write(step)
-    x = step.kv.double()
-    normed = x[:, :20] * (x[:, :20].square().mean(-1, keepdim=True) + EPS).rsqrt() * step.weights.norm.double()
-    want = torch.cat((normed, halves(x[:, 20:], step.angles[positions_of(step)], dims)), -1)
+    want = kept_of(step)
     slots = slots_of(step)
-    got = step.cache.numbers(LAYER, slots // 16)[torch.arange(24), 0, 0, slots % 16]
+    got = step.cache.numbers(LAYER, slots // 16)[torch.arange(12), 0, 0, slots % 16]
     if quantization == "none":
         torch.testing.assert_close(got.double(), want, **tolerance(torch.float32))
     else:
