@@ -18,6 +18,8 @@ from twostep.errors import SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NUMBER = re.compile(r"\.\d+\.")
+# Embeddings of tokens and positions, which no product takes.
+_LOOKED_UP = re.compile(r"embed(?!_out)|\bw[tp]e$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ def _quantized(
             continue
         if not quantization.stored:
             shape = _shape(tensors.get(f"{layer}.weight"))
-            if len(shape) == 2 and "embed" not in layer:
+            if len(shape) == 2 and not _LOOKED_UP.search(layer):
                 yield layer, fitting(format, shape[1]), (shape[0], shape[1])
         elif all(f"{layer}.{part.suffix}" in tensors for part in format.parts if part.required):
             part = next(part for part in format.parts if part.role is Role.WEIGHT)
