@@ -35,9 +35,9 @@ from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 BLOCK = 4
 OPTIONS: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK, "num_threads": 1}
 WAIT_S = 60.0
-# GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton; norms on both sides; of whole queries,
-# and a KV head that both ranks have; layers inside larger ones, in one turn, in many, and turned; parallel
-# ones. The vocabulary is odd.
+# GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton; norms on both sides; norms of
+# whole queries, and a KV head that both ranks have; layers inside larger ones, in one turn, in many, and turned; parallel ones. The
+# vocabulary is odd.
 FAMILIES = ["llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old"]
 
 pytestmark = pytest.mark.system
