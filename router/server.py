@@ -90,7 +90,7 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._secret = load_secret(config.secret_file)
         self._admin_key = load_admin_key(config.admin_key_file, self._secret)
-        self._card = ModelCard.load(config.model)
+        self._card = ModelCard.load(config.model, config.architecture)
         check_syntax(self._card)
         self._tokenizer = Tokenizer.load(config.model, self._card.eos_token_ids)
         self._chat_format = ChatFormat.of(self._card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
@@ -100,7 +100,8 @@ class Router:
                 "calls come only where they are forced (tool_choice), or leave --tool-call-parser %s out",
                 config.tool_call_parser,
             )
-        self._fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
+        fingerprint_of = dummy_fingerprint if config.load_format == "dummy" else model_fingerprint
+        self._fingerprint = fingerprint_of(config.model, architecture=config.architecture)
         self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         self._clock = SharedClock()
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, read_json, stored_dtype, weight_files
+from twostep.checkpoint.config_file import read_config
+from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, stored_dtype, weight_files
 from twostep.checkpoint.held import held_bytes
 from twostep.checkpoint.linear_format import LinearFormat, Role
 from twostep.checkpoint.quantization import Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
@@ -45,10 +46,10 @@ class ModelDescription:
     cpu_bytes: int  # once a CPU does, which unpacks what it has no product for
 
 
-def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none") -> ModelDescription:
+def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none", architecture: str = "") -> ModelDescription:
     """`dtype` auto: as config.json says; `quantization`: as --quantization. Raises SetupError, naming file, key or tensor, for what is
     missing, broken or not supported. It does not look whether the architecture is."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir, architecture)
     found = read_quantization(model_dir, config)
     if quantization != "none":
         check_unquantized(found, quantization)

@@ -34,9 +34,23 @@ _FOUR_TIMES = ("falcon", "gpt2")  # as wide as the model, is an MLP where the fi
 _PLAIN = ("falcon", "gpt2", "gpt_neox", "opt", "starcoder2")  # MLPs of two products, not three
 
 
+# For files without model_type: those above by what `architectures` calls them.
+_KINDS = {
+    "FalconForCausalLM": "falcon",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GemmaForCausalLM": "gemma",
+    "OPTForCausalLM": "opt",
+    "Qwen3ForCausalLM": "qwen3",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
+
+
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Returns `model_type`; an OPT's file is known without."""
-    return str(config.get("model_type") or ("opt" if "ffn_dim" in config else ""))
+    names = config.get("architectures")
+    return str(config.get("model_type") or (_KINDS.get(str(names[0]), "") if isinstance(names, list) and names else ""))
 
 
 def own_name(config: Mapping[str, Any], key: str) -> str:

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "fetch":
         return _fetch(args.name, args.model_revision)
     if args.action != "list":
-        return _describe(args.action, as_json=args.json)
+        return _describe(args.action, args.architecture, as_json=args.json)
     with client_of(args) as client:
         models = client.models()
     if args.json:
@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(directory: str, *, as_json: bool) -> int:
+def _describe(directory: str, architecture: str, *, as_json: bool) -> int:
     if not Path(directory).is_dir():
         raise SetupError(f"{directory} is no directory; give a Hugging Face model directory, list or fetch")
-    found = describe(Path(directory))
+    found = describe(Path(directory), architecture=architecture)
     if as_json:
         print(json.dumps(dataclasses.asdict(found)))
         return 0

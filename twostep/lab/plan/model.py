@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.description import describe
-from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
@@ -56,10 +56,12 @@ class PlannedModel:
         return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
 
 
-def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none") -> PlannedModel:
+def read_model(
+    model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none", architecture: str = ""
+) -> PlannedModel:
     """Weights in `dtype` ("auto": as config.json says) and as --quantization says, on a GPU. Raises SetupError, naming the file and what is
     missing in it."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir, architecture)
     return model_of(config, model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization)
 
 

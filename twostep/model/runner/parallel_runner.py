@@ -73,7 +73,8 @@ class ParallelRunner:
         Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
         # What can be refused is, before anything is started.
-        shard_of(with_quantization(parse_config(Path(model_dir)), options.get("quantization", "none")), 0, size)
+        config = parse_config(Path(model_dir), options.get("architecture", ""))
+        shard_of(with_quantization(config, options.get("quantization", "none")), 0, size)
         if device == "cpu" and options.get("num_threads") is None:
             options["num_threads"] = max(1, torch.get_num_threads() // size)
         self.failure: Exception | None = None
