@@ -80,7 +80,7 @@ _SMALL_GPT2 = {
     "initializer_range": 0.2,
 }
 _SMALL_FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "rms_norm_eps": ..., "ffn_hidden_size": 80}
-_SMALL_NEOX = {"num_key_value_heads": ..., "rms_norm_eps": ..., "num_attention_heads": 3}
+_SMALL_NEOX = {"num_key_value_heads": ..., "rms_norm_eps": ..., "num_attention_heads": 2}
 
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -120,6 +120,7 @@ def test_experts_are_counted(tmp_path: Path) -> None:
 
 def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
     opt = {key: value for key, value in LLAMA_8B.items() if key not in ("intermediate_size", "tie_word_embeddings")} | {"ffn_dim": 128}
+    opt |= {"model_type": "opt"}
     embedding = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"] * 2
     untied = model_of(opt | {"tie_word_embeddings": False}, tmp_path).weight_bytes
     assert model_of(opt, tmp_path).weight_bytes == untied - embedding

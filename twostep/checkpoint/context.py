@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from twostep.checkpoint.directory import MAX_MODEL_LEN
+from twostep.checkpoint.usual_keys import own_name, usual_keys
 from twostep.errors import SetupError
 
 _SHOWN_CHARS = 80
-_FALCON_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class YarnStretch:
 def context_of(config: Mapping[str, Any], path: Path) -> int:
     """Tokens of a prompt and its answer: `max_position_embeddings`, or what yarn makes of the original context if that is more, since
     makers often leave max_position_embeddings at the original one. `path`: where `config` was read. Raises SetupError, naming the key."""
-    longest = _longest(config, path)
+    key = "max_position_embeddings"
+    longest = _length(usual_keys(config).get(key), own_name(config, key), path)
     name, rope = rope_of(config)
     if not isinstance(rope, Mapping) or rope_kind(rope) != "yarn":
         return longest
@@ -67,13 +68,6 @@ def rope_kind(rope: Mapping[str, Any]) -> Any:
     """How they stretch the context, unchecked; `type` is the old name of it."""
     legacy = rope.get("type")
     return rope.get("rope_type", "default" if legacy is None else legacy)
-
-
-def _longest(config: Mapping[str, Any], path: Path) -> int:
-    """`max_position_embeddings`, by whatever name; a Falcon's may be missing."""
-    kind = config.get("model_type")
-    name = "n_positions" if kind == "gpt2" else "max_position_embeddings"
-    return _length(config.get(name, _FALCON_CONTEXT if kind == "falcon" else None), name, path)
 
 
 def _length(value: Any, name: str, path: Path) -> int:

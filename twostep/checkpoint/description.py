@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, read_json, stored_dtype, weight_files
+from twostep.checkpoint.config_file import read_config
+from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, stored_dtype, weight_files
 from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
 from twostep.checkpoint.held import held_bytes
 from twostep.checkpoint.kv_scheme import read_kv_scheme
@@ -21,6 +22,8 @@ from twostep.errors import SetupError
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NUMBER = re.compile(r"\.\d+\.")
 _EXPERT = ".experts."
+# Embeddings of tokens and positions, which no product takes.
+_LOOKED_UP = re.compile(r"embed(?!_out)|\bw[tp]e$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,10 @@ class ModelDescription:
     cpu_bytes: int  # once a CPU does, which unpacks what it has no product for
 
 
-def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none") -> ModelDescription:
+def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none", architecture: str = "") -> ModelDescription:
     """`dtype` auto: as config.json says; `quantization`: as --quantization. Raises SetupError, naming file, key or tensor, for what is
     missing, broken or not supported. It does not look whether the architecture is."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir, architecture)
     found = read_quantization(model_dir, config)
     if quantization != "none":
         check_unquantized(found, quantization)
@@ -120,7 +123,7 @@ def _quantized(
             continue
         if not quantization.stored:
             shape = _shape(tensors.get(f"{layer}.weight"))
-            if len(shape) == 2 and "embed" not in layer:
+            if len(shape) == 2 and not _LOOKED_UP.search(layer):
                 yield layer, fitting(format, shape[1]), (shape[0], shape[1])
             continue
         part = next(part for part in format.parts if part.role is Role.WEIGHT)

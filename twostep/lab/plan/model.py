@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.description import describe
-from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
+from twostep.checkpoint.usual_keys import mlp_products, usual_keys
 from twostep.errors import InvalidRequest, SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -73,10 +74,12 @@ class PlannedModel:
         return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
 
 
-def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none") -> PlannedModel:
+def read_model(
+    model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none", architecture: str = ""
+) -> PlannedModel:
     """Weights in `dtype` ("auto": as config.json says) and as --quantization says, on a GPU. Raises SetupError, naming the file and what is
     missing in it."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir, architecture)
     return model_of(config, model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization)
 
 
@@ -94,6 +97,7 @@ def model_of(
 ) -> PlannedModel:
     """`config` is that of `model_dir`, whose weight files are looked at if they are there, and else counted from the shape."""
     path = model_dir / "config.json"
+    config = usual_keys(config)
 
     def number(*names: str, default: int | None = None) -> int:
         value = next((config[name] for name in names if config.get(name) is not None), default)
@@ -110,9 +114,8 @@ def model_of(
     if stored not in _ITEM_BYTES:
         raise SetupError(f"{path} says dtype {stored}; planned can be {', '.join(_ITEM_BYTES)}: use the unquantized model")
     item_bytes = _ITEM_BYTES[stored if dtype == "auto" else dtype]
-    intermediate = number("intermediate_size", "ffn_dim")
-    # OPT's MLP has two matrices, Llama's and its relatives' three.
-    num_mlp = 2 if "ffn_dim" in config else 3
+    intermediate = number("intermediate_size")
+    num_mlp = mlp_products(config)
     attention = [(num_heads * head_dim, hidden), *[(num_kv_heads * head_dim, hidden)] * 2, (hidden, num_heads * head_dim)]
     num_planes = 2
     if config.get("kv_lora_rank") is not None:
@@ -129,8 +132,7 @@ def model_of(
 
     experts = read_expert_sizes(config)
     num_dense = num_layers if experts is None else num_layers - experts.num_layers
-    # What transformers takes for granted: an OPT's are tied.
-    tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
+    tied = bool(config.get("tie_word_embeddings"))
     found = read_quantization(model_dir, config)
     if quantization != "none":
         check_unquantized(found, quantization)

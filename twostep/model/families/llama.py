@@ -28,6 +28,7 @@ from twostep.model.kernels.ops import Activation
 
 class Llama(Decoder):
     architecture = "llama"
+    supported = "grouped heads, `head_dim`, `attention_bias`, `mlp_bias`, tied embeddings"
     embed_name = "model.embed_tokens"
     layers_name = "model.layers"
     norm_name = "model.norm"
@@ -67,6 +68,7 @@ class Mistral(Llama):
     """Differs from Llama by what its config.json may say."""
 
     architecture = "mistral"
+    supported = "as Llama, without biases; `sliding_window` (in all layers) or null"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:

@@ -14,6 +14,7 @@ from twostep.model.families.modules import Norm
 
 class Opt(Decoder):
     architecture = "opt"
+    supported = "learned positions, LayerNorm first, ReLU, `enable_bias`; not with its own `word_embed_proj_dim` or norms last (opt-350m)"
     embed_name = "model.decoder.embed_tokens"
     layers_name = "model.decoder.layers"
     norm_name = "model.decoder.final_layer_norm"

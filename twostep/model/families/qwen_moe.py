@@ -14,6 +14,7 @@ from twostep.model.families.qwen import Qwen2, Qwen3
 
 class Qwen2Moe(Qwen2):
     architecture = "qwen2_moe"
+    supported = "as Qwen2 without windows; experts, a shared one with its gate; `decoder_sparse_step`, `mlp_only_layers`, `norm_topk_prob`"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -24,6 +25,7 @@ class Qwen2Moe(Qwen2):
 
 class Qwen3Moe(Qwen3):
     architecture = "qwen3_moe"
+    supported = "as Qwen3 without windows; experts as Qwen2's, without a shared one"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from twostep.checkpoint.directory import read_json, stored_dtype
+from twostep.checkpoint.config_file import read_config
+from twostep.checkpoint.directory import stored_dtype
 from twostep.checkpoint.embedding_format import MATRYOSHKA_KEYS
 from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import read_kv_scheme
@@ -57,14 +58,15 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def parse_config(model_dir: Path) -> ModelConfig:
-    """Reads config.json, in the layouts of transformers 4 and 5. A missing key has the value transformers gives it.
+def parse_config(model_dir: Path, architecture: str = "") -> ModelConfig:
+    """Reads config.json, in the layouts of transformers 4 and 5. A missing key has the value transformers gives it. `architecture`: in
+    place of what it says itself.
 
     Raises SetupError, naming the file and the key, for a missing or broken file, an architecture, a quantization, an activation or rope
     type that is not supported, and for any unknown key whose value could change the result.
     """
     path = model_dir / "config.json"
-    fields = Fields(path, read_json(path))
+    fields = Fields(path, read_config(model_dir, architecture))
     kind = _architecture(fields)
     quantization = read_quantization(model_dir, fields.whole)
     for key in (*QUANTIZATION_KEYS, *MATRYOSHKA_KEYS):
@@ -89,7 +91,7 @@ def build_model(config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str =
 def _architecture(fields: Fields) -> type[Decoder]:
     names = fields.take("architectures", None)
     model_type = fields.take("model_type", None)
-    supported = "supported are " + ", ".join(ARCHITECTURES)
+    supported = "supported are " + ", ".join(ARCHITECTURES) + "; --architecture says that it is one of them by another name"
     if names is None:
         for kind in ARCHITECTURES.values():
             if kind.architecture == model_type:

@@ -136,6 +136,12 @@ class Rope:
     scaling: Scaling | None = None
     dim: int | None = None
 
+    def factors(self, num_positions: int) -> str:
+        """Returns which list of several is for a context so long; empty: there is but one way to turn."""
+        if not isinstance(self.scaling, LongRopeScaling):
+            return ""
+        return "long-factors" if num_positions > self.scaling.original_max_position_embeddings else "short-factors"
+
 
 def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: str) -> RopeTables:
     """cos and sin of position * frequency, times the scaling's magnitude. Without RoPE nothing turns."""
@@ -147,7 +153,7 @@ def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: st
     magnitude = 1.0
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):
-        scaling = replace(scaling, is_long=num_positions > scaling.original_max_position_embeddings)
+        scaling = replace(scaling, is_long=rope.factors(num_positions) == "long-factors")
     if scaling is not None:
         frequency, magnitude = scaling.scale(frequency, rope.theta), scaling.magnitude
     angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency)

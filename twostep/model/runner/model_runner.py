@@ -117,6 +117,7 @@ class ModelRunner:
         load_format: str = "auto",
         quantization: str = "none",
         enable_expert_parallel: bool = False,
+        architecture: str = "",
         max_num_seqs: int = 0,
         max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
@@ -126,16 +127,16 @@ class ModelRunner:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; fp8 or int8: quantized. `device` is cpu, cuda or
         cuda:N. `load_format` dummy: random weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that
-        as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `max_num_seqs`: decode steps of up to so
-        many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`:
-        steps keep checksums of the pool's blocks as they write them, where the device and the model's shape allow it. `num_threads` sets
-        torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner makes them), and holds its part of the model
-        and of every block. Raises SetupError with what to change."""
+        as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `architecture`: in place of config.json's.
+        `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to
+        `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the
+        model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner
+        makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         model_dir = Path(model_dir)
-        config = _limited(parse_config(model_dir), max_model_len)
+        config = _limited(parse_config(model_dir, architecture), max_model_len)
         chosen = config.dtype if dtype == "auto" else dtype
         if chosen not in DTYPES:
             raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
