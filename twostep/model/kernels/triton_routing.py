@@ -114,7 +114,7 @@ def _in_the_best_groups(
             best += tl.max(tl.where(e == tl.argmax(of_group, 0), float("-inf"), of_group), 0)
         scores = tl.where(g == i, best, scores)
     kept = e < 0
-    for _ in tl.static_range(TOP_GROUPS):
+    for i in tl.static_range(TOP_GROUPS):
         best = tl.argmax(scores, 0)
         kept = kept | (group == best)
         # A group whose best is no number comes after all others, and before those that are not there.
