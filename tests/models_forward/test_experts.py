@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, GroupScore, Router, Routing, Scores, route
 from twostep.model.kernels.ops import Ops
+from twostep.model.step.expert_load import ExpertLoadMeter
 
 HIDDEN = 12
 DEEPSEEK = {
@@ -113,3 +114,18 @@ def test_experts_that_are_held_add_up_their_tokens(tokens: int, num_experts: int
                 want[token] += weight * (down[expert - first].double() @ (F.silu(gate) * up))
     for sum_of in (Ops().prepare_experts(weights, router, torch.float32), EveryExpert(weights)):
         torch.testing.assert_close(sum_of(x, routing, beside).double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_loads_are_counted_and_read_now_and_then() -> None:
+    router = Router(num_experts=4, top_k=1)
+    loads = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
+    meter = ExpertLoadMeter(loads, steps=2)
+    even, uneven = torch.eye(4), torch.tensor([[9.0, 0, 0, 0], [9, 0, 0, 0], [9, 0, 0, 0], [0, 9, 0, 0]])
+    seen = []
+    for of_layers in ((even, even), (even, even), (even, uneven), (even, even), (uneven, even), (uneven, even)):
+        for logits, load in zip(of_layers, loads, strict=True):
+            Ops().route(logits, router, load=load)
+        counts = meter.due()
+        seen.append(None if counts is None else meter.imbalance(counts))
+    assert seen == [None, 1.0, None, pytest.approx(4 / 2), None, pytest.approx(3.0)]
+    assert ExpertLoadMeter([], steps=1).due() is None

@@ -162,6 +162,8 @@ class Sampled:
     ready_at: float | None = field(default=None, compare=False)
     scores: npt.NDArray[np.float64] | None = field(default=None, compare=False)
     pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+    # Of a mixture of experts, now and then: how many times the mean its busiest expert has had since the last time.
+    expert_imbalance: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ class Engine:
         self._pacing = Pacing()
         self._ended_at = 0.0
         self._end_seen = True
+        self._expert_imbalance = 0.0
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
 
@@ -301,6 +302,8 @@ class Engine:
             begin_seen, self._end_seen = self._end_seen or launched.since > self._ended_at, collected.blocked_s >= UNSEEN_S
             self._ended_at = ended_at
             if sampled is not None:
+                if sampled.expert_imbalance is not None:
+                    self._expert_imbalance = sampled.expert_imbalance
                 self._pacing.settled(launched.workload, ended_at - since, collected.blocked_s)
         return StepOutput(
             step=launched.step,
@@ -336,7 +339,8 @@ class Engine:
         with self._changed:
             since = self._busy_since
             stalled_s = 0.0 if since is None else self._clock() - since
-            return self._scheduler.stats(steps=self._steps, stalled_s=stalled_s)
+            stats = self._scheduler.stats(steps=self._steps, stalled_s=stalled_s)
+            return replace(stats, expert_imbalance=self._expert_imbalance)
 
     @property
     def makes_masks(self) -> bool:

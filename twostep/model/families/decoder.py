@@ -18,6 +18,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.quantization import HEAD
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
+from twostep.model.families.experts import ExpertsMlp
 from twostep.model.families.fused import Fused
 from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.modules import Cut, Maker, Norm, Place, Places
@@ -111,6 +112,11 @@ class Decoder(ABC):
     def _head_rows(self) -> slice:
         """The part of the vocabulary that the output layer is for."""
         return slice(0, self.config.vocab_size) if self._part is None else self._part.shard.vocabulary.slice
+
+    @property
+    def expert_loads(self) -> list[torch.Tensor]:
+        """Of each layer with experts int64 [num_experts]: how many tokens each has had, on the device."""
+        return [layer.mlp.load for layer in self._layers if isinstance(layer.mlp, ExpertsMlp)]
 
     def places(self) -> Places:
         """Where each tensor of the checkpoint goes."""

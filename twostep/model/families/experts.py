@@ -60,6 +60,8 @@ class ExpertsMlp(LinearInParts):
         self._hidden_size = config.hidden_size
         self._names = names
         self._dtype = make.dtype
+        # Tokens that each expert has had, for whoever wants to know (expert_load.py).
+        self.load = torch.zeros(experts.router.num_experts, dtype=torch.int64, device=make.device)
         held, size = len(experts.held), experts.intermediate_size
         self._router = _Router(make, config.hidden_size, experts)
         self._gate_up = _ExpertLinear(make, held, 2 * size, config.hidden_size)
@@ -105,10 +107,10 @@ class ExpertsMlp(LinearInParts):
         if self._shared is not None:
             term = self._shared.leave(self._shared.enter(x))
             beside = Beside(term, None if self._shared_gate is None else self._shared_gate(x))
-        return self._experts(x, self._router(x), beside)
+        return self._experts(x, self._router(x, self.load), beside)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x) if self._shared is not None else self._experts.parts(x, self._router(x))
+        return self(x) if self._shared is not None else self._experts.parts(x, self._router(x, self.load))
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -144,13 +146,13 @@ class _Router:
         if self._linear is not None:
             self._linear.finish_loading(ops)
 
-    def __call__(self, x: torch.Tensor) -> Routing:
+    def __call__(self, x: torch.Tensor, load: torch.Tensor) -> Routing:
         if self._weight is not None:
             logits = F.linear(x.float(), self._weight)
         else:
             assert self._linear is not None
             logits = self._linear(x)
-        return self._ops.route(logits, self._router, self._correction)
+        return self._ops.route(logits, self._router, self._correction, load)
 
 
 class _ExpertLinear:

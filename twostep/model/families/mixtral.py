@@ -16,13 +16,15 @@ _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "block_spa
 
 class Mixtral(Llama):
     architecture = "mixtral"
-    supported = "as Mistral, all MLPs mixtures of experts"
+    supported = "as Mistral, all MLPs [mixtures of experts](#mixtures-of-experts)"
     expert_names = ExpertNames(gate="w1", up="w3", down="w2")
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         fields.take("router_jitter_noise", None)  # of training
         router = parse_router(fields, "num_local_experts", renormalize=True)
+        if fields.peek("rope_theta") is None and fields.peek("rope_parameters") is None:
+            fields.refuse("rope_theta", None, "releases of transformers differ in what that means; add the key (Mixtral-8x7B's is 1e6)")
         # Mistral's window goes without saying, Mixtral's does not.
         windows = WindowRule.ALL if fields.has("sliding_window") else WindowRule.NONE
         config = parse_relative(cls.architecture, fields, dtype, windows=windows)

@@ -71,8 +71,13 @@ class Routing:
     weights: torch.Tensor
 
 
-def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None) -> Routing:
-    """Chooses experts. logits [T, E]; correction float32 [E] is added to the scores for the choice, and not for the weights."""
+def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+    """Chooses experts.
+
+    logits      [T, E]
+    correction  float32 [E], added to the scores for the choice, and not for the weights
+    load        int64 [E]: how many tokens each expert has had so far, to which these are added
+    """
     x = logits.float()
     scores = x.softmax(-1) if router.scores is Scores.SOFTMAX else x.sigmoid() if router.scores is Scores.SIGMOID else x
     choice = scores if correction is None else scores + correction
@@ -83,6 +88,8 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
         choice = groups.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
     experts = choice.topk(router.top_k, -1).indices
     weights = scores.gather(-1, experts)
+    if load is not None:
+        load.add_(experts.flatten().bincount(minlength=router.num_experts))
     if router.scores is Scores.CHOSEN:
         weights = weights.softmax(-1)
     if router.renormalize:

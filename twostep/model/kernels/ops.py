@@ -126,9 +126,11 @@ class Ops:
         quantizer = weight.activations
         return linear if quantizer is None else lambda x: linear(quantizer(x))
 
-    def route(self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None) -> Routing:
-        """Chooses each token's experts. logits [T, E]; correction float32 [E] is added to the scores for the choice alone."""
-        return route(logits, router, correction)
+    def route(
+        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+    ) -> Routing:
+        """Chooses each token's experts (see experts.py). Adds to `load`."""
+        return route(logits, router, correction, load)
 
     def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
         """A callable over the experts that are held here, for inputs of `dtype` that `router` sends. It may keep the weights in another

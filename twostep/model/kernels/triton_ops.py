@@ -89,8 +89,10 @@ class TritonOps(Ops):
                 log.warning("quantized layers of %s: %s; they are made dense for every product", list(weight.shape), self._trouble[kind])
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
-    def route(self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None) -> Routing:
-        return triton_routing.route(logits, router, correction)
+    def route(
+        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+    ) -> Routing:
+        return triton_routing.route(logits, router, correction, load)
 
     def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
         if not weights.held:

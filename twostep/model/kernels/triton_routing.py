@@ -28,12 +28,7 @@ _TERM_TILE = 1024
 
 
 def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
-    """Chooses experts; of equal scores the expert with the lower number.
-
-    logits      [T, E], rows dense
-    correction  float32 [E], added to the scores for the choice
-    load        int64 [E]: how many tokens each expert has had so far, to which these are added
-    """
+    """Chooses experts as experts.route does; of equal scores the expert with the lower number. logits: rows dense."""
     tokens, experts = logits.shape
     assert logits.stride(1) == 1
     assert experts == router.num_experts
@@ -114,7 +109,7 @@ def _in_the_best_groups(
             best += tl.max(tl.where(e == tl.argmax(of_group, 0), float("-inf"), of_group), 0)
         scores = tl.where(g == i, best, scores)
     kept = e < 0
-    for _ in tl.static_range(TOP_GROUPS):
+    for _i in tl.static_range(TOP_GROUPS):
         best = tl.argmax(scores, 0)
         kept = kept | (group == best)
         # A group whose best is no number comes after all others, and before those that are not there.

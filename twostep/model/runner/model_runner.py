@@ -37,6 +37,7 @@ from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
+from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
@@ -79,6 +80,7 @@ class CpuSteps:
         self._model = model
         self._cache = cache
         self._last_token_ids: Sequence[int] = ()
+        self._experts = ExpertLoadMeter(model.expert_loads)
 
     def forward(self, batch: Batch, reader: PromptReader | None = None) -> torch.Tensor:
         return self._model.forward(batch, self._cache, reader)
@@ -92,6 +94,8 @@ class CpuSteps:
             scores, pooled = (None if each is None else each.numpy() for each in (reader.scores, reader.pooled))
             sampled = replace(sampled, scores=scores, pooled=pooled)
         self._last_token_ids = sampled.token_ids
+        if (counts := self._experts.due()) is not None:
+            sampled = replace(sampled, expert_imbalance=self._experts.imbalance(counts))
         return FinishedStep(sampled)
 
     def sampled(self, num_rows: int) -> torch.Tensor:
