@@ -91,7 +91,7 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._secret = load_secret(config.secret_file)
         self._admin_key = load_admin_key(config.admin_key_file, self._secret)
-        self._card = ModelCard.load(config.model)
+        self._card = ModelCard.load(config.model, config.architecture)
         check_syntax(self._card)
         self._embedding = EmbeddingFormat.load(config.model)
         self._for_embeddings = is_made_for_embeddings(config.model)
@@ -103,7 +103,8 @@ class Router:
                 "calls come only where they are forced (tool_choice), or leave --tool-call-parser %s out",
                 config.tool_call_parser,
             )
-        self._fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
+        fingerprint_of = dummy_fingerprint if config.load_format == "dummy" else model_fingerprint
+        self._fingerprint = fingerprint_of(config.model, architecture=config.architecture)
         self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         self._clock = SharedClock()
 

@@ -305,7 +305,7 @@ def recorded(
     finally:
         finish = "" if report.finished is None else _FINISH.get(report.finished.finish_reason, "other")
         report.status = status
-        _observe(report, status, finish)
+        _observe(report, status, finish, refused)
         on_end(report, refused, status == "CANCELLED")
         if span is not None:
             _end_span(span, report, status, finish)
@@ -319,10 +319,10 @@ def name_request(report: RequestReport, request_id: str) -> None:
         report.span.set({"gen_ai.response.id": request_id, "twostep.request_id": request_id})
 
 
-def _observe(report: RequestReport, status: str, finish: str) -> None:
+def _observe(report: RequestReport, status: str, finish: str, refused: Reason | None) -> None:
     metrics = report.metrics
     metrics.requests.labels(status, finish, report.class_name).inc()
-    _observe_targets(report, status)
+    _observe_targets(report, status, refused)
     if report.answer is not None or report.embeds:
         metrics.prompt_sizes.observe(report.num_prompt_tokens)
         metrics.migrations.inc(report.attempts - 1)
@@ -346,9 +346,9 @@ def _observe(report: RequestReport, status: str, finish: str) -> None:
             histogram.observe(getattr(phases, f"{name}_s"))
 
 
-def _observe_targets(report: RequestReport, status: str) -> None:
-    """Counts whether the client got what it was promised. A cancelled request was not waited for, and the beginning of one that is
-    resumed came from another router."""
+def _observe_targets(report: RequestReport, status: str, refused: Reason | None) -> None:
+    """Counts whether the client got what it was promised; one `refused` for a target missed that one. A cancelled request was not waited
+    for, and the beginning of one that is resumed came from another router."""
     job, metrics, name = report.job, report.metrics, report.class_name
     if job is None or not job.targets or job.resumed or status == "CANCELLED":
         return
@@ -356,6 +356,8 @@ def _observe_targets(report: RequestReport, status: str) -> None:
     # There from the first request on: where no targets are kept, the share is 0, and not unknown.
     attained = metrics.slo_attained.labels(name)
     missed = job.targets.missed(report.ttft_s, report.tpot_s, report.longest_gap_s)
+    if refused in (Reason.TARGET_TTFT, Reason.TARGET_TPOT, Reason.TARGET_GAP):
+        missed = frozenset((refused,))
     for reason in missed:
         metrics.slo_missed.labels(reason.value, name).inc()
     if status == "OK" and not missed:

@@ -201,6 +201,9 @@ def test_a_refusal_says_when_to_come_again(kind: Any, server: Server) -> None:
             client.generate("later-30000", timeout=29).result()
         assert caught.value.retry_after_s == 30.0, "no longer than anybody is given, and yet longer than there is"
         assert server[0].calls["later-30000"] == 1
+        with pytest.raises(twostep.ResourceExhausted) as caught:
+            client.generate("never").result()
+        assert (caught.value.hopeless, server[0].calls["never"]) == (True, 1)
     with kind(server[1], max_retries=0) as client:
         for prompt, seconds in (("later-1234", 1.234), ("refuse-9", None)):
             with pytest.raises(twostep.ResourceExhausted) as caught:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from bare_deployment import make_bare_model_dir
+
+# Small models saved by transformers.
+sys.path.append(str(Path(__file__).parent.parent / "models_forward"))
 
 
 @pytest.fixture(scope="session")

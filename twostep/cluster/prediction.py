@@ -200,7 +200,7 @@ class Decoding:
 
 def token_bytes(layout: LayoutRecord) -> float:
     """Returns the size of one token's KV, over all layers, heads and parts."""
-    vectors = 2 * layout.num_layers * layout.num_kv_heads * layout.tp_size
+    vectors = layout.num_planes * layout.num_layers * layout.num_kv_heads * layout.tp_size
     if layout.quantization != "none":
         return float(vectors * (layout.head_dim + 2))
     return float(vectors * layout.head_dim * _DTYPE_BYTES.get(layout.dtype, 4))

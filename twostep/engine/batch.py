@@ -104,6 +104,8 @@ class Batch:
     masks          which tokens the rows of constrained sequences may become; None: there are none. Nothing is carried to such a row
     mark_layers    after how many layers the step is to be marked (see InFlight.layer_marks), ascending
     scored         prompt tokens whose log probabilities are wanted; None: there are none
+    state_tables   int32 [S, KvShape.num_state_blocks]: where each sequence's state lies, read and written in place. It begins with the
+                   sequence's position 0, whatever the blocks hold
     pooled         prompt tokens whose hidden states are wanted; None: there are none
     """
 
@@ -119,6 +121,7 @@ class Batch:
     masks: TokenMasks | None = None
     mark_layers: Sequence[int] = ()
     scored: ScoredRows | None = None
+    state_tables: npt.NDArray[np.int32] | None = None
     pooled: PooledRows | None = None
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
@@ -159,6 +162,8 @@ class Sampled:
     ready_at: float | None = field(default=None, compare=False)
     scores: npt.NDArray[np.float64] | None = field(default=None, compare=False)
     pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+    # Of a mixture of experts, now and then: how many times the mean its busiest expert has had since the last time.
+    expert_imbalance: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """Shape of the pool's one tensor, [block, layer, K/V, kv_head, slot, head_dim], and of its bytes."""
+    """Shape of the pool's one tensor, [block, layer, plane, kv_head, slot, head_dim], and of its bytes."""
 
     num_blocks: int
     block_size: int
@@ -188,19 +193,35 @@ class KvShape:
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
     quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/model/step/kv_quantization.py)
+    num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
+    # Blocks that a sequence takes beside those of its tokens: what layers without KV remember of it, of a size that does not grow.
+    num_state_blocks: int = 0
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V, scales included."""
-        vectors = self.num_layers * 2 * self.num_kv_heads * self.block_size
+        """Bytes of one block over all layers and planes, scales included."""
+        vectors = self.num_layers * self.vectors * self.block_size
         if self.quantization != "none":
             return vectors * (self.head_dim + 2)
         return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
 
     @property
+    def vectors(self) -> int:
+        """Vectors of `head_dim` numbers that a token takes in a layer."""
+        return self.num_planes * self.num_kv_heads
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
         return self.block_bytes // self.num_layers
+
+    def trial_states(self, num_seqs: int) -> npt.NDArray[np.int32] | None:
+        """Returns the state tables of a step of so many sequences that nobody owns: the pool's last blocks, some of them more than once
+        where there are too few. None without a state."""
+        if not self.num_state_blocks:
+            return None
+        blocks = self.num_blocks - 1 - np.arange(num_seqs * self.num_state_blocks) % self.num_blocks
+        return blocks.astype(np.int32).reshape(num_seqs, -1)
 
     def bytes_of(self, layers: LayerRange) -> slice:
         """Returns where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""

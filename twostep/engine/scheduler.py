@@ -228,7 +228,7 @@ class Scheduler:
         self._arrive(sequence)
         if sequence.promise is not None and sequence.promise.gap_s and sequence.priority.rank < _BATCH:
             self._coming_gaps[sequence.seq_id] = sequence.promise.gap_s
-        return Reservation(seq_id=sequence.seq_id, block_ids=list(sequence.blocks), num_cached_tokens=sequence.num_cached)
+        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.owned, num_cached_tokens=sequence.num_cached)
 
     def commit(self, seq_id: str, output_ids: Sequence[int], now: float, *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
@@ -279,7 +279,7 @@ class Scheduler:
     def _check_new(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
-        num_blocks = sequence.end_blocks
+        num_blocks = sequence.end_blocks + self._blocks.num_state_blocks
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
                 f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
@@ -766,7 +766,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises InternalError if pool, queues and counts disagree."""
         sequences = self._sequences.values()
-        self._pool.check_integrity([*(sequence.blocks for sequence in sequences), *(work.exchanged for work in self._planned)])
+        self._pool.check_integrity([*(sequence.owned for sequence in sequences), *(work.exchanged for work in self._planned)])
         self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
         for sequence in sequences:
             num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading

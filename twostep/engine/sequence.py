@@ -87,6 +87,8 @@ class EngineSequence:
     hasher: PrefixHasher | None
     # In order: for all its tokens, more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
+    # What its state takes, where the model has one.
+    state_blocks: list[int] = field(default_factory=list)
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0
     table: int = -1
@@ -136,6 +138,11 @@ class EngineSequence:
     @property
     def seq_id(self) -> str:
         return self.request.seq_id
+
+    @property
+    def owned(self) -> list[int]:
+        """All blocks that it owns, in the order in which they are handed over."""
+        return self.blocks + self.state_blocks
 
     @property
     def is_plannable(self) -> bool:

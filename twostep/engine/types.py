@@ -275,6 +275,8 @@ class EngineStats:
     # The host tier below the pool: blocks there now; of the tokens found, those that came from it.
     num_host_blocks: int = 0
     num_host_hit_tokens: int = 0
+    # Of a mixture of experts: how many times the mean of its layer the busiest has had of late, in the least even layer; 0: not known yet.
+    expert_imbalance: float = 0.0
     # Seconds since the last finished step while there was work, 0 when idle: what liveness looks at.
     stalled_s: float = field(default=0.0)
 

@@ -30,7 +30,7 @@ SLO = counter(
 SLO_ATTAINED = counter("twostep_request_slo_attained_total", "Those of them that ended OK within all of their targets.", ["request_class"])
 SLO_MISSED = counter(
     "twostep_request_slo_missed_total",
-    "Targets that were missed: target_ttft (also if no token came), target_tpot, target_gap.",
+    "Targets that were missed: target_ttft (also if no token came), target_tpot, target_gap; of a request refused for one, that one.",
     ["reason", "request_class"],
 )
 TTFT = histogram("twostep_time_to_first_token_seconds", "From the whole request at the router to a worker's first token.", REQUEST_SECONDS)
