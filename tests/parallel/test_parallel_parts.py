@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.errors import InternalError, SetupError, Unavailable
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
+from twostep.model.kernels.experts import Router
 from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
@@ -54,7 +56,23 @@ def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     kv_heads = draw(st.sampled_from([size, 2 * size] + [n for n in range(1, size) if size % n == 0]))
     heads = draw(st.sampled_from([n for n in range(size, 33, size) if n % kv_heads == 0]))
     features = size * draw(st.integers(1, 5))
-    return config_of(heads=heads, kv_heads=kv_heads, features=features, vocab=draw(st.integers(1, 40)), tied=draw(st.booleans())), size
+    config = config_of(heads=heads, kv_heads=kv_heads, features=features, vocab=draw(st.integers(1, 40)), tied=draw(st.booleans()))
+    return replace(config, **draw(st.one_of(st.just({}), with_experts(size)))), size
+
+
+@st.composite
+def with_experts(draw: st.DrawFn, size: int) -> dict[str, Any]:
+    """Changes to a config: experts in the second layer, cut or whole on each rank."""
+    router = Router(num_experts=draw(st.integers(size, 9)), top_k=draw(st.integers(1, 2)))
+    experts = ExpertsConfig(
+        router=router,
+        layers=(False, True),
+        intermediate_size=size * draw(st.integers(1, 3)),
+        shared_size=size * draw(st.integers(0, 2)),
+        shared_gated=True,
+        whole=draw(st.booleans()),
+    )
+    return {"architecture": "qwen2_moe", "mlp_bias": False, "o_bias": False, "experts": experts}
 
 
 @given(cuts())
@@ -75,7 +93,7 @@ def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tup
             found[name][index] += 1
     for name, count in found.items():
         kind = name.split(".")[-2]
-        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"):
+        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm", "gate", "shared_expert_gate"):
             assert (count == size).all(), name
         elif kind in ("k_proj", "v_proj"):
             assert (count == max(1, size // config.num_kv_heads)).all(), name

@@ -101,8 +101,26 @@ def test_quantized_weights_are_counted_in_their_bits(tmp_path: Path) -> None:
         model_of(stored, tmp_path / "gptq", quantization="int8")
 
 
+def test_experts_are_counted(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B, by its model card 30.5 billion weights; a token goes to 3.3 billion of them."""
+    keys = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 48}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    config = LLAMA_8B | keys | experts | {"vocab_size": 151936, "intermediate_size": 6144, "tie_word_embeddings": False}
+    model = model_of(config, tmp_path)
+    assert model.weight_bytes == pytest.approx(30.53e9 * 2, rel=0.001)
+    assert model.cut_in_mlps(whole_experts=False) == {
+        "intermediate_size": 0,
+        "shared_expert_intermediate_size": 0,
+        "moe_intermediate_size": 768,
+    }
+    assert model_of(config, tmp_path, quantization="int4").weight_bytes < model.weight_bytes / 3
+    one_dense = model_of(config | {"mlp_only_layers": [5]}, tmp_path)
+    assert model.weight_bytes - one_dense.weight_bytes == 2 * 2048 * (128 * 3 * 768 + 128 - 3 * 6144)
+
+
 def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
     opt = {key: value for key, value in LLAMA_8B.items() if key not in ("intermediate_size", "tie_word_embeddings")} | {"ffn_dim": 128}
+    opt |= {"model_type": "opt"}
     embedding = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"] * 2
     untied = model_of(opt | {"tie_word_embeddings": False}, tmp_path).weight_bytes
     assert model_of(opt, tmp_path).weight_bytes == untied - embedding

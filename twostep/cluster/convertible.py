@@ -1,7 +1,8 @@
 """Which pairs of KV layouts can be joined by converting on the way. Pure; free of numpy, so that the router can refuse a pair by it.
 
     may differ      block_size, tp_rank and tp_size (parts of the heads), dtype, quantization
-    must be equal   model_fingerprint, num_layers, head_dim, num_planes, and the number of KV heads over all parts
+    must be equal   model_fingerprint, num_layers, head_dim, num_planes, and the number of KV heads over all parts; where sequences have a
+                    state besides their KV, all of it
 
 A record's blocks hold `num_kv_heads` heads: those of rank r are [r * num_kv_heads, (r + 1) * num_kv_heads) of num_kv_heads * tp_size.
 """
@@ -27,6 +28,8 @@ def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
             reasons.append(f"{name} is {getattr(source, name)!r:.40} there and {getattr(target, name)!r:.40} here")
     if (there := source.num_kv_heads * source.tp_size) != (here := target.num_kv_heads * target.tp_size):
         reasons.append(f"{there} KV heads in {source.tp_size} parts there are not the {here} in {target.tp_size} parts here")
+    if (source.num_state_blocks or target.num_state_blocks) and source != target:
+        reasons.append("the model's state is handed over as it is: block size, dtype and format must be the same")
     for side, layout in (("there", source), ("here", target)):
         reasons += [f"{reason} {side}" for reason in _faults(layout)]
     return reasons

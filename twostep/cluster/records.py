@@ -85,6 +85,7 @@ class LayoutRecord:
     tp_size: Int = 1
     quantization: str = "none"
     num_planes: Int = KEYS_AND_VALUES  # or 1: latent attention's, whose keys are its values
+    num_state_blocks: Int = 0  # those of a sequence's state, after its KV's
 
     def said(self) -> dict[str, Any]:
         """Returns its fields by name, as they are written for others: what older versions do not know is left out where it is what they
@@ -92,6 +93,8 @@ class LayoutRecord:
         named = dataclasses.asdict(self)
         if self.num_planes == KEYS_AND_VALUES:
             del named["num_planes"]
+        if not self.num_state_blocks:
+            del named["num_state_blocks"]
         return named
 
 
@@ -189,6 +192,7 @@ class WorkerRecord:
     # Watch says what the decode worker holds (as a prefill worker, it listens to that; as a decode worker, it says it): Run need not wait
     # for Reserve.
     cached_at_watch: bool = False
+    embeds: bool = False  # as a prefill worker, it takes Embed; 0.1 did not
     engine_pid: Int = 0  # of its engine's process; 0: the engine has none of its own
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 

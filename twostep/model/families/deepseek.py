@@ -26,6 +26,7 @@ _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux
 
 class DeepseekV2(Llama):
     architecture = "deepseek_v2"
+    supported = "[latent attention](#latent-attention), with `q_lora_rank` or without, YaRN with `mscale_all_dim`; all layers dense"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -41,6 +42,7 @@ class DeepseekV3(DeepseekV2):
     """Differs in its experts' router, and brings layers of its own that predict several tokens, which are not used."""
 
     architecture = "deepseek_v3"
+    supported = "as V2, `rope_interleave`; layers that predict further tokens are passed over"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:

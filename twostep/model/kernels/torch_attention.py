@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels.latent import LatentDims, LatentWeights
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 Ints = npt.NDArray[np.int64]
 
@@ -109,6 +110,7 @@ class TorchAttentionPlan:
         self.token_ids = torch.from_numpy(batch.token_ids)
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
+        self.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         self._cache = cache
         self._num_heads = spec.num_heads
         self._num_kv_heads = shape.num_kv_heads

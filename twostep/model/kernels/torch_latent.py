@@ -18,6 +18,7 @@ from twostep.engine.batch import Batch
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan, write_index
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 _TILE = 256
 
@@ -33,6 +34,8 @@ class _Chunk:
 
 class TorchLatentPlan:
     """One step's AttentionPlan over a pool of latents."""
+
+    states: SequenceStates | None = None
 
     def __init__(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> None:
         assert spec.latent is not None

@@ -22,7 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostep.model.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile, load_blocks, sum_first
 from twostep.model.kernels.triton_decode_quantized import attend_quantized
-from twostep.model.kernels.triton_shared_prefix import fold_states, log2_scale
+from twostep.model.kernels.triton_scores import LOG2_E, capped, log2_scale
+from twostep.model.kernels.triton_shared_prefix import fold_states
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -35,6 +36,7 @@ def decode_attention(
     *,
     plan: DecodePlan,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its blocks, its own slot included. Captured in a CUDA graph, it may be replayed
@@ -44,6 +46,7 @@ def decode_attention(
     block_tables  int32 [S, B], rows dense; entries past a sequence's length, or before its window, are not read
     seq_lens      int32 [S], the new token counted; 0 gives zeros. Padding, behind the others, is negative, and its rows stay as they are
     scale         of the scores; D ** -0.5 where it is None
+    sinks         float32 [num_heads], dense: one more logit of each head, where the plan is for such layers
     out           like q
     Returns out, or a new dense tensor.
     """
@@ -52,6 +55,8 @@ def decode_attention(
         out = q.new_empty(q.shape)
     assert q.shape == out.shape == (plan.num_seqs, plan.num_heads, shape.head_dim)
     assert q.dtype == out.dtype == cache.dtype
+    assert (sinks is not None) == plan.program.sinks
+    assert sinks is None or (sinks.shape == (plan.num_heads,) and sinks.is_contiguous())
     for rows in (q, out):
         assert rows.stride()[1:] == (shape.head_dim, 1)
     assert pool.stride(-1) == 1
@@ -61,9 +66,9 @@ def decode_attention(
     assert block_tables.stride(1) == 1
     assert shape.block_size % layout.num_keys == 0
     assert (shape.num_kv_heads, shape.head_dim, shape.block_size) == (plan.shape.num_kv_heads, plan.shape.head_dim, plan.shape.block_size)
-    scale_log2 = log2_scale(shape.head_dim, scale)
+    scale_log2 = log2_scale(shape.head_dim, scale, program.softcap)
     if shared is not None:
-        shared.attend(q, cache, layer, block_tables, scale_log2=scale_log2)
+        shared.attend(q, cache, layer, block_tables, scale_log2=scale_log2, softcap=program.softcap)
     # What a plan without a shared prefix, or a pool without scales, has no use for is not read.
     listed, shared_parts, shared_scales = (
         (plan.work, plan.parts, plan.scales) if shared is None else (shared.listed, shared.parts, shared.scales)
@@ -72,7 +77,7 @@ def decode_attention(
     _decode_kernel[(plan.num_groups, plan.num_workers)](
         q, out, pool[:, layer], block_tables, seq_lens, plan.work, plan.parts, plan.scales, plan.counters,
         listed, shared_parts, shared_scales, scale_log2, q.stride(0), out.stride(0), block_tables.stride(0), pool.stride(0),
-        *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
+        *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0), sinks,
         P=program, num_warps=layout.num_warps, num_stages=layout.num_stages, maxnreg=plan.max_registers, launch_pdl=program.pdl,
     )  # fmt: skip
     if not plan.merges_itself:
@@ -92,7 +97,7 @@ def merge_parts(out: torch.Tensor, plan: DecodePlan) -> None:
 def _decode_kernel(
     q_ptr, out_ptr, pool_ptr, tables_ptr, lens_ptr, work_ptr, parts_ptr, scales_ptr, counters_ptr,
     own_ptr, shared_parts_ptr, shared_scales_ptr, scale_log2, stride_q, stride_out, stride_table, stride_block,
-    stride_kv, stride_head, stride_slot, words_ptr, stride_words, P: tl.constexpr,
+    stride_kv, stride_head, stride_slot, words_ptr, stride_words, sinks_ptr, P: tl.constexpr,
 ):  # fmt: skip
     if P.pdl:
         gdc_launch_dependents()
@@ -158,6 +163,15 @@ def _decode_kernel(
         d = tl.arange(0, P.block_d)[None, None, :]
         at = row[:, :, None] * P.head_dim + d
         mask = valid[:, :, None] & (d < P.head_dim)
+        if P.sinks:
+            # Once a sequence: where its first tile is.
+            sink_at = sinks_ptr + group * (P.heads * P.share) + row
+            sink = tl.load(sink_at, mask=valid & (tile == start), other=-1e38) * LOG2_E
+            best_own = best
+            best = tl.maximum(best_own, sink)
+            shrink = tl.exp2(best_own - best)
+            total = total * shrink + tl.exp2(sink - best)
+            acc = acc * shrink[:, :, None]
         if (seq_start >= position) & (seq_end <= end):
             result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
             tl.store(out + at, result.to(out_ptr.dtype.element_ty), mask=mask)
@@ -232,6 +246,8 @@ def _attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         score = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale_log2
+        if P.softcap > 0:
+            score = capped(score, P.softcap)
         score = tl.where(seen[:, None, :], score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 2))
         weight = tl.exp2(score - new_best[:, :, None])

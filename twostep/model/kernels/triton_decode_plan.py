@@ -102,6 +102,7 @@ class DecodeProgram:
     merge_parts   parts that a merge has on their way at once
     fused         the program that arrives last merges a sequence
     shared        columns of the list of shared prefixes; 0: none. shared_rows: rows of a tile of that pass
+    softcap       of the logits; 0: none. sinks: each head has one more logit
     in_float32    the interpreter multiplies bfloat16 wrongly
     """
 
@@ -122,6 +123,8 @@ class DecodeProgram:
     fused: bool
     shared: int
     shared_rows: int
+    softcap: float
+    sinks: bool
     in_float32: bool
     pdl: bool
 
@@ -131,6 +134,7 @@ class DecodePlan:
 
     window  keys a query sees, its own included; 0: all
     shared  the pass over shared prefixes: what its list says is shared is left to it
+    softcap and sinks: of all layers that it is for (AttentionSpec)
     """
 
     def __init__(
@@ -145,6 +149,8 @@ class DecodePlan:
         layout: DecodeLayout | None = None,
         num_sms: int | None = None,
         shared: SharedPrefix | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
         merges_itself: bool | None = None,
     ) -> None:
         """`num_sms` is read off the device, and `merges_itself` chosen, where they are not given. Raises SetupError for a shape that no
@@ -184,11 +190,11 @@ class DecodePlan:
         # Parts that a program of that launch has on their way at once.
         most = max(4, _MERGED_NUMBERS // triton.next_power_of_2(shape.head_dim))
         self.parts_at_once = max(4, min(64, most, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
-        self.program = self._program(torch.device(device))
+        self.program = self._program(torch.device(device), softcap, sinks=sinks)
         quantized = shape.quantization != "none"
         self.max_registers = min(255, _REGISTERS // (self.layout.num_warps * self.layout.programs_per_sm) // 8 * 8) if quantized else None
 
-    def _program(self, device: torch.device) -> DecodeProgram:
+    def _program(self, device: torch.device, softcap: float, *, sinks: bool) -> DecodeProgram:
         shape, layout, quantized = self.shape, self.layout, self.shape.quantization != "none"
         share = self.num_heads // shape.num_kv_heads
         share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
@@ -211,6 +217,8 @@ class DecodePlan:
             fused=self.merges_itself,
             shared=0 if self.shared is None else OWN_COLUMNS,
             shared_rows=1 if self.shared is None else self.shared.tile.num_rows,
+            softcap=softcap,
+            sinks=sinks,
             in_float32=device.type != "cuda",
             pdl=overlaps(device),
         )

@@ -25,7 +25,7 @@ from twostep.model.kernels.triton_decode import merge_parts, part_row, worker_of
 from twostep.model.kernels.triton_decode_plan import WORK_COLUMNS, DecodeLayout, DecodePlan, last_tile
 from twostep.model.kernels.triton_launch import DecodeWorkspace, overlaps, shared_bytes_of
 from twostep.model.kernels.triton_quantized_kv import converts_fp8, numbers_of
-from twostep.model.kernels.triton_shared_prefix import log2_scale
+from twostep.model.kernels.triton_scores import log2_scale
 from twostep.model.step.kv_cache import KvCache
 
 # Rows of a program: the first as many as leave their weighted latents in registers of 8 warps, the others for less shared memory.

@@ -94,6 +94,23 @@ class KvCache:
         heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
         return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
 
+    def read_states(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
+        """Returns what a layer without KV keeps of each sequence, uint8 [S, num_bytes]. `tables` int64 [S, num_state_blocks]: their state
+        blocks; `layer` counts the layers that have a state."""
+        blocks = self._state_blocks(tables, layer, num_bytes)
+        return self._bytes[blocks.reshape(-1)].view(len(blocks), -1)[:, :num_bytes]
+
+    def write_states(self, tables: torch.Tensor, layer: int, states: torch.Tensor) -> None:
+        """The inverse of read_states, uint8 [S, num_bytes]."""
+        blocks = self._state_blocks(tables, layer, states.shape[1])
+        rows = states.new_zeros(len(blocks), blocks.shape[1] * self.shape.block_bytes)
+        rows[:, : states.shape[1]] = states
+        self._bytes[blocks.reshape(-1)] = rows.view(-1, self.shape.block_bytes)
+
+    def _state_blocks(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
+        each = -(-num_bytes // self.shape.block_bytes)
+        return tables[:, layer * each : (layer + 1) * each]
+
     def fill_random(self, num_blocks: int) -> None:
         """Random numbers in the first blocks, for trials while nobody owns them."""
         used = self.tensor[:num_blocks]
