@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3 (2024, arXiv 2412.19437): llama's layers with latent attention, and all but the first
-few with a mixture of experts, beside which shared ones take every token."""
+"""DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3 (2024, arXiv 2412.19437): llama's layers with latent attention, and all but the
+first few with a mixture of experts, beside which shared ones take every token."""
 
 from __future__ import annotations
 
