@@ -39,8 +39,8 @@ WAIT_S = 60.0
 # whole queries, and a KV head that both ranks have; layers inside larger ones, in one turn, in many, and turned; parallel ones; latents;
 # experts. The vocabulary is odd.
 FAMILIES = [
-    "llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old", "deepseek-v2",
-    "mixtral", "qwen2-moe",
+    "llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old", "mixtral",
+    "qwen2-moe", "deepseek-v2-moe", "deepseek-v3-moe",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.system
