@@ -9,13 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from twostep.checkpoint.context import context_of
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import parse_config
 from twostep.model.families.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from twostep.model.kernels.experts import Router
 from twostep.text.model_card import ModelCard
 
 SHAPE: dict[str, Any] = {
@@ -41,6 +54,11 @@ FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "inter
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}
 GPT2 |= dict.fromkeys([key for key in SHAPE if key != "vocab_size"], ...)
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": 1e6}
+MIXTRAL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN3_MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN3_MOE |= MOE
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -277,6 +295,21 @@ def test_gpt_2s_names(tmp_path: Path) -> None:
     assert context_of(json.loads((tmp_path / "config.json").read_text()), tmp_path) == 96
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_experts_of_mixtral_and_qwen(tmp_path: Path, normalized: bool) -> None:
+    config = saved(tmp_path, MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3))
+    router = Router(num_experts=5, top_k=3, renormalize=True)
+    assert config.experts == ExpertsConfig(router=router, layers=(True, True), intermediate_size=128)
+    assert config.windows == (0, 0)
+    router = Router(num_experts=6, top_k=2, renormalize=normalized)
+    config = saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=normalized, decoder_sparse_step=2))
+    assert config.experts == ExpertsConfig(router=router, layers=(False, True), intermediate_size=32)
+    assert (config.qkv_bias, config.intermediate_size) == (False, 128)
+    theirs = Qwen2MoeConfig(**SHAPE, **MOE, norm_topk_prob=normalized, mlp_only_layers=[1], shared_expert_intermediate_size=48)
+    want = ExpertsConfig(router=router, layers=(True, False), intermediate_size=32, shared_size=48, shared_gated=True)
+    assert saved(tmp_path, theirs).experts == want
+
+
 def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
     config = parse_config(written(tmp_path, num_key_value_heads=..., architectures=...))
     defaults = LlamaConfig(**{key: value for key, value in SHAPE.items() if key != "num_key_value_heads"})
@@ -314,6 +347,16 @@ def test_bookkeeping_and_unknown_keys_that_are_off_are_accepted(tmp_path: Path) 
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config.group_size"]),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, ["quantization_config.quant_method", "hqq", "awq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        (QWEN3_MOE | {"num_experts_per_tok": 7}, ["num_experts_per_tok", "7", "num_experts"]),
+        (QWEN3_MOE | {"num_local_experts": 8}, ["num_local_experts", "8", "num_experts"]),
+        (QWEN3_MOE | {"num_experts": 0}, ["num_experts", "0"]),
+        (QWEN3_MOE | {"num_experts": ...}, ["num_local_experts"]),
+        (QWEN3_MOE | {"mlp_only_layers": [2]}, ["mlp_only_layers", "2"]),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1]}, ["decoder_sparse_step"]),
+        (QWEN3_MOE | {"use_sliding_window": True}, ["use_sliding_window"]),
+        (QWEN3_MOE | {"n_group": 2}, ["n_group"]),
+        (MIXTRAL | {"rope_theta": ...}, ["rope_theta"]),
+        (MIXTRAL | {"num_local_experts": ...}, ["num_local_experts"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling.rope_type", "dynamic", "linear, yarn, llama3"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope_scaling.short_factor"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor"]),

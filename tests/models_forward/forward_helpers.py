@@ -50,6 +50,16 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _YARN_FULL = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False}
 
+_YARN_LATENT = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
+_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Of heads of 8 numbers 6 turn.
 _LONGROPE = {
@@ -95,6 +105,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-rope": ("LlamaConfig", {"rope_parameters": _LINEAR}),
     "yarn-rope": ("LlamaConfig", {"rope_parameters": _YARN, "head_dim": 24}),
     "yarn-rope-full": ("Qwen2Config", {"rope_parameters": _YARN_FULL}),
+    "deepseek-v2": ("DeepseekV2Config", _LATENT | {"q_lora_rank": 28}),
+    "deepseek-v2-yarn": (
+        "DeepseekV2Config",
+        _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", _LATENT | {"q_lora_rank": 20, "rope_interleave": False}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
+    "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            # With 0.2, transformers' own logits are off by 7e-5 from those in float64: many sums hang on each other.
+            "initializer_range": 0.1,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [1],
+        },
+    ),
     "starcoder2": ("Starcoder2Config", {"rms_norm_eps": ..., "sliding_window": 29}),
     "gemma": ("GemmaConfig", {"head_dim": 12}),
     "gemma2": ("Gemma2Config", {"head_dim": 12, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}),
@@ -145,9 +183,12 @@ class Sequence_:
     blocks: list[int]
     num_computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    state_blocks: list[int] = field(default_factory=list)
 
 
-def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random) -> list[Sequence_]:
+def scattered_sequences(
+    lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random, *, num_state_blocks: int = 0
+) -> list[Sequence_]:
     """Sequences of random tokens over blocks that are in no order, block 0 among them."""
     free = list(range(num_blocks))
     rng.shuffle(free)
@@ -155,6 +196,7 @@ def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int
     for length in lengths:
         blocks = [free.pop() for _ in range(-(-length // block_size))]
         made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+        made[-1].state_blocks = [free.pop() for _ in range(num_state_blocks)]
     return made
 
 
@@ -190,4 +232,5 @@ def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_
         slots=np.array(slots, np.int64),
         sample_rows=np.array(list(rows), np.int64),
         sampling=[GREEDY] * len(rows),
+        state_tables=np.array([sequence.state_blocks for sequence, _ in work], np.int32) if work[0][0].state_blocks else None,
     )

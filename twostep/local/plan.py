@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from twostep.checkpoint.agreement import check_formats
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.model_name import name_of
@@ -467,7 +468,7 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
     if worker.runner == "fake":
         return _problems([length])
     kv_bytes = worker.kv_cache_memory_bytes or (0 if on_gpu else CPU_KV_BYTES)
-    checks: list[_Check] = [length]
+    checks: list[_Check] = [length, lambda: check_formats(model_dir, worker)]
     try:
         model = read_model(
             model_dir,
@@ -480,10 +481,9 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
         # Of a kind that only who loads it knows.
         pass
     else:
-        num_heads, num_kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
-        checks.append(
-            lambda: check_parts(worker.tensor_parallel_size, num_heads=num_heads, num_kv_heads=num_kv_heads, intermediate_size=features)
-        )
+        num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
+        cut = model.cut_in_mlps(whole_experts=worker.enable_expert_parallel)
+        checks.append(lambda: check_parts(worker.tensor_parallel_size, num_heads=num_heads, num_kv_heads=num_kv_heads, **cut))
         block_bytes = model.kv_token_bytes * worker.block_size
         num_blocks = worker.num_blocks or kv_bytes // block_bytes
         if worker.num_blocks or kv_bytes:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twostep.checkpoint.agreement import check_formats
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint, quantized_fingerprint, turned_fingerprint
-from twostep.checkpoint.kv_scheme import kv_format
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import CapturedSteps, KvShape, Runner
 from twostep.engine.config import check_pool
@@ -20,7 +20,7 @@ from twostep.lab.plan.model import weight_bytes
 from twostep.model.loading.store import resolve
 from twostep.process.free_memory import check_memory
 from twostep.process.startup import NoProgress, Progress
-from twostep.settings.worker import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_MAX_STEP_MS, GPU_NUM_SEQS, GPU_STEP_TOKENS, LOSSY_WIRES
+from twostep.settings.worker import CPU_NUM_SEQS, CPU_STEP_TOKENS, GPU_MAX_STEP_MS, GPU_NUM_SEQS, GPU_STEP_TOKENS
 from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
@@ -69,7 +69,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
-        _check_wire(config, model_dir)
+        check_formats(model_dir, config)
         _check_memory(config, model_dir)
         if config.tensor_parallel_size > 1:
             runner = ranks = _parallel_runner(config, model_dir, progress)
@@ -173,7 +173,7 @@ def _fingerprint(config: WorkerConfig, model_dir: Path | None, max_model_len: in
     if model_dir is None:
         return "fake"
     if config.dummy_weights:
-        kind = f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}"
+        kind = f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}" + ("-ep" if config.enable_expert_parallel else "")
         found = dummy_fingerprint(model_dir, kind, config.architecture)
     else:
         found = model_fingerprint(model_dir, config.architecture)
@@ -195,6 +195,8 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         quantization=shape.quantization,
+        num_planes=shape.num_planes,
+        num_state_blocks=shape.num_state_blocks,
     )
 
 
@@ -230,18 +232,6 @@ def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
     return f"weights as {method}, " if method else ""
 
 
-def _check_wire(config: WorkerConfig, model_dir: Path) -> None:
-    """Raises SetupError where KV that the checkpoint wants quantized would be quantized again on its way."""
-    from twostep.model.families.registry import parse_config  # noqa: PLC0415
-
-    format = kv_format(config.kv_cache_dtype, parse_config(model_dir, config.architecture).kv_scheme)
-    if format != "none" and config.kv_wire in LOSSY_WIRES:
-        raise SetupError(
-            f"the checkpoint's kv_cache_scheme asks for KV in {format}, which cannot travel as --kv-wire {config.kv_wire}; give --kv-wire "
-            "raw or zstd, or --kv-cache-dtype exact"
-        )
-
-
 def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
     """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
@@ -273,6 +263,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
         "num_threads": config.cpu_threads or None,
         "load_format": config.load_format,
         "quantization": config.quantization,
+        "enable_expert_parallel": config.enable_expert_parallel,
         "architecture": config.architecture,
         "max_num_seqs": config.max_num_seqs,
         "max_graph_tokens": config.max_cudagraph_capture_size,

@@ -53,16 +53,17 @@ class Attention:
         """Norms before heads turn, q_norm and k_norm in a checkpoint. `qk_norms`: of each head of the queries and of the keys;
         `whole_norms`: of all together."""
         c = self._config = config
+        self._gated = gated = config.gated_attention
         self._names = names
         self._qk_norms = qk_norms
         self._whole_norms = whole_norms
-        self._qkv = make.linear((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
+        self._qkv = make.linear(((1 + gated) * c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
         self._o = make.linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.o_bias)
 
     def place(self, places: Places, name: str) -> None:
         """Registers all weights under the checkpoint's names, which begin with `name`."""
         c = self._config
-        rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        rows, kv_rows = (1 + self._gated) * c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         q, k, v, o = (f"{name}.{each}" for each in self._names)
         self._qkv.place(places, (q, rows, Cut.HEADS), (k, kv_rows, Cut.KV_HEADS), (v, kv_rows, Cut.KV_HEADS))
         self._o.place(places, (o, c.hidden_size, Cut.FROM_HEADS))
@@ -89,6 +90,11 @@ class Attention:
 
     def attend(self, plan: AttentionPlan, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[T, num_heads * head_dim] from what `enter` gave; writes the tokens' keys and values."""
+        gate = None
+        if self._gated:
+            width = self._config.num_heads * self._config.head_dim
+            query, gate = qkv[:, : 2 * width].view(len(qkv), self._config.num_heads, 2, -1).unbind(2)
+            qkv = torch.cat((query.reshape(len(qkv), width), qkv[:, 2 * width :]), -1)
         if self._qk_norms is not None:
             c = self._config
             heads = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -98,4 +104,5 @@ class Attention:
         if self._whole_norms is not None:
             self._whole_norms.apply(qkv)
         plan.rotate_and_write(layer, qkv)
-        return plan.attend(layer, qkv)
+        attended = plan.attend(layer, qkv)
+        return attended if gate is None else attended.mul_(gate.reshape(attended.shape).sigmoid())

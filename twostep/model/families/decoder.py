@@ -18,6 +18,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.quantization import HEAD
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
+from twostep.model.families.experts import ExpertsMlp
 from twostep.model.families.fused import Fused
 from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.modules import Cut, Maker, Norm, Place, Places
@@ -26,7 +27,7 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.prompt_scores import PromptScorer
+from twostep.model.step.prompt_reader import PromptReader
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -92,19 +93,30 @@ class Decoder(ABC):
     def _attention_spec(self, device: str) -> AttentionSpec:
         c = self.config
         ropes = c.layer_ropes or (c.rope,) * c.num_layers
-        tables = {rope: rope_tables(rope, c.head_dim, c.max_model_len, device) for rope in dict.fromkeys(ropes)}
+        turning = c.head_dim if c.latent is None else c.latent.rope
+        tables = {rope: rope_tables(rope, turning, c.max_model_len, device) for rope in dict.fromkeys(ropes)}
         return AttentionSpec(
             num_heads=c.num_heads,
             rope=[tables[rope] for rope in ropes],
             windows=c.windows,
             scale=c.attention_scale,
             softcap=c.attention_softcap,
+            latent=c.latent,
         )
+
+    def is_unused(self, name: str) -> bool:
+        """Returns whether a tensor of this name may be in a checkpoint although nothing here reads it."""
+        return False
 
     @property
     def _head_rows(self) -> slice:
         """The part of the vocabulary that the output layer is for."""
         return slice(0, self.config.vocab_size) if self._part is None else self._part.shard.vocabulary.slice
+
+    @property
+    def expert_loads(self) -> list[torch.Tensor]:
+        """Of each layer with experts int64 [num_experts]: how many tokens each has had, on the device."""
+        return [layer.mlp.load for layer in self._layers if isinstance(layer.mlp, ExpertsMlp)]
 
     def places(self) -> Places:
         """Where each tensor of the checkpoint goes."""
@@ -127,34 +139,34 @@ class Decoder(ABC):
             self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
 
-    def forward(self, batch: Batch, cache: KvCache, scorer: PromptScorer | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReader | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
-        `scorer`: of the batch's scored rows."""
-        return self.compute(self._ops.plan_attention(batch, cache, self.attention), scorer)
+        `reader`: of the batch's rows that are not sampled."""
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader)
 
-    def compute(self, plan: AttentionPlan, scorer: PromptScorer | None = None) -> torch.Tensor:
+    def compute(self, plan: AttentionPlan, reader: PromptReader | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
-        if scorer is not None:
-            assert rows is not None, "captured steps score nothing"
-            rows = torch.cat((scorer.rows, rows))
+        if reader is not None:
+            assert rows is not None, "captured steps are only sampled"
+            rows = torch.cat((reader.rows, rows))
         residual = self._embed(plan)
         projected = self._layers[0].attention.enter(self._layers[0].input_norm(residual))
-        last: Linear = self._head.run if scorer is None else _as_it_is
+        last: Linear = self._head.run if reader is None else _as_it_is
         following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
-            attended = layer.attention.attend(plan, layer.index, projected)
+            attended = layer.attention.attend(plan, layer.among_its_kind, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):
                     return residual.new_empty(0, self.config.vocab_size)
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
             projected = layer.finish(attended, residual, next_norm, next_linear)
-        if scorer is None:
+        if reader is None:
             return self._whole(projected)
-        num_scored = len(scorer.rows)
-        scorer.score(projected[:num_scored], self._logits, self.config.vocab_size)
-        return self._logits(projected[num_scored:]) if len(projected) > num_scored else residual.new_empty(0, self.config.vocab_size)
+        num_read = len(reader.rows)
+        reader.read(projected[:num_read], self._logits, self.config.vocab_size)
+        return self._logits(projected[num_read:]) if len(projected) > num_read else residual.new_empty(0, self.config.vocab_size)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: the last norm's output, [R, hidden_size]."""

@@ -16,10 +16,9 @@ from typing import Protocol
 
 import torch
 
-from twostep.model.families.attention import Attention
 from twostep.model.families.mlp import Mlp
 from twostep.model.families.modules import Norm, Places
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
 class Part(Protocol):
@@ -30,6 +29,24 @@ class Part(Protocol):
     def finish_loading(self, ops: Ops) -> None: ...
 
 
+class AttentionPart(Part, Protocol):
+    """What a layer has where tokens see those before them: attention of some kind, or something in its place."""
+
+    @property
+    def enter(self) -> Linear:
+        """[T, anything] from what the norm gave, [T, hidden_size]."""
+        ...
+
+    @property
+    def leave(self) -> Linear:
+        """[T, hidden_size] from what `attend` gave; of one of several ranks, its term of their sum."""
+        ...
+
+    def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor:
+        """[T, anything] from what `enter` gave; reads and writes what the step's sequences keep. `layer` counts the layers of its kind."""
+        ...
+
+
 class DecoderLayer:
     """x + attention(norm(x)), and of that x + mlp(norm(x))."""
 
@@ -37,14 +54,17 @@ class DecoderLayer:
         self,
         index: int,
         input_norm: Norm,
-        attention: Attention,
+        attention: AttentionPart,
         post_norm: Norm,
         mlp: Mlp,
         *,
         names: Sequence[str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+        among_its_kind: int | None = None,
     ) -> None:
-        """`names`: what a checkpoint calls the parts, in this order; "": a part whose weights lie beside the others'."""
+        """`among_its_kind`: which of the layers with KV, or of those with a state, it is; None: all are alike. `names`: what a checkpoint
+        calls the parts, in this order; "": a part whose weights lie beside the others'."""
         self.index = index
+        self.among_its_kind = index if among_its_kind is None else among_its_kind
         self.input_norm = input_norm
         self.attention = attention
         self.post_norm = post_norm
@@ -82,7 +102,7 @@ class SandwichLayer(DecoderLayer):
         self,
         index: int,
         input_norm: Norm,
-        attention: Attention,
+        attention: AttentionPart,
         attention_norm: Norm,
         mlp_input_norm: Norm,
         mlp: Mlp,

@@ -18,8 +18,9 @@ from twostep.model.families.config import (
     parse_windows,
 )
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.experts import ExpertNames, ExpertsMlp
 from twostep.model.families.layers import DecoderLayer
-from twostep.model.families.mlp import GatedMlp
+from twostep.model.families.mlp import GatedMlp, Mlp
 from twostep.model.families.modules import Norm
 from twostep.model.families.rope import Rope, parse_rope
 from twostep.model.kernels.ops import Activation
@@ -31,6 +32,7 @@ class Llama(Decoder):
     embed_name = "model.embed_tokens"
     layers_name = "model.layers"
     norm_name = "model.norm"
+    expert_names = ExpertNames()
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -47,10 +49,16 @@ class Llama(Decoder):
 
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make
-        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), GatedMlp(c, make))
+        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), self._mlp(index))
 
     def _attention(self) -> Attention:
         return Attention(self.config, self._make)
+
+    def _mlp(self, index: int) -> Mlp:
+        """Of the layer of this number."""
+        experts = self.config.experts
+        has_experts = experts is not None and experts.layers[index]
+        return ExpertsMlp(self.config, self._make, self.expert_names) if has_experts else GatedMlp(self.config, self._make)
 
     def _last_norm(self) -> Norm:
         return self._make.rms_norm(self.config.hidden_size)

@@ -144,25 +144,11 @@ class LinearLayer:
                     places[f"{name}.weight"] = Place.whole(dense[:rows], cut, fused=held[name])
                     dense = dense[rows:]
                 elif (format := formats[name]) is not None:
-                    places |= self._place_quantized(name, format, rows, cut, held[name])
+                    self._parts.append(place_quantized(self._make, places, name, format, (rows, cols), cut, fused=held[name]))
                 if self.bias is not None:
                     places[f"{name}.bias"] = Place.whole(self.bias[start : start + rows], cut, fused=held[name])
                 start += rows
         assert start == self._shape[0]
-
-    def _place_quantized(self, name: str, format: LinearFormat, rows: int, cut: Cut, fused: Fused | None) -> Places:
-        make = self._make
-        assert make.quantization is not None
-        if not make.quantization.stored:
-            format = fitting(format, self._shape[1])
-        part = QuantizedPart(format, stored=make.quantization.stored, dtype=make.dtype, device=torch.device(make.device))
-        self._parts.append(part)
-        nowhere = torch.empty(rows, self._shape[1], dtype=make.dtype, device="meta")
-        places = {f"{name}.weight": replace(Place.whole(nowhere, cut, fused=fused), part=part)}
-        if part.activations is not None and part.activations.scale is not None:
-            of_all = None if fused is None else alone(fused.layer)
-            places[f"{name}.{INPUT_SCALE}"] = Place.whole(part.activations.scale, fused=of_all)
-        return places
 
     def finish_loading(self, ops: Ops) -> None:
         """Hands the weights to the device; places given out are dead after it."""
@@ -186,6 +172,14 @@ class LinearLayer:
         product = products[0] if len(products) == 1 else _side_by_side(products)
         self.run = (lambda x: ops.silu_mul(product(x))) if gated else product
 
+    def take_dense(self) -> torch.Tensor:
+        """Returns the whole weight [rows, cols], unpacked where it is quantized, for those who do not use it as a layer; in place of
+        finish_loading."""
+        parts, self._parts = self._parts, []
+        weights = [part if isinstance(part, torch.Tensor) else part.take().weight for part in parts]
+        dense = [weight.dequantize(self._make.dtype) if isinstance(weight, QuantizedWeight) else weight for weight in weights]
+        return dense[0] if len(dense) == 1 else torch.cat(dense)
+
     def use(self, name: str, weight: torch.Tensor) -> None:
         """Takes dense memory that something else has filled, [rows, cols], for the whole weight, of the checkpoint's layer `name`."""
         assert weight.shape == self._shape
@@ -198,6 +192,31 @@ class LinearLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
+
+
+def place_quantized(
+    make: Maker,
+    places: Places,
+    name: str,
+    format: LinearFormat,
+    shape: tuple[int, int],
+    cut: Cut,
+    *,
+    taken: bool = True,
+    fused: Fused | None = None,
+) -> QuantizedPart:
+    """Registers a layer of the checkpoint that is quantized, or becomes so, and returns what is filled with it. `taken` False: another
+    rank's, of which nothing is read but its input's scale."""
+    assert make.quantization is not None
+    if not make.quantization.stored:
+        format = fitting(format, shape[1])
+    part = QuantizedPart(format, stored=make.quantization.stored, dtype=make.dtype, device=torch.device(make.device))
+    nowhere = torch.empty(shape if taken else (0, shape[1]), dtype=make.dtype, device="meta")
+    places[f"{name}.weight"] = Place(nowhere, shape, (0, 0), cut, part, fused)
+    if part.activations is not None and part.activations.scale is not None:
+        of_all = None if fused is None else alone(fused.layer)
+        places[f"{name}.{INPUT_SCALE}"] = Place.whole(part.activations.scale, fused=of_all)
+    return part
 
 
 def _after(quantizer: InputQuantizer | None, linear: Linear) -> Linear:

@@ -91,6 +91,11 @@ class YarnScaling:
             return self._sharpening(self.mscale) / self._sharpening(self.mscale_all_dim)
         return self._sharpening(1.0)
 
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek's models multiply products of queries and keys by, beside cos and sin: 1 without mscale_all_dim."""
+        return self._sharpening(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
     def _bounds(self, head_dim: int, theta: float) -> tuple[float, float]:
         def place(turns: float) -> float:
             """Where in the head a pair turns so often: theta ** (-2 * place / head_dim) * context = 2 pi * turns."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from twostep.checkpoint.directory import FLOAT_DTYPES
+from twostep.checkpoint.embedding_format import is_made_for_embeddings
 from twostep.checkpoint.linear_format import Role, StoredPart
 from twostep.checkpoint.quantization import HEAD
 from twostep.errors import SetupError
@@ -42,12 +43,16 @@ _Layer = tuple[QuantizedPart, QuantizedTensors | DenseTensor]
 
 def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> ModelConfig:
     """Returns `config` with the head untied from the embedding if the files hold one that differs from it in `dtype`, the model's: what
-    transformers makes of a config.json that contradicts them so. Raises SetupError."""
-    if not config.tie_word_embeddings:
-        return config
+    transformers makes of a config.json that contradicts them so; and as that of a model which does not generate, if they hold none and the
+    directory is of one that was trained for embeddings. Raises SetupError."""
     kind = decoder_class(config)
     stored = _stored(kind, model_dir)
     names = {tensor.name for tensor in stored}
+    if not config.tie_word_embeddings:
+        if any(name.startswith(f"{HEAD}.") for name in names) or not is_made_for_embeddings(model_dir):
+            return config
+        log.info("%s has no %s: it gives embeddings, and no tokens", model_dir, _HEAD)
+        return replace(config, tie_word_embeddings=True, generates=False)
     quantization = config.quantization
     format = quantization.format_of(HEAD) if quantization is not None and quantization.stored else None
     if format is not None and any(f"{HEAD}.{part.suffix}" in names for part in format.parts if part.role is Role.SCALE):
@@ -110,7 +115,8 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
         if tensor.name == _HEAD and head_is_embedding:
             name = f"{model.embed_name}.weight"
         if name not in wanted or name in work:
-            if not tensor.name.endswith(_COMPUTED + _UNUSED) and not (tensor.name == _HEAD and tied):
+            known = tensor.name.endswith(_COMPUTED + _UNUSED) or model.is_unused(tensor.name)
+            if not known and not (tensor.name == _HEAD and tied):
                 unexpected.append(tensor)
             continue
         for place_name, part in wanted[name]:
