@@ -263,7 +263,8 @@ class RmsNorm:
         return self._ops.join_rms_norm(linear, x, residual, self.weight, self._eps, then)
 
     def join_normed(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
-        """Adds what this norm makes of linear(x) to `residual` in place, and returns then(norm(residual)), in whatever pieces are fastest."""
+        """Adds what this norm makes of linear(x) to `residual` in place, and returns then(norm(residual)), in whatever pieces are
+        fastest."""
         if isinstance(norm, RmsNorm):
             return self._ops.join_normed(linear, x, residual, self.weight, norm.weight, self._eps, then)
         residual.add_(self(self._ops.whole(linear(x))))
