@@ -512,7 +512,7 @@ class Scheduler:
         seats, num_growing, num_wanted = self._max_num_seqs, 0, 0
         for sequence in self._sequences.values():
             if sequence.priority.rank < below and (sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.RESERVED):
-                more = sequence.end_blocks - len(sequence.blocks)
+                more = self._blocks.num_to_grow(sequence)
                 seats -= 1
                 num_growing += more > 0
                 num_wanted += more
@@ -633,7 +633,7 @@ class Scheduler:
         exchanged = self._planned[-1].exchanged if self._planned else []
         asked = [(row, value) for row, value in enumerate(sampled.logprobs) if value is not None]
         extras = {row: TokenExtras(logprob=value, top_logprobs=sampled.top_logprobs[row]) for row, value in asked}
-        block_size = self._blocks.block_size
+        block_size, reach = self._blocks.block_size, self._blocks.reach
         row, scored_end, ended = -1, 0, SequenceState.ENDED
         # Of each token of each step: what it costs here, it costs some ten thousand times a second.
         for sequence, start, count, complete, num_scored in zip(
@@ -655,6 +655,8 @@ class Scheduler:
                 scores += self._score(sequence, start, sampled.scores[scored_end - num_scored : scored_end])
             if sequence.num_computed >= (sequence.num_registered + 1) * block_size:
                 self._blocks.register(sequence, exchanged)
+            if reach and sequence.num_computed + 1 - reach >= (sequence.num_left + 1) * block_size:
+                self._blocks.leave(sequence)
             # After a preemption, what was reported before is not reported again.
             if sequence.num_reported < len(sequence.given) and sequence.num_reported < sequence.num_computed:
                 progress.append(self._progress(sequence))
@@ -739,7 +741,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises InternalError if pool, queues and counts disagree."""
         sequences = self._sequences.values()
-        self._pool.check_integrity([*(sequence.blocks for sequence in sequences), *(work.exchanged for work in self._planned)])
+        self._pool.check_integrity([*(sequence.owned for sequence in sequences), *(work.exchanged for work in self._planned)])
         self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
         for sequence in sequences:
             num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading

@@ -84,8 +84,10 @@ class EngineSequence:
     end_blocks: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
-    # In order: for all its tokens, more are taken as it grows.
+    # In order, for all its tokens; more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
+    # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
+    num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0
     table: int = -1
@@ -131,6 +133,11 @@ class EngineSequence:
     @property
     def seq_id(self) -> str:
         return self.request.seq_id
+
+    @property
+    def owned(self) -> list[int]:
+        """The blocks that it owns, in order."""
+        return self.blocks[self.num_left :] if self.num_left else self.blocks
 
     @property
     def is_plannable(self) -> bool:

@@ -23,6 +23,8 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
+# Most keys that attention reads at once: a tile of them may begin so far before a window.
+KEYS_TOGETHER = 128
 # oneDNN asks for how many rows a weight is packed. Measured: the layout and its speed are the same from 1 to 512.
 _PACKED_FOR_ROWS = 16
 

@@ -142,6 +142,10 @@ class ParallelRunner:
         return self._local.max_model_len
 
     @property
+    def reach(self) -> int:
+        return self._local.reach
+
+    @property
     def overlaps(self) -> bool:
         return self._local.overlaps
 
