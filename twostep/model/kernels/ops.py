@@ -28,6 +28,9 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
+# Most keys that attention reads at once: a tile of them may begin so far before a window.
+KEYS_TOGETHER = 128
+
 
 class LinearInParts(ABC):
     """A Linear that may leave the last of its additions to what comes next."""

@@ -31,7 +31,7 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import with_whole_experts
-from twostep.model.kernels.ops import Ops
+from twostep.model.kernels.ops import KEYS_TOGETHER, Ops
 from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
@@ -222,6 +222,11 @@ class ModelRunner:
     @property
     def generates(self) -> bool:
         return self._config.generates
+
+    @property
+    def reach(self) -> int:
+        windows = self._config.windows
+        return max(windows) + KEYS_TOGETHER if all(windows) else 0
 
     @property
     def overlaps(self) -> bool:
