@@ -33,6 +33,7 @@ ROUTERS = [
         group_score=GroupScore.BEST_TWO,
     ),
     Router(num_experts=1, top_k=1, scores=Scores.SIGMOID),
+    Router(num_experts=13, top_k=4, renormalize=True, scattered=True),
 ]
 
 

@@ -34,6 +34,8 @@ class GroupScore(Enum):
     BEST_TWO = "sum of the best two"
 
 
+# Odd, of 32 bits: products keep all bits, and mix them.
+HASH_FACTORS = (-1640531527, -2048144777, -1028477379)
 # Nothing but zeros is that small: a sum of scores is no zero then.
 _TINY = 1e-20
 
@@ -43,6 +45,7 @@ class Router:
     """How a token's experts are chosen from its logits.
 
     renormalize   the weights of the chosen add up to 1, before `scale` multiplies them
+    scattered     made-up weights: choices as good as random, by a hash of a token's logits, since these would be much the same for all
     num_groups    experts lie in so many groups of one size, of which the best `top_groups` are looked at; 1: all experts are
     """
 
@@ -54,6 +57,7 @@ class Router:
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = GroupScore.LARGEST
+    scattered: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_experts % self.num_groups == 0
@@ -81,6 +85,8 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
     x = logits.float()
     scores = x.softmax(-1) if router.scores is Scores.SOFTMAX else x.sigmoid() if router.scores is Scores.SIGMOID else x
     choice = scores if correction is None else scores + correction
+    if router.scattered:
+        choice = _hashes(x)
     if router.num_groups > 1:
         groups = choice.unflatten(-1, (router.num_groups, -1))
         best = groups.amax(-1) if router.group_score is GroupScore.LARGEST else groups.topk(2, -1).values.sum(-1)
@@ -95,6 +101,17 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
     if router.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
     return Routing(experts.int(), weights * router.scale)
+
+
+def _hashes(logits: torch.Tensor) -> torch.Tensor:
+    """Numbers [T, E] that depend on all of a token's logits, float32 [T, E], and are nothing like them."""
+    expert = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    digits = logits.view(torch.int32)
+    digits = (digits ^ (digits >> 16)) * (2 * expert + 1)
+    bits = digits.sum(-1, keepdim=True).int() ^ (expert * HASH_FACTORS[0])
+    for factor in HASH_FACTORS:
+        bits = (bits ^ (bits >> 15)) * factor
+    return bits.float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
