@@ -15,6 +15,7 @@ from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
 from twostep.model.kernels.experts import Router
+from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Ops
 
 LLAMA_8B = ModelConfig(
@@ -75,11 +76,15 @@ EXPERTS = ExpertsConfig(
 )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3", "qwen2_moe", "deepseek_v2", "deepseek_v3"])
 def test_parameters_are_those_of_the_model_as_it_is_built(architecture: str) -> None:
     config = replace(TINY, architecture=architecture)
     if architecture == "opt":
         config = replace(config, rope=None, num_positions=64, max_model_len=64, num_kv_heads=config.num_heads, qkv_bias=True, o_bias=True)
+    if architecture.startswith("deepseek"):
+        dims = LatentDims(nope=10, rope=4, value=6, latent=20)
+        rank = 24 if architecture == "deepseek_v3" else 0
+        config = replace(config, latent=dims, q_lora_rank=rank, num_kv_heads=1, head_dim=dims.kept, attention_scale=1.0)
     if architecture == "qwen2_moe":
         config = replace(config, experts=EXPERTS)
     model = build_model(config, torch.float32, Ops())

@@ -57,6 +57,20 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     torch.testing.assert_close(OPS.silu_mul(x.clone()).double(), gate * gate.sigmoid() * up, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_may_be_normed_itself(dtype: torch.dtype) -> None:
+    x, residual, w1, w2 = torch.randn(5, 24).to(dtype), torch.randn(5, 24).to(dtype), torch.randn(24), torch.randn(24).to(dtype)
+
+    def normed(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+
+    tolerance = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    want = residual.double() + normed(x.double(), w1)
+    got = OPS.add_normed(x, residual, w1, w2, 1e-3)
+    torch.testing.assert_close(residual.double(), want, **tolerance)
+    torch.testing.assert_close(got.double(), normed(want, w2), **tolerance)
+
+
 @pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3"])
 def test_bfloat16_stays_as_near_float32_as_it_does_in_transformers(tmp_path: Path, family: str) -> None:
     oracle = save_model(family, tmp_path)

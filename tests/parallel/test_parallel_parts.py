@@ -125,14 +125,14 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(config: Model
         shard_of(config, 0, size)
 
 
-@given(cuts(), st.sampled_from(["none", "int8"]), st.integers(0, 1 << 30))
-def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quantization: str, seed: int) -> None:
+@given(cuts(), st.sampled_from(["none", "int8"]), st.sampled_from([1, 2]), st.integers(0, 1 << 30))
+def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quantization: str, planes: int, seed: int) -> None:
     """The parts that ranks' own pools hold make the block that one pool of all heads holds, and the other way round."""
     config, size = cut
     rng = torch.Generator().manual_seed(seed)
     shape = KvShape(num_blocks=3, block_size=4, num_layers=2, num_kv_heads=config.num_kv_heads, head_dim=4, dtype="float32")
-    shape = replace(shape, quantization=quantization)
-    vectors = [torch.randn(shape.num_blocks * shape.block_size, 2, shape.num_kv_heads, 4, generator=rng) for _ in range(2)]
+    shape = replace(shape, quantization=quantization, num_planes=planes)
+    vectors = [torch.randn(shape.num_blocks * shape.block_size, planes, shape.num_kv_heads, 4, generator=rng) for _ in range(2)]
     whole = filled(shape, vectors, slice(None))
     shards = [shard_of(config, rank, size) for rank in range(size)]
     local = replace(shape, num_kv_heads=len(shards[0].kv_heads))
@@ -150,12 +150,12 @@ def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quanti
 
 
 def filled(shape: KvShape, vectors: list[torch.Tensor], heads: slice) -> np.ndarray:
-    """The bytes of a pool that holds these heads of each layer's vectors [token, K/V, head, head_dim], tokens in order of slots."""
+    """The bytes of a pool that holds these heads of each layer's vectors [token, plane, head, head_dim], tokens in order of slots."""
     cache = KvCache(shape)
     for layer, of_layer in enumerate(vectors):
         block, slot = np.divmod(np.arange(len(of_layer)), shape.block_size)
-        kv, head = np.arange(2)[:, None], np.arange(shape.num_kv_heads)
-        row = (block[:, None, None] * shape.num_layers * 2 + kv) * shape.num_kv_heads + head
+        plane, head = np.arange(shape.num_planes)[:, None], np.arange(shape.num_kv_heads)
+        row = (block[:, None, None] * shape.num_layers * shape.num_planes + plane) * shape.num_kv_heads + head
         index = torch.from_numpy((row * shape.block_size + slot[:, None, None]).ravel())
         cache.write_rows(layer, index, of_layer[:, :, heads].reshape(-1, shape.head_dim))
     out = np.empty((shape.num_blocks, shape.block_bytes), np.uint8)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from twostep.settings.readers import (
+    KV_CACHE_DTYPES,
     KV_TRANSPORTS,
     KV_WIRES,
     PORT,
@@ -18,6 +19,7 @@ from twostep.settings.readers import (
     Whole,
     device,
     host_and_port,
+    kv_cache_dtype,
     kv_transports,
 )
 from twostep.settings.service import DTYPES, HASH_UNIT, TracedServiceSettings
@@ -25,7 +27,6 @@ from twostep.settings.table import Rule, setting
 
 ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
-KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
 QUANTIZED_KV = ("fp8", "int8")
 QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
@@ -57,6 +58,7 @@ class WorkerSettings(TracedServiceSettings):
     kv_cache_dtype: str = setting(
         "auto",
         "exact: as --dtype; fp8, int8: a byte a number, lossy; auto: what the checkpoint's kv_cache_scheme asks for, else exact",
+        kv_cache_dtype,
         choices=KV_CACHE_DTYPES,
     )
     quantization: str = setting(

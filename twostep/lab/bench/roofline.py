@@ -92,10 +92,13 @@ class ModelShape:
         return cls(config, dtype, kv.block_bytes / kv.block_size)
 
     def _matrices(self, experts: float) -> Iterator[_Matrices]:
-        """All layers', counted where of each layer's experts so many are. Llama's MLP has three, opt's two."""
+        """All layers', counted where of each layer's experts so many are."""
         c = self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        yield _Matrices(c.num_layers, [(q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q)])
+        num_states = 0
+        if (delta := c.gated_delta) is not None:
+            num_states, heads = sum(delta.layers), delta.num_value_heads
+            yield _Matrices(num_states, [(delta.num_inputs + 2 * heads, c.hidden_size), (c.hidden_size, heads * delta.value_dim)])
+        yield _Matrices(c.num_layers - num_states, self._attention())
         num_sparse = 0 if c.experts is None else sum(c.experts.layers)
         yield _Matrices(c.num_layers - num_sparse, self._mlp(c.intermediate_size))
         if c.experts is not None:
@@ -105,8 +108,18 @@ class ModelShape:
             routers = [(c.experts.router.num_experts, c.hidden_size), *[(1, c.hidden_size)] * c.experts.shared_gated]
             yield _Matrices(num_sparse, routers, is_dense=True)
 
+    def _attention(self) -> list[tuple[int, int]]:
+        c = self.config
+        if (dims := c.latent) is not None:
+            queries = [(c.num_heads * dims.query, c.q_lora_rank or c.hidden_size)]
+            queries += [(c.q_lora_rank, c.hidden_size)] if c.q_lora_rank else []
+            up = (c.num_heads * (dims.nope + dims.value), dims.latent)
+            return [*queries, (dims.kept, c.hidden_size), up, (c.hidden_size, c.num_heads * dims.value)]
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return [((1 + c.gated_attention) * q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q)]
+
     def _mlp(self, width: int) -> list[tuple[int, int]]:
-        hidden_size, num_in = self.config.hidden_size, 1 if self.config.architecture == "opt" else 2
+        hidden_size, num_in = self.config.hidden_size, 2 if self.config.gated_mlp else 1
         return [*[(width, hidden_size)] * num_in, (hidden_size, width)]
 
     def _layer_params(self, experts: float) -> float:
@@ -143,7 +156,7 @@ class ModelShape:
     def decode(self, contexts: Sequence[int]) -> Work:
         """One step of as many sequences; a context counts the keys attended to, the new token's own included."""
         keys = sum(self._keys(context) for context in contexts)
-        flops = 2.0 * (self.token_params + self.head_params) * len(contexts) + self._attention_flops(keys)
+        flops = 2.0 * (self.token_params + self.head_params) * len(contexts) + self._attention_flops(keys, absorbed=True)
         return Work(flops, self.weight_bytes(len(contexts)) + self._kv_bytes(keys))
 
     def prefill(self, lengths: Sequence[int], num_steps: int) -> Work:
@@ -161,8 +174,12 @@ class ModelShape:
         """The same for all queries of a prompt together."""
         return sum(_causal(min(length, window) if window else length, length) for window in self.config.windows)
 
-    def _attention_flops(self, keys: int) -> float:
-        return 4.0 * self.config.num_heads * self.config.head_dim * keys
+    def _attention_flops(self, keys: int, *, absorbed: bool = False) -> float:
+        """`absorbed`: of latent attention, which makes no keys for a few queries."""
+        c = self.config
+        if (dims := c.latent) is not None:
+            return 2.0 * c.num_heads * (dims.kept + dims.latent if absorbed else dims.query + dims.value) * keys
+        return 4.0 * c.num_heads * c.head_dim * keys
 
     def _kv_bytes(self, keys: int) -> float:
         return self.kv_token_bytes / self.config.num_layers * keys

@@ -16,6 +16,7 @@ _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "block_spa
 
 class Mixtral(Llama):
     architecture = "mixtral"
+    supported = "as Mistral, all MLPs [mixtures of experts](#mixtures-of-experts)"
     expert_names = ExpertNames(gate="w1", up="w3", down="w2")
 
     @classmethod

@@ -102,28 +102,30 @@ class Shard:
         if place.cut is Cut.WHOLE:
             return place
         from_columns = place.cut in (Cut.FROM_HEADS, Cut.FROM_FEATURES)
-        part = self._range(place.cut, place.tensor.shape[-1] if from_columns else len(place.tensor))
         if not from_columns:
-            assert len(place.tensor) == len(part)
+            part = self._range(place.cut, len(place.tensor))
             return replace(place, shape=(part.whole, *place.shape[1:]), start=(part.start, *place.start[1:]))
         if place.tensor.dim() == 2:
-            assert place.tensor.shape[1] == len(part)
+            part = self._range(place.cut, place.tensor.shape[1])
             return replace(place, shape=(place.shape[0], part.whole), start=(0, part.start))
         if self.rank == 0:
             return place
         place.tensor.zero_()
         return replace(place, tensor=place.tensor[:0])
 
-    def _range(self, cut: Cut, length: int) -> ShardRange:
-        """`length`: of this rank's part."""
+    def _range(self, cut: Cut, size: int) -> ShardRange:
+        """Which rows or columns this rank's `size` of them are. What is cut by heads has as many for each; MLPs of one model may be of
+        several widths."""
         if cut is Cut.VOCABULARY:
-            return self.vocabulary
-        if cut in (Cut.HEADS, Cut.FROM_HEADS):
-            return self.heads.times(self.config.head_dim)
-        if cut is Cut.KV_HEADS:
-            return self.kv_heads.times(self.config.head_dim)
-        # MLPs of one model may be of several widths.
-        return ShardRange(start=self.rank * length, stop=(self.rank + 1) * length, whole=self.size * length)
+            part = self.vocabulary
+        elif cut in (Cut.HEADS, Cut.FROM_HEADS):
+            part = self.heads.times(size // len(self.heads))
+        elif cut is Cut.KV_HEADS:
+            part = self.kv_heads.times(size // len(self.kv_heads))
+        else:
+            return ShardRange(start=self.rank * size, stop=(self.rank + 1) * size, whole=self.size * size)
+        assert len(part) == size
+        return part
 
     def _part(self, whole: int) -> ShardRange:
         each = whole // self.size
@@ -140,6 +142,8 @@ class ModelPart:
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
+    if config.gated_delta is not None and size > 1:
+        raise SetupError(f"{config.architecture} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
     check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **_cut_in_mlps(config))
     assert 0 <= rank < size
     return Shard(config=config, rank=rank, size=size)

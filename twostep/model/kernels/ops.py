@@ -17,9 +17,12 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
 from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, route
+from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
+from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
@@ -60,6 +63,11 @@ class AttentionPlan(Protocol):
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
         ...
 
+    @property
+    def states(self) -> SequenceStates | None:
+        """What layers without KV keep of the step's sequences; None: the model has no such layers."""
+        ...
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Applies RoPE (if the model has it) to the query and key heads of `qkv` in place, and writes keys and values to the step's
         slots.
@@ -74,6 +82,15 @@ class AttentionPlan(Protocol):
 
         qkv  as left by rotate_and_write; only the query heads are read
         Returns [T, num_heads * D].
+        """
+        ...
+
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        """Does both over a pool of latents (latent.py): norms, rotates and writes what the tokens keep, and attends.
+
+        query  [T, num_heads * dims.query], rows dense: as the product gave them
+        kv     [T, dims.kept], rows dense: latents, then rope parts, likewise
+        Returns [T, num_heads * dims.value].
         """
         ...
 
@@ -148,6 +165,21 @@ class Ops:
         """then(add_rms_norm(linear(x), residual, weight, eps)), in whatever pieces are fastest: what lies between two layers' products."""
         return then(self.add_rms_norm(linear(x), residual, weight, eps))
 
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        """Adds rms_norm(x, w1, eps) to `residual` in place and returns rms_norm(residual, w2, eps): for layers that norm what they add
+        (Gemma 2, OLMo 2).
+
+        x       [T, N]; of one of several ranks its term of a sum, which is summed over the ranks first
+        w1, w2  [N], of x and of the sum; each may be float32 where x is not
+        """
+        return self.rms_norm(residual.add_(self.rms_norm(x, w1, eps)), w2, eps)
+
+    def join_normed(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        """then(add_normed(linear(x), residual, w1, w2, eps)), in whatever pieces are fastest."""
+        return then(self.add_normed(linear(x), residual, w1, w2, eps))
+
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -179,7 +211,7 @@ class Ops:
         return x
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
-        return TorchAttentionPlan(batch, cache, spec)
+        return TorchAttentionPlan(batch, cache, spec) if spec.latent is None else TorchLatentPlan(batch, cache, spec)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

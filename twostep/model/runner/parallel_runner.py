@@ -73,7 +73,7 @@ class ParallelRunner:
         Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
         # What can be refused is, before anything is started.
-        config = with_quantization(parse_config(Path(model_dir)), options.get("quantization", "none"))
+        config = with_quantization(parse_config(Path(model_dir), options.get("architecture", "")), options.get("quantization", "none"))
         shard_of(with_whole_experts(config) if options.get("enable_expert_parallel") else config, 0, size)
         if device == "cpu" and options.get("num_threads") is None:
             options["num_threads"] = max(1, torch.get_num_threads() // size)
@@ -141,6 +141,10 @@ class ParallelRunner:
     @property
     def max_model_len(self) -> int:
         return self._local.max_model_len
+
+    @property
+    def generates(self) -> bool:
+        return self._local.generates
 
     @property
     def overlaps(self) -> bool:
