@@ -82,7 +82,7 @@ def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
         compare_engines(one, two, seed=FAMILIES.index(family), tokenizer_file=save_tokenizer(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
 def test_ranks_may_hold_whole_experts(family: str, tmp_path: Path) -> None:
     """An odd number of them; beside a shared one that is cut."""
     save_model(family, tmp_path)

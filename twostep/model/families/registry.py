@@ -21,6 +21,7 @@ from twostep.model.families.falcon import Falcon
 from twostep.model.families.gemma import Gemma, Gemma2, Gemma3
 from twostep.model.families.gpt2 import Gpt2
 from twostep.model.families.gpt_neox import GptNeox
+from twostep.model.families.gpt_oss import GptOss
 from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.mixtral import Mixtral
 from twostep.model.families.olmo2 import Olmo2
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "FalconForCausalLM": Falcon,
     "GPT2LMHeadModel": Gpt2,
     "GPTNeoXForCausalLM": GptNeox,
+    "GptOssForCausalLM": GptOss,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "GemmaForCausalLM": Gemma,

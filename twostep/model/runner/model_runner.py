@@ -149,6 +149,8 @@ class ModelRunner:
         config = with_quantization(config, quantization)
         if enable_expert_parallel:
             config = with_whole_experts(config)
+        if load_format == "dummy" and (experts := config.experts) is not None:
+            config = replace(config, experts=replace(experts, router=replace(experts.router, scattered=True)))
         if load_format != "dummy":
             config = as_stored(config, model_dir, DTYPES[chosen])
         self._config = config
