@@ -178,7 +178,10 @@ class ModelRunner:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
             if member is not None:
                 member.meeting.exchange(b"loaded")
-            new_cache = partial(KvCache, device=str(self._device), scales=_kv_scales(config, model_dir, kv_cache_dtype, load_format))
+            scales = _kv_scales(config, model_dir, kv_cache_dtype, load_format)
+            if scales is not None and part is not None:
+                scales = scales[..., part.shard.kv_heads.slice]
+            new_cache = partial(KvCache, device=str(self._device), scales=scales)
             if isinstance(num_blocks, PoolSizing):
                 self._cache = new_cache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype))
                 self._steps = self._device_steps(ops, 0, progress)
@@ -380,7 +383,7 @@ def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_f
     scheme = config.kv_scheme
     if scheme is None or not scheme.static or kv_format(kv_cache_dtype, scheme) != scheme.format or load_format == "dummy":
         return None
-    return read_kv_scales(model_dir, config.num_layers)
+    return read_kv_scales(model_dir, config)
 
 
 def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:
