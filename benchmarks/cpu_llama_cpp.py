@@ -164,7 +164,11 @@ def main() -> None:
             llama.quantize(args.gguf, path := Path(folder, theirs), kind)
             engines[theirs] = LlamaCppModel(llama, path, num_seqs=max(args.batch), seq_len=seq_len, threads=args.threads).measure
             runner = ModelRunner(
-                directory, num_blocks=max(args.batch) * -(-seq_len // BLOCK_SIZE), dtype=args.dtype, num_threads=args.threads, quantization=ours
+                directory,
+                num_blocks=max(args.batch) * -(-seq_len // BLOCK_SIZE),
+                dtype=args.dtype,
+                num_threads=args.threads,
+                quantization=ours,
             )
             engines[ours] = partial(measure_engine, runner)
             vocab_size = runner.vocab_size
@@ -201,9 +205,8 @@ def report(args: argparse.Namespace, rounds: dict[int, dict[str, list[Rates]]]) 
                 mine, other = ([getattr(rates, step) for rates in measured[name]] for name in (ours, theirs))
                 ratio = statistics.median(a / b for a, b in zip(mine, other, strict=True))
                 (own, own_spread), (their, their_spread) = middle(mine), middle(other)
-                print(
-                    f"{step:10}{batch:>6}{ours:>8}{own:>10.1f}{own_spread:>7.0%} {theirs:>6}{their:>10.1f}{their_spread:>7.0%} {ratio:>8.2f}"
-                )
+                sides = f"{ours:>8}{own:>10.1f}{own_spread:>7.0%} {theirs:>6}{their:>10.1f}{their_spread:>7.0%}"
+                print(f"{step:10}{batch:>6}{sides} {ratio:>8.2f}")
                 lines.append({"step": step, "batch": batch, "format": ours, "twostep": own, "llama.cpp": their, "ratio": ratio})
     if args.json is not None:
         args.json.write_text(json.dumps(lines, indent=2) + "\n")

@@ -71,6 +71,7 @@ BLOCK_SIZE = 16
 class BlankRunner:
     """A prefill worker's runner that computes nothing: its blocks hold small numbers, its tokens are all 1."""
 
+    generates = True
     overlaps = False
     marks_layers = False
 

@@ -5,11 +5,11 @@
     to 63    oneDNN's product of 8-bit numbers                      the same
     from 64  unpacked, some of the weight at a time, and multiplied in x's dtype
 
-oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two for bfloat16 and three for float32, so that nothing is lost; where the
-format rounds them to 8 bits, one is enough. With few rows a token's result depends on no other's.
+oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two for bfloat16 and three for float32, so that nothing is lost; where
+the format rounds them to 8 bits, one is enough. A token's result depends on no other's then.
 
-A small weight's products take less time than what prepares them. For one row, which waits for it most, int8 keeps such a weight once more, by
-its columns; nothing else is kept twice. The operators are torch's own but not public: where they are missing, have changed, or
+A small weight's product takes less time than what prepares it. For one row, where that is most of a step, int8 keeps such a weight once
+more, by its columns; nothing else is kept twice. The operators are torch's own but not public: where they are missing, have changed, or
 compute something else on this CPU, and for all other formats, weights are unpacked once and for all (Ops.prepare_quantized).
 """
 
@@ -129,10 +129,11 @@ def _scale(x: torch.Tensor, largest: int) -> torch.Tensor:
 
 
 class WeightColumns:
-    """The product with one row as the sum of an int8 weight's columns, each times a number of the row. A callable x [1, K] -> float32 [1, N].
+    """The product with one row as the sum of an int8 weight's columns, each times a number of the row. A callable x [1, K] -> float32
+    [1, N].
 
     The operator is that of embeddings, which adds up rows of a table in 8 bits. A row of it is a part of a column, uint8 [N / parts], then
-    a scale and what is added to the numbers, float32 each. Parts are computed by a thread each.
+    a scale and what is added to the scaled numbers, float32 each. Parts are computed by a thread each.
     """
 
     def __init__(self, values: torch.Tensor, num_threads: int) -> None:
