@@ -72,6 +72,7 @@ class BlankRunner:
     """A prefill worker's runner that computes nothing: its blocks hold small numbers, its tokens are all 1."""
 
     reach = 0
+    generates = True
     overlaps = False
     marks_layers = False
 

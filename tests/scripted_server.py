@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from twostep.errors import ContextExceeded, trailing_metadata
+from twostep.errors import ContextExceeded, ResourceExhausted, trailing_metadata
 from twostep.rpc.api_level import API_LEVEL, API_LEVEL_HEADER
 from twostep.rpc.health import READINESS, HealthBoard, HealthServicer
 from twostep.rpc.server import server_options
@@ -44,6 +44,7 @@ CALL_AS_TEXT = [pb.GenerateResponse(piece=pb.Piece(text="<call>", token_ids=[1])
 
 class ScriptedInference(pb_grpc.InferenceServicer):
     """Prompts: "ok" answers WORDS; "refuse-N" is refused N times first; "later-MS" is refused once, with a retry delay of MS milliseconds;
+    "never" is refused, and is told that it is of no use;
     "break" breaks after two words; "crash" does so too, tells its seed and can go on;
     "reset" is cancelled there by nobody on the client's side; "stumble" breaks after each word;
     "call" calls a tool, as it is asked for; several answers ("n") are WORDS each, and "crash" breaks where one has ended and others have
@@ -65,6 +66,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         self.remaining_s: list[float] = []
         self.calls: Counter[str] = Counter()
         self.requests: list[pb.GenerateRequest] = []
+        self.embeds: list[pb.EmbedRequest] = []
         self.cancelled: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
@@ -87,6 +89,9 @@ class ScriptedInference(pb_grpc.InferenceServicer):
             if prompt.startswith("later-") and self.calls[prompt] == 1:
                 behind = (("x-twostep-retry-after-ms", prompt[6:]),)
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "come again later", behind)
+            if prompt == "never":
+                error = ResourceExhausted("nobody here keeps that", hopeless=True)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message, trailing_metadata(error))
             if prompt == "invalid":
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature is -1; give a value from 0 to 100")
             if request.model not in ("", "scripted"):
@@ -153,6 +158,16 @@ class ScriptedInference(pb_grpc.InferenceServicer):
                 yield pb.GenerateResponse(index=index, piece=piece)
                 if position == 2:
                     yield pb.GenerateResponse(index=index, end=END)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        """A vector is what was given, character by character or id by id."""
+        self.calls["embed"] += 1
+        self.embeds.append(request)
+        if self.calls["embed"] == 1 and request.inputs[0].text == "refuse once":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        given = [list(each.text.encode()) or list(each.token_ids.ids) for each in request.inputs]
+        usage = pb.Usage(prompt_tokens=sum(map(len, given)), cached_tokens=1)
+        return pb.EmbedResponse(embeddings=[pb.Embedding(values=each) for each in given], usage=usage)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self.calls["tokenize"] += 1

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 
 # Trailing metadata of RESOURCE_EXHAUSTED: milliseconds after which it is worth trying again.
 RETRY_AFTER = "x-twostep-retry-after-ms"
+# "false": it is not, however long one waits. Also a header of HTTP, which OpenAI's clients go by.
+SHOULD_RETRY = "x-should-retry"
 # Of UNAUTHENTICATED: what a signature must name (twostep.rpc.call_signing).
 CHALLENGE = "twostep-challenge-bin"
 # Of a ContextExceeded, its numbers in order: "512,,512", empty where one is not known.
@@ -91,11 +93,13 @@ class PermissionDenied(TwostepError):
 
 
 class ResourceExhausted(TwostepError):
-    """No room now. Another worker may have some; later, this one: after `retry_after_s` seconds, if whoever refused could tell."""
+    """No room now. Another worker may have some; later, this one: after `retry_after_s` seconds, if whoever refused could tell. `hopeless`:
+    not even then, because nobody who is there would have it."""
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None, hopeless: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.hopeless = hopeless
 
 
 class Unavailable(TwostepError):
@@ -204,7 +208,7 @@ def error_from_grpc(code: str, message: str, metadata: Iterable[tuple[str, str |
     kind = _BY_GRPC.get(code, InternalError)
     behind = dict(metadata or ())
     if kind is ResourceExhausted:
-        return ResourceExhausted(message, retry_after_s=_retry_after_s(behind))
+        return ResourceExhausted(message, retry_after_s=_retry_after_s(behind), hopeless=_text(behind.get(SHOULD_RETRY, "")) == "false")
     if kind is InvalidRequest and CONTEXT in behind:
         numbers = [*map(_whole, _text(behind[CONTEXT]).split(",")), None, None, None]
         return ContextExceeded(message, prompt_tokens=numbers[0], max_tokens=numbers[1], max_model_len=numbers[2])
@@ -218,6 +222,8 @@ def trailing_metadata(error: TwostepError) -> tuple[tuple[str, str | bytes], ...
     if isinstance(error, ContextExceeded):
         numbers = (error.prompt_tokens, error.max_tokens, error.max_model_len)
         return ((CONTEXT, ",".join("" if number is None else str(number) for number in numbers)),)
+    if isinstance(error, ResourceExhausted) and error.hopeless:
+        return ((SHOULD_RETRY, "false"),)
     if not isinstance(error, ResourceExhausted) or error.retry_after_s is None:
         return ()
     return ((RETRY_AFTER, str(math.ceil(error.retry_after_s * 1000))),)

@@ -13,8 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
-from router.request.targets import Refused
 from twostep.errors import (
+    SHOULD_RETRY,
     ContextExceeded,
     InvalidRequest,
     NonFiniteLogits,
@@ -88,9 +88,8 @@ def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
             code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
             if isinstance(error, Unauthenticated):
                 headers["WWW-Authenticate"] = "Bearer"
-            if isinstance(error, Refused) and error.retry_after_s is None:
-                # Of no use, however long one waits. What OpenAI's clients go by.
-                headers["x-should-retry"] = "false"
+            if isinstance(error, ResourceExhausted) and error.hopeless:
+                headers[SHOULD_RETRY] = "false"
             elif isinstance(error, ResourceExhausted):
                 retry_after_s = error.retry_after_s or 1.0
         case web.HTTPException():

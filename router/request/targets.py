@@ -39,10 +39,10 @@ class Reason(StrEnum):
 
 
 class Refused(ResourceExhausted):
-    """No room, or none in time: nothing was asked of any worker."""
+    """No room, or none in time: nothing was asked of any worker. A `retry_after_s` of None: it would be so at any time."""
 
     def __init__(self, reason: Reason, message: str, *, retry_after_s: float | None) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+        super().__init__(message, retry_after_s=retry_after_s, hopeless=retry_after_s is None)
         self.reason = reason
 
 

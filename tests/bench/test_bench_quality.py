@@ -14,13 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_tensors import KINDS, quantize_directory
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from twostep.cli import main
 from twostep.errors import SetupError
-from twostep.lab.bench.quality import cut
+from twostep.lab.bench.quality import cut, measure_difference, measure_reference
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.process.startup import NoProgress
 from twostep.text.tokenizer import Tokenizer
 
 WINDOW = 48
@@ -34,6 +37,17 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
+
+
+class Journal(NoProgress):
+    def __init__(self) -> None:
+        self.told: list[str | tuple[int, int]] = []
+
+    def phase(self, name: str) -> None:
+        self.told.append(name)
+
+    def advance(self, done: int, total: int, unit: str = "") -> None:
+        self.told.append((done, total))
 
 
 def quality(model: Path, *words: str) -> None:
@@ -137,6 +151,40 @@ def test_checkpoints_that_make_other_tokens_are_refused(tiny_llama_dir: Path, tm
             quality(tiny_llama_dir, "--against", str(path))
         assert ended.value.code == 1
         assert str(path) in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_last_is_said_before_the_first_is_measured(
+    tiny_llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantized = tmp_path / "quantized"
+    quantize_directory(tiny_llama_dir, quantized, KINDS["int8"])
+    odd = shutil.copytree(tiny_llama_dir, tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"hidden_act": "swish7"}))
+    short = shutil.copytree(tiny_llama_dir, tmp_path / "short")
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 30}))
+    for wrong, named in ((f"{quantized},quantization=int8", "--quantization int8"), (str(odd), "hidden_act"), (str(short), "--window")):
+        with pytest.raises(SystemExit) as ended:
+            quality(tiny_llama_dir, "--against", "kv-cache-dtype=int8", wrong)
+        assert ended.value.code == 1
+        shown = capsys.readouterr()
+        assert f"--against {wrong}" in shown.err
+        assert named in shown.err
+        assert not shown.out
+
+
+def test_how_far_it_is_is_told(tiny_llama_dir: Path, text: Path) -> None:
+    """By the bench itself: a terminal or a log has it from there."""
+    journal = Journal()
+    task = cut(list(range(3, 100)), [], window=30, num_prompts=2, prompt_tokens=10, answer_tokens=3)
+
+    def load() -> ModelRunner:
+        return ModelRunner(tiny_llama_dir, dtype="float32", num_blocks=task.num_blocks(16))
+
+    reference = measure_reference(load, task, journal)
+    assert journal.told == ["windows", (0, 4), (1, 4), (2, 4), (3, 4), "answers"]
+    measure_difference(load, task, reference, journal)
+    assert journal.told[6:] == journal.told[:6]
 
 
 @pytest.mark.parametrize(

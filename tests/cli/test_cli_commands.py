@@ -122,8 +122,13 @@ def test_models_of_a_directory(tmp_path: Path) -> None:
     assert [(share["num_layers"], share["num_weights"], share["num_bytes"]) for share in found["formats"]] == [(1, 24, 28)]
     # The one scale is written out for each row; a CPU has no product for it.
     assert (found["loaded_bytes"], found["cpu_bytes"]) == (24 + 4 * 4 + 2 * 48, 2 * (24 + 48))
+    assert found["kv"] is None
     assert "fp8" in run("models", str(tmp_path)).stdout
     assert run("models", str(tmp_path / "nowhere")).returncode == 1
+    config["quantization_config"] |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "fp8" in json.loads(run("models", str(tmp_path), "--json").stdout)["kv"]
+    assert sum("kv-cache-dtype" in line for line in run("models", str(tmp_path)).stdout.splitlines()) == 1
 
 
 def test_chat_through_a_pipe_keeps_the_history(server: tuple[ScriptedInference, str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,33 @@ def test_all_that_is_wrong_is_said_at_once(tiny_llama_dir: Path, monkeypatch: py
     named = ("--overcommit", "--ray-store-bytes", "--tensor-parallel-size 3", "--block-size")
     assert [name for name in named if name not in refusal.value.message] == []
     planned(told("up", "--model", str(tiny_llama_dir), "--decode", "30", "--overcommit", "--runner", "fake", "--port", "0"))
+
+
+KV_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+WEIGHTS = {"quant_method": "awq", "bits": 4, "group_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, [], "quantization_config.quant_method"),
+        (WEIGHTS, ["--quantization", "int8"], "--quantization int8"),
+        (KV_ALONE, ["--kv-wire", "fp8"], "--kv-wire fp8"),
+        (KV_ALONE, ["--block-size", "2"], "--block-size 2"),
+        (KV_ALONE, ["--quantization", "int8"], ""),
+        (KV_ALONE, ["--kv-wire", "fp8", "--block-size", "2", "--kv-cache-dtype", "exact"], "--block-size"),
+        (KV_ALONE, ["--kv-wire", "fp8", "--kv-cache-dtype", "exact"], ""),
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_cannot_be_held_in_is_refused_before_anything_starts(
+    config: dict[str, object], words: list[str], named: str, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_llama_dir, tmp_path / "m")
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    with pytest.raises(SetupError, match=named) if named else nullcontext():
+        planned(told("up", "--model", str(model), "--port", "0", *words))
 
 
 def test_a_port_that_was_given_goes_to_no_other_process(tiny_llama_dir: Path) -> None:

@@ -251,6 +251,16 @@ def test_pauses_keep_to_what_was_said_and_are_spread(after_s: float, num_retries
     assert len(delays) > 10, "those refused together do not come back together"
 
 
+def test_what_no_later_try_would_get_is_not_tried_again() -> None:
+    behind = trailing_metadata(ResourceExhausted("never", hopeless=True))
+    assert behind == (("x-should-retry", "false"),)
+    back = error_from_grpc("RESOURCE_EXHAUSTED", "never", behind)
+    assert isinstance(back, ResourceExhausted)
+    assert back.hopeless
+    assert Attempts(600.0, 10).delay_s(back) is None
+    assert Attempts(600.0, 10).delay_s(error_from_grpc("RESOURCE_EXHAUSTED", "full", [("x-should-retry", "true")])) is not None
+
+
 def test_metadata_there_and_back() -> None:
     assert trailing_metadata(ResourceExhausted("full")) == trailing_metadata(Unavailable("away")) == ()
     behind = trailing_metadata(ResourceExhausted("full", retry_after_s=0.2501))

@@ -47,6 +47,8 @@ class World:
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice([1, 2, 4, 5, 16])
         self.vocab = rng.choice([37, 1000])
+        # An int64 is the least a state block holds.
+        self.num_state_blocks = rng.choice([0, 0, 1, 3])
         self.context = rng.choice([60, 150])
         self.window = random.Random(seed).choice(self.windows)
         self.broken_token = 7 if seed % 2 and self.vocab > 37 and not self.window else None
@@ -67,13 +69,14 @@ class World:
         rng = self.rng
         longest = -(-self.context // self.block_size)
         runner = HookedRunner(
-            num_blocks=longest + rng.choice([0, 3, longest, 3 * longest]),
+            num_blocks=longest + self.num_state_blocks + rng.choice([0, 3, longest, 3 * longest]),
             block_size=self.block_size,
             vocab_size=self.vocab,
             max_model_len=self.context,
             num_layers=2,
             broken_token=self.broken_token,
             window=self.window,
+            num_state_blocks=self.num_state_blocks,
         )
         runner.during, runner.launching = self.during, self.launching
         engine = engine_of(
@@ -122,7 +125,8 @@ class World:
 
     def start(self) -> None:
         request = self.new_request()
-        answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context, window=self.window)
+        rules = {"window": self.window, "stateful": bool(self.num_state_blocks)}
+        answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context, **rules)
         attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
         whole = [*request.token_ids, *answer]
         if self.broken_token in whole[:-1]:

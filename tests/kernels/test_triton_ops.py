@@ -41,7 +41,7 @@ def on_triton(directory: Path, quantization: str = "auto") -> tuple[Decoder, KvC
     return model, KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE, quantization), DEVICE)
 
 
-@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", system("opt")])
+@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", "deepseek-v2-yarn", system("opt")])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
@@ -53,6 +53,22 @@ def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     for counts in steps:
         work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
         batch = make_batch(work, BLOCK_SIZE, every_row=counts != steps[1])
+        with torch.inference_mode():
+            got = model.forward(batch, cache)
+        torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+        for sequence, count in work:
+            sequence.num_computed += count
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral")])
+def test_experts(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path)
+    model, cache = on_triton(tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    for counts in ([5, 1], [1, 1]):
+        work = list(zip(sequences, counts, strict=True))
+        batch = make_batch(work, BLOCK_SIZE)
         with torch.inference_mode():
             got = model.forward(batch, cache)
         torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
@@ -75,9 +91,10 @@ def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
 
 # Nothing attends for rows of padding: what the memory held before is multiplied.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
+def test_a_planned_decode_follows_its_inputs(family: str, tmp_path: Path) -> None:
     """As a CUDA graph is replayed: one plan, other tokens, lengths, blocks and slots in the same tensors, rows of padding."""
-    save_model("llama", tmp_path)
+    save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     sequences = scattered_sequences([20, 9, 3], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))

@@ -22,6 +22,7 @@ from twostep.checkpoint.directory import weight_files
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.checkpoint.hub import Hub, fetch
 from twostep.checkpoint.model_name import directory_of, name_of
+from twostep.cli import main
 from twostep.cli._flags import parser
 from twostep.cli._up import options_of
 from twostep.errors import SetupError
@@ -129,6 +130,18 @@ def test_what_is_read_is_downloaded_once_and_found_without_a_network(
     hub.asked.clear()
     assert get(offline=True) == get(found.name, offline=True) == found
     assert not hub.asked
+
+
+@pytest.mark.usefixtures("told")
+def test_a_model_of_the_hub_is_described_as_a_directory_is(hub: StandIn, tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for name in (hub.repository, str(tiny_llama_dir)):
+        with pytest.raises(SystemExit) as ended:
+            main(["models", name, "--json"])
+        assert not ended.value.code
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1]
+    assert said[0]["architecture"] == "LlamaForCausalLM"
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: StandIn, get: Callable[..., Path], files: dict[str, bytes]) -> None:

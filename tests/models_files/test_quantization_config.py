@@ -210,6 +210,18 @@ def test_nothing_is_said() -> None:
     assert read_quantization(Path("nowhere"), {}) is None
 
 
+KV: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def test_weights_may_be_whole_where_kv_alone_is_quantized(tmp_path: Path) -> None:
+    assert read(ct(config_groups={}, kv_cache_scheme=KV, format="dense")) is None
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": [HEAD]}}))
+    assert read_quantization(tmp_path, {}) is None
+    with pytest.raises(SetupError, match=r"hf_quant_config\.json.*quant_method"):
+        read(FP8, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "storage"),
     [

@@ -338,6 +338,16 @@ def test_scales_of_projections_are_modelopts(with_scales: Path) -> None:
         runner(with_scales)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_weights_beside_them_may_be_quantized_at_the_load(with_scales: Path, directory: Path, quantization: str) -> None:
+    def of(model_dir: Path, kv: str) -> torch.Tensor:
+        made = ModelRunner(model_dir, num_blocks=NUM_BLOCKS, block_size=16, kv_cache_dtype=kv, dtype="float32", quantization=quantization)
+        return logits(made, [60], 16)
+
+    assert torch.equal(of(with_scales, "exact"), of(directory, "exact"))
+    assert 1e-4 < float((of(with_scales, "auto") - of(directory, "exact")).norm() / of(directory, "exact").norm()) < 0.1
+
+
 @pytest.mark.parametrize("wire", ["int8", "fp8"])
 def test_kv_that_the_checkpoint_wants_quantized_is_not_quantized_again_on_its_way(with_scales: Path, wire: str) -> None:
     (with_scales / "tokenizer.json").write_text("{}")  # part of a fingerprint

@@ -247,6 +247,7 @@ async def test_what_cannot_meet_its_targets_is_refused_before_any_worker_is_aske
     async with cluster.serving():
         error = await refused(cluster, with_targets(asking(cluster), ttft_ms=2000))
         assert "ttft_ms is 2000" in error.message
+        assert not error.hopeless
         assert error.retry_after_s is not None
         assert 4.0 <= error.retry_after_s <= 30.0, "about as long as it is too much"
         assert not prefill.requests
@@ -276,6 +277,12 @@ async def test_a_token_that_would_take_too_long_is_a_reason_of_its_own(cluster: 
         error = await refused(cluster, with_targets(asking(cluster, max_tokens=100), gap_ms=30))
         assert "gap_ms is 30" in error.message
         assert told_by(cluster)("twostep_requests_refused_total", reason="target_gap") == 1
+        # Each counts as a miss of what it was refused for, whatever else was named.
+        await refused(cluster, with_targets(asking(cluster, max_tokens=100), gap_ms=30, ttft_ms=600_000))
+        told = told_by(cluster)
+        assert told("twostep_request_slo_missed_total", reason="target_tpot") == 1
+        assert told("twostep_request_slo_missed_total", reason="target_gap") == 2
+        assert told("twostep_request_slo_missed_total", reason="target_ttft") is None
 
 
 async def test_a_target_that_idle_workers_would_miss_gets_no_false_hope(cluster: Cluster) -> None:
@@ -285,6 +292,7 @@ async def test_a_target_that_idle_workers_would_miss_gets_no_false_hope(cluster:
         error = await refused(cluster, with_targets(asking(cluster), ttft_ms=1))
         assert "idle workers would not keep it either" in error.message
         assert error.retry_after_s is None
+        assert error.hopeless
         assert not decode.requests
 
 

@@ -244,3 +244,15 @@ def test_the_tables_load_nothing_heavy() -> None:
 def test_what_was_removed_is_in_the_changelog() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert [name for name in (*REMOVED, *REMOVED_FLAGS) if f"`--{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    "command", [["plan", "--workload", "w", "--slo", "s", "--rate", "1"], ["bench", "engine"], ["bench", "quality", "--against", "x"]]
+)
+def test_kv_may_be_asked_for_in_vllm_s_word_for_the_same(command: list[str]) -> None:
+    assert parser().parse_args([*command, "--kv-cache-dtype", "fp8_e4m3"]).kv_cache_dtype == "fp8"
+    row = next(each for each in settings_of(WorkerConfig) if each.name == "kv-cache-dtype")
+    assert [row.value(text) for text in ("fp8_e4m3", *row.choices)] == ["fp8", *row.choices]
+    for other in ("fp8_e5m2", "bfloat16"):
+        with pytest.raises(argparse.ArgumentTypeError, match=other):
+            row.value(other)

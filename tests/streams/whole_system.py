@@ -136,9 +136,11 @@ async def whole_system(
     aggregated: bool = False,
     make_runner: Callable[[], Runner] | None = None,
     limits: SequencesConfig | None = None,
+    step_tokens: int = 0,
     **router_options: Any,
 ) -> AsyncIterator[WholeSystem]:
-    """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none."""
+    """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none. `step_tokens`: of
+    a step of each worker; 0: its default."""
     async with AsyncExitStack() as stack:
         (tmp_path / "redis").mkdir()
         redis_server = RedisServer(tmp_path / "redis")
@@ -159,6 +161,7 @@ async def whole_system(
                 worker_id=f"{role}-{number}",
                 advertise_address=advertise,
                 local_prefill=aggregated,
+                max_num_batched_tokens=step_tokens,
                 fixed_roles=True,
                 otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )

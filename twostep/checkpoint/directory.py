@@ -11,7 +11,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from twostep.errors import SetupError
 
@@ -32,6 +32,8 @@ _MAX_HEADER_BYTES = 16 << 20
 _MAX_SHARDS = 4096
 _SHOWN_NAMES = 8
 _SHOWN_CHARS = 200
+_MAX_DIMENSIONS = 8
+_MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Reads and checks the header of one safetensors file: it is JSON, and its tensors cover the file exactly.
+    """Reads and checks the header of one safetensors file: it is JSON, and its tensors, each of a dtype, a shape and offsets, reach to the
+    end of the file.
 
     Raises SetupError for a corrupt or truncated file."""
     try:
@@ -136,15 +139,35 @@ def read_header(path: Path) -> SafetensorsHeader:
     try:
         tensors: dict[str, dict[str, Any]] = json.loads(raw)
         tensors.pop("__metadata__", None)
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        wrong = next((name for name, raw in tensors.items() if not _is_tensor(raw)), None)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         # Some errors hold all that was read in their representation.
         raise SetupError(f"{path} has a corrupt header ({type(error).__name__}: {str(error)[:_SHOWN_CHARS]}); download it again") from error
+    if wrong is not None:
+        shown = f"{wrong[:_SHOWN_CHARS]}: {str(tensors[wrong])[:_SHOWN_CHARS]}"
+        raise SetupError(f"{path} has a corrupt header ({shown}); download it again")
+    end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if 8 + size + end != num_bytes:
         raise SetupError(
             f"{path} is truncated or corrupt: it has {num_bytes} bytes, its header describes {8 + size + end}; download it again"
         )
     return SafetensorsHeader(path=path, raw=raw, tensors=tensors, data_start=8 + size, num_bytes=num_bytes)
+
+
+def _is_tensor(raw: object) -> bool:
+    """Returns whether a header may say this of a tensor. Its sides are few and not too large: to multiply them takes no time."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("dtype"), str):
+        return False
+    offsets = raw.get("data_offsets")
+    return _are_counts(raw.get("shape")) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
+
+
+def _are_counts(numbers: object) -> TypeGuard[list[int]]:
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= _MAX_DIMENSIONS
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < _MAX_COUNT for n in numbers)
+    )
 
 
 def stored_dtype(model_dir: Path) -> str:

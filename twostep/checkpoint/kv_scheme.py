@@ -25,6 +25,9 @@ class KvScheme:
     format: str
     static: bool
 
+    def __str__(self) -> str:
+        return f"{self.format}, {'one scale for the keys of a layer and one for its values' if self.static else 'a scale for each vector'}"
+
 
 def kv_format(asked: str, scheme: KvScheme | None) -> str:
     """Returns what --kv-cache-dtype comes to with this checkpoint: none, fp8 or int8."""

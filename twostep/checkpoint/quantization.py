@@ -40,8 +40,8 @@ class FormatGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Which layers are quantized, and how. `ignored` is written as targets are, and goes before them. `stored`: the files hold them so;
-    else they are quantized as they are read."""
+    """Which layers are quantized, and how; `groups` is empty only while it is read. `ignored` is written as targets are, and goes before
+    them. `stored`: the files hold them so; else they are quantized as they are read."""
 
     method: str
     groups: tuple[FormatGroup, ...]
@@ -67,6 +67,8 @@ _INT4_GROUPS = (128, 64, 32)
 # The output layer decides between tokens that are close: 8 bits at least.
 _INT8_ROWS = LinearFormat(storage=PLAIN, is_float=False, bits=8, block=(1, 0))
 _FP8_ROWS = LinearFormat(storage=PLAIN, is_float=True, bits=8, block=(1, 0), activations=Activations(is_float=True, dynamic=True))
+# What chooses experts is never quantized (families/experts.py).
+_ROUTERS = rf"{_REGEX}.*\.(?:gate|router|shared_expert_gate)$"
 _INT4 = LinearFormat(storage=PACKED, is_float=False, bits=4, block=(1, _INT4_GROUPS[0]))
 
 
@@ -75,7 +77,8 @@ def quantization_at_load(name: str) -> Quantization:
     format, head = {"fp8": (_FP8_ROWS, None), "int8": (_INT8_ROWS, _INT8_ROWS), "int4": (_INT4, _INT8_ROWS)}[name]
     groups = [FormatGroup(targets=(_ANY_LINEAR,), format=format)]
     groups += [] if head is None else [FormatGroup(targets=(HEAD,), format=head)]
-    return Quantization(method=name, groups=tuple(groups), ignored=() if head is not None else (HEAD,), stored=False)
+    ignored = (_ROUTERS,) if head is not None else (_ROUTERS, HEAD)
+    return Quantization(method=name, groups=tuple(groups), ignored=ignored, stored=False)
 
 
 def check_unquantized(stored: Quantization | None, name: str) -> None:
@@ -118,8 +121,8 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantization | None:
-    """Returns what config.json (`config`) and the files beside it say; None: nothing is quantized. Raises SetupError, naming file and key,
-    for what is not known, cannot be honoured, or contradicts itself."""
+    """Returns what config.json (`config`) and the files beside it say of weights; None: they are not quantized, whatever is said of KV
+    (kv_scheme.py). Raises SetupError, naming file and key, for what is not known, cannot be honoured, or contradicts itself."""
     found: list[tuple[Fields, Quantization]] = []
     for key in QUANTIZATION_KEYS:
         if (raw := config.get(key)) is not None:
@@ -138,17 +141,17 @@ def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantizatio
         if [group.format for group in other.groups] != [group.format for group in first.groups]:
             why = f"but {found[0][0].path.name} says {_said(first)}; keep the one that is right"
             fields.refuse("quant_method", _said(other), why)
-    return first
+    return first if first.groups else None
 
 
 def _said(quantization: Quantization) -> str:
-    return "; ".join(str(group.format) for group in quantization.groups)
+    return "; ".join(str(group.format) for group in quantization.groups) or "that weights are not quantized"
 
 
 def _parse(path: Path, prefix: str, raw: dict[str, Any], default: str) -> tuple[Fields, Quantization]:
     fields = Fields(path, raw, prefix=prefix, harmless=_HARMLESS)
     method = fields.take("quant_method", None) or default
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         fields.refuse("quant_method", method, f"supported are {', '.join(_METHODS)}: use another quantization of the model")
     quantization = _METHODS[method](fields)
     fields.refuse_rest()
@@ -175,11 +178,12 @@ def _fp8(fields: Fields) -> Quantization:
 
 
 def _modelopt(fields: Fields) -> Quantization:
-    fields.expect("quant_algo", "FP8", default=None)
-    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
-        fields.take(key, None)  # of kv_scheme.py
+    kv = [fields.take(key, None) for key in ("kv_cache_quant_algo", "kv_cache_scheme")]  # of kv_scheme.py
     ignored = (*_modules(fields, "exclude_modules"), *_modules(fields, "ignore"))
     fields.take("config_groups", None)  # repeats the algorithm
+    if any(kv) and fields.peek("quant_algo") is None:
+        return Quantization(method="modelopt", groups=(), ignored=())
+    fields.expect("quant_algo", "FP8", default=None)
     return _one("modelopt", _FP8_STATIC, ignored)
 
 
@@ -311,6 +315,8 @@ def _weight_block(fields: Fields) -> tuple[tuple[int, int], str]:
     size, strategy, structure = fields.take("group_size", None), fields.take("strategy", None), fields.take("block_structure", None)
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if strategy not in ("tensor", "channel", "group", "block"):
+        fields.refuse("strategy", strategy, "supported for weights are tensor, channel, group and block")
     if (size in (None, -1)) == (strategy == "group"):
         fields.refuse("group_size", size, f"it contradicts the strategy {strategy}; fix one of the two")
     if (structure is None) == (strategy == "block"):
@@ -321,8 +327,6 @@ def _weight_block(fields: Fields) -> tuple[tuple[int, int], str]:
         if isinstance(structure, str):
             structure = [int(side) if side.isdecimal() and len(side) < 8 else side for side in structure.split("x")]
         return _block(fields, "block_structure", structure), strategy
-    if strategy not in ("tensor", "channel"):
-        fields.refuse("strategy", strategy, "supported for weights are tensor, channel, group and block")
     return (int(strategy == "channel"), 0), strategy
 
 

@@ -8,12 +8,12 @@ from typing import Literal, TypedDict
 
 from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _plan_flags
-from twostep.settings.readers import COUNT, SECONDS_OR_NONE, Whole
+from twostep.settings.readers import COUNT, KV_CACHE_DTYPES, SECONDS_OR_NONE, Whole
 from twostep.settings.reading import FlagParser, add_config_flag, add_flags
-from twostep.settings.service import DTYPES, MODEL_REVISION
+from twostep.settings.service import ARCHITECTURE, DTYPES, MODEL_REVISION
 from twostep.settings.table import readers_of, settings_of
 from twostep.settings.up import DEFAULT_MODEL, FORWARDED, UpSettings
-from twostep.settings.worker import KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, WorkerSettings
+from twostep.settings.worker import LOAD_FORMATS, QUANTIZATIONS, WorkerSettings
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -86,14 +86,21 @@ def parser() -> FlagParser:
 
     models = commands.add_parser(
         "models",
-        help="what is served, what can be fetched, and what a directory holds",
-        description="Lists the models served; or says what a model directory holds: formats of its weights, and bytes.",
+        help="what is served, what can be fetched, and what a model holds",
+        description="Lists the models served; or says what a model holds: formats of weights and KV, and bytes. A name is fetched first.",
     )
     models.add_argument(
-        "action", nargs="?", default="list", metavar="list|fetch|DIR", help="fetch: download a model, print where it is. DIR: what it holds"
+        "action",
+        nargs="?",
+        default="list",
+        metavar="list|fetch|DIR|NAME",
+        help="fetch: download a model, print where it is. Anything else, as --model elsewhere: what it holds",
     )
-    models.add_argument("name", nargs="?", default="", help="ORG/NAME of the Hugging Face hub, or a known name; if not given the default")
+    models.add_argument(
+        "name", nargs="?", default="", help="of fetch: ORG/NAME of the Hugging Face hub, or a known name; if not given the default"
+    )
     models.flag("--model-revision", default="", metavar="REV", help=MODEL_REVISION)
+    models.flag("--architecture", default="", metavar="NAME", help=ARCHITECTURE)
     models.add_argument("--json", action="store_true", help="as JSON")
     _connection(models, with_model=False)
 
@@ -191,7 +198,8 @@ def _bench_engine(command: FlagParser) -> None:
     command.flag(
         "--kv-cache-dtype",
         default="auto",
-        choices=KV_CACHE_DTYPES,
+        type=worker["kv-cache-dtype"],
+        metavar="|".join(KV_CACHE_DTYPES),
         help="fp8, int8: a byte a number; exact: as --dtype; auto: the checkpoint's, else exact",
     )
     command.flag("--device", type=worker["device"], default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
@@ -223,7 +231,13 @@ def _bench_quality(command: FlagParser) -> None:
         "what is not given is the reference's",
     )
     command.flag("--dtype", default="auto", choices=DTYPES, help="of the reference; auto: that of the weights")
-    command.flag("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the reference; auto: the checkpoint's, else exact")
+    command.flag(
+        "--kv-cache-dtype",
+        default="auto",
+        type=worker["kv-cache-dtype"],
+        metavar="|".join(KV_CACHE_DTYPES),
+        help="of the reference; auto: the checkpoint's, else exact",
+    )
     command.flag("--device", type=worker["device"], default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
     command.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8; some pages in the package if not given")
     command.add_argument("--max-tokens", type=COUNT, default=4096, metavar="N", help="tokens of it to take at most (default: 4096)")

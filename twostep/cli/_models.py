@@ -1,5 +1,5 @@
-"""`twostep models`: what is served; `twostep models fetch`: a model of the hub, or a known one, into its cache; `twostep models DIR`: what
-a model directory holds."""
+"""`twostep models`: what is served; `twostep models fetch`: a model of the hub, or a known one, into its cache; `twostep models DIR|NAME`:
+what a model holds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twostep.checkpoint.description import FormatShare, describe
-from twostep.checkpoint.model_name import is_repository
 from twostep.cli._connect import client_of
 from twostep.cli._extras import require_worker_extra
-from twostep.errors import SetupError
 
 
 def run(args: argparse.Namespace) -> int:
     if args.action == "fetch":
-        return _fetch(args.name, args.model_revision)
+        print(_resolve(args.name, args.model_revision))
+        return 0
     if args.action != "list":
-        return _describe(args.action, as_json=args.json)
+        return _describe(args.action, args.model_revision, args.architecture, as_json=args.json)
     with client_of(args) as client:
         models = client.models()
     if args.json:
@@ -39,18 +38,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(directory: str, *, as_json: bool) -> int:
-    if not Path(directory).is_dir():
-        raise SetupError(f"{directory} is no directory; give a Hugging Face model directory, list or fetch")
-    found = describe(Path(directory))
+def _describe(name: str, revision: str, architecture: str, *, as_json: bool) -> int:
+    found = describe(_resolve(name, revision), architecture=architecture)
     if as_json:
         print(json.dumps(dataclasses.asdict(found)))
         return 0
     print(f"{found.architecture}, {found.num_weights / 1e6:,.1f} M weights, {found.dtype}, {found.method or 'not quantized'}")
+    if (experts := found.experts) is not None:
+        print(f"   a token goes to {experts.top_k} of {experts.num_experts} experts: {found.token_weights / 1e6:,.1f} M weights")
     for share in found.formats:
         print(f"{share.num_layers:>6} layers  {_megabytes(share.num_bytes)}  {share.format}")
     if found.formats:
         print(f"   unquantized  {', '.join(found.unquantized)}")
+    if found.kv is not None:
+        print(f"            KV  {found.kv} (--kv-cache-dtype exact: as --dtype)")
     print(f"      in files  {_megabytes(found.num_bytes)}")
     print(f"        served  {_megabytes(found.loaded_bytes)}  {_rest(found.dtype, found.formats)}; KV comes to it (twostep plan)")
     if found.cpu_bytes != found.loaded_bytes:
@@ -66,16 +67,16 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:>10,.1f} MB"
 
 
-def _fetch(name: str, revision: str) -> int:
-    if not is_repository(name):
-        # A known model is converted.
-        require_worker_extra("twostep models fetch")
+def _resolve(name: str, revision: str) -> Path:
+    """Returns the directory of what --model may be; empty: the default. Says on standard error what it waits for."""
     store = importlib.import_module("twostep.model.loading.store")
-    directory = store.resolve(
+    if not name or name.lower() in store.KNOWN_MODELS:
+        # It is converted.
+        require_worker_extra("twostep models fetch")
+    directory: Path = store.resolve(
         name or store.DEFAULT_MODEL,
         revision=revision,
         cache_dir=store.default_cache_dir(os.environ),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print(directory)
-    return 0
+    return directory

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from twostep.settings.readers import KV_CACHE_DTYPES
 from twostep.settings.reading import FlagParser
+from twostep.settings.service import ARCHITECTURE
 from twostep.settings.table import readers_of
-from twostep.settings.worker import KV_CACHE_DTYPES, QUANTIZATIONS, WorkerSettings
+from twostep.settings.worker import QUANTIZATIONS, WorkerSettings
 
 DESCRIPTION = (
     "Simulates deployments until it has found the one to have: how many prefill and decode workers, beside workers that do both, what "
@@ -36,10 +38,15 @@ def add_flags(command: FlagParser) -> None:
         metavar="DIR|SHAPE",
         help="model directory (config.json will do), ORG/NAME of the hub, llama-3.1-8b or llama-3.1-70b; the preset's if not given",
     )
+    command.flag("--architecture", default="", metavar="NAME", help=ARCHITECTURE)
     command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights; auto: the model's")
     command.flag("--quantization", default="none", choices=QUANTIZATIONS, help="of an unquantized model, at its load")
     command.flag(
-        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="fp8, int8: a byte a number; exact: --dtype; auto: the model's"
+        "--kv-cache-dtype",
+        default="auto",
+        type=worker["kv-cache-dtype"],
+        metavar="|".join(KV_CACHE_DTYPES),
+        help="fp8, int8: a byte a number; exact: --dtype; auto: the model's",
     )
     add("--gpu-memory", default="", metavar="SIZE", help="of one GPU, as 141GiB or 80GB; the preset's if not given")
     share = "gpu-memory-utilization"

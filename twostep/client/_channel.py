@@ -235,7 +235,7 @@ class Attempts:
 
     Half to the whole of a span that doubles from 0.1 s to 5 s, drawn at random, so that clients refused together do not return together.
     A server that says when it is worth trying again is not asked before, nor by all at once then. One that asks for more patience than
-    half a minute gets none: its error goes to the caller, with what it said.
+    half a minute gets none, and so does one that says that it is of no use: its error goes to the caller, with what it said.
     """
 
     timeout_s: float
@@ -252,6 +252,8 @@ class Attempts:
         if elsewhere and isinstance(error, Unavailable) and self.max_retries and self.remaining_s() > 0:
             return 0.0
         if not isinstance(error, Unavailable | ResourceExhausted) or self.num_retries >= self.max_retries:
+            return None
+        if isinstance(error, ResourceExhausted) and error.hopeless:
             return None
         span = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**self.num_retries)
         delay = random.uniform(span / 2, span)

@@ -30,7 +30,7 @@ SLO = counter(
 SLO_ATTAINED = counter("twostep_request_slo_attained_total", "Those of them that ended OK within all of their targets.", ["request_class"])
 SLO_MISSED = counter(
     "twostep_request_slo_missed_total",
-    "Targets that were missed: target_ttft (also if no token came), target_tpot, target_gap.",
+    "Targets that were missed: target_ttft (also if no token came), target_tpot, target_gap; of a request refused for one, that one.",
     ["reason", "request_class"],
 )
 TTFT = histogram("twostep_time_to_first_token_seconds", "From the whole request at the router to a worker's first token.", REQUEST_SECONDS)
@@ -67,7 +67,7 @@ PHASES = histogram(
     REQUEST_SECONDS,
     ["phase"],
 )
-PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token.")
+PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token, or an embedding.")
 CACHED_TOKENS = counter("twostep_prompt_tokens_cached_total", "Those of them found in the prefix cache of the worker that computed them.")
 GENERATION_TOKENS = counter("twostep_generation_tokens_total", "Tokens sent to clients.")
 PROMPT_SIZES = histogram("twostep_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
+KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
 # See kv_transfer/wire_encoding.py.
 KV_WIRES = ("raw", "int8", "fp8", "zstd")
 
@@ -97,6 +98,17 @@ def kv_transports(text: str) -> str:
     if not set(names) <= set(KV_TRANSPORTS) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor none nor a list of some of {', '.join(KV_TRANSPORTS)}, each once")
     return ",".join(names)
+
+
+def kv_cache_dtype(text: str) -> str:
+    """Reads --kv-cache-dtype, of KV_CACHE_DTYPES; also vLLM's other word for one of them."""
+    if text == "fp8_e4m3":
+        return "fp8"
+    if text not in KV_CACHE_DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give fp8 (which is e4m3) or int8, each a byte a number, exact (as --dtype), or auto (as the checkpoint says)"
+        )
+    return text
 
 
 def _names(text: str, example: str) -> list[Any]:

@@ -28,8 +28,8 @@ class Required:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingRow:
-    """One row of the table. `path`: where the value stands in its dataclass. `choices`: the only texts allowed, if there are any.
-    `switch`: a flag without a value, with a twin --no-..."""
+    """One row of the table. `path`: where the value stands in its dataclass. `choices`: the only values allowed, if there are any; `read`
+    may know other words for them. `switch`: a flag without a value, with a twin --no-..."""
 
     path: tuple[str, ...]
     help: str
@@ -78,9 +78,10 @@ class SettingRow:
         """Reads a text. Raises ArgumentTypeError saying what to give."""
         if self.switch:
             return switched(text)
-        if self.choices and text not in self.choices:
+        value = self.read(text)
+        if self.choices and value not in self.choices:
             raise argparse.ArgumentTypeError(f"{text!r}: give one of {', '.join(self.choices)}")
-        return self.read(text)
+        return value
 
 
 def variable_of(name: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from twostep.settings.readers import (
+    KV_CACHE_DTYPES,
     KV_TRANSPORTS,
     KV_WIRES,
     PORT,
@@ -18,6 +19,7 @@ from twostep.settings.readers import (
     Whole,
     device,
     host_and_port,
+    kv_cache_dtype,
     kv_transports,
 )
 from twostep.settings.service import DTYPES, HASH_UNIT, TracedServiceSettings
@@ -25,7 +27,6 @@ from twostep.settings.table import Rule, setting
 
 ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
-KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
 QUANTIZED_KV = ("fp8", "int8")
 QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
@@ -57,6 +58,7 @@ class WorkerSettings(TracedServiceSettings):
     kv_cache_dtype: str = setting(
         "auto",
         "exact: as --dtype; fp8, int8: a byte a number, lossy; auto: what the checkpoint's kv_cache_scheme asks for, else exact",
+        kv_cache_dtype,
         choices=KV_CACHE_DTYPES,
     )
     quantization: str = setting(
@@ -68,6 +70,9 @@ class WorkerSettings(TracedServiceSettings):
     device: str = setting("auto", "where the model runs: cpu, cuda, cuda:N, or auto: a GPU if there is one (auto:N: the N-th)", device)
     tensor_parallel_size: int = setting(
         1, "devices that one model is cut over: --device and those after it, a process each", Whole(1, 64), aliases=("-tp",)
+    )
+    enable_expert_parallel: bool = setting(
+        False, "of a mixture of experts cut over devices, each holds whole experts instead of a part of each", aliases=("-ep",)
     )
     load_format: str = setting("auto", "dummy: random weights, only config.json is read", choices=LOAD_FORMATS)
     block_size: int = setting(
@@ -218,5 +223,9 @@ class WorkerSettings(TracedServiceSettings):
         Rule(
             lambda worker: worker.tensor_parallel_size > 1 and worker.runner == "fake",
             "{tensor-parallel-size} cuts a model over devices, and {runner} has none; leave one of them out",
+        ),
+        Rule(
+            lambda worker: worker.enable_expert_parallel and worker.tensor_parallel_size == 1,
+            "{enable-expert-parallel} spreads experts over the devices of {tensor-parallel-size}; raise that, or leave it out",
         ),
     )

@@ -23,6 +23,7 @@ from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.model.runner.model_runner import ModelRunner
+from twostep.process.startup import Progress
 from twostep.sampling_params import SamplingParams
 
 # Loads a model with a pool for the task (Task.num_blocks), of whose steps none with prompts is captured: all their rows are sampled.
@@ -106,27 +107,27 @@ def cut(token_ids: Sequence[int], begin: Sequence[int], *, window: int, num_prom
     )
 
 
-def measure_reference(load: Load, task: Task) -> Reference:
+def measure_reference(load: Load, task: Task, progress: Progress) -> Reference:
     """Raises SetupError."""
     with _loaded(load) as runner:
-        logits = [_logits(runner, window).cpu().clone() for window in task.windows]
-        answers = _answers(runner, task)
+        logits = [_logits(runner, window).cpu().clone() for window in _counted(task.windows, progress)]
+        answers = _answers(runner, task, progress)
         dtype, device = runner.kv_shape.dtype, str(runner.kv_cache.tensor.device)
     lost = sum(_lost(_log_softmax(rows), window) for rows, window in zip(logits, task.windows, strict=True))
     return Reference(Quality(perplexity=_perplexity(lost, task)), dtype, device, logits, answers)
 
 
-def measure_difference(load: Load, task: Task, reference: Reference) -> Difference:
+def measure_difference(load: Load, task: Task, reference: Reference, progress: Progress) -> Difference:
     """Of a model with the reference's vocabulary. Raises SetupError."""
     lost = divergence = 0.0
     same_best = 0
     with _loaded(load) as runner:
-        for window, rows in zip(task.windows, reference.logits, strict=True):
+        for window, rows in zip(_counted(task.windows, progress), reference.logits, strict=True):
             want, got = _log_softmax(rows), _log_softmax(_logits(runner, window).cpu())
             lost += _lost(got, window)
             divergence += float((want.exp() * (want - got))[:-1].sum(dtype=torch.float64))
             same_best += int((want.argmax(-1) == got.argmax(-1))[:-1].sum())
-        answers = _answers(runner, task)
+        answers = _answers(runner, task, progress)
     same = [_num_same(ours, theirs) for ours, theirs in zip(answers, reference.answers, strict=True)]
     return Difference(
         perplexity=_perplexity(lost, task),
@@ -153,6 +154,13 @@ def _loaded(load: Load) -> Iterator[ModelRunner]:
             torch.cuda.empty_cache()
 
 
+def _counted(windows: Sequence[Sequence[int]], progress: Progress) -> Iterator[Sequence[int]]:
+    progress.phase("windows")
+    for number, window in enumerate(windows):
+        progress.advance(number, len(windows))
+        yield window
+
+
 def _logits(runner: ModelRunner, token_ids: Sequence[int]) -> torch.Tensor:
     """[T, vocab_size], valid until the next step."""
     count, block_size = len(token_ids), runner.kv_shape.block_size
@@ -166,6 +174,7 @@ def _logits(runner: ModelRunner, token_ids: Sequence[int]) -> torch.Tensor:
             slots=np.arange(count),
             sample_rows=np.arange(count),
             sampling=(),
+            state_tables=runner.kv_shape.trial_states(1),
         )
     )
 
@@ -187,7 +196,8 @@ def _perplexity(lost: float, task: Task) -> float:
     return math.exp(lost / task.num_scored)
 
 
-def _answers(runner: ModelRunner, task: Task) -> list[list[int]]:
+def _answers(runner: ModelRunner, task: Task, progress: Progress) -> list[list[int]]:
+    progress.phase("answers")
     engine = Engine(
         runner,
         EngineConfig(

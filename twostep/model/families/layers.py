@@ -1,6 +1,9 @@
 """A decoder's layers: how norms, attention and MLP stand around the residual.
 
-    DecoderLayer   norm ─ attention ─ + ─ norm ─ MLP ─ +      Llama and most others
+    DecoderLayer    norm ─ attention ─ + ─ norm ─ MLP ─ +                          Llama and most others
+    SandwichLayer   norm ─ attention ─ norm ─ + ─ norm ─ MLP ─ norm ─ +            Gemma 2 and 3; OLMo 2, without the norms before
+    ParallelLayer   norm ─ attention ─┬─ +                                         GPT-NeoX, Falcon
+                    norm ─ MLP ───────┘
 
 A layer begins with what its attention's first product gave, and ends with what the next layer's gives: between two layers there is
 a place where a device may join products and norms.
@@ -13,10 +16,9 @@ from typing import Protocol
 
 import torch
 
-from twostep.model.families.attention import Attention
 from twostep.model.families.mlp import Mlp
 from twostep.model.families.modules import Norm, Places
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
 class Part(Protocol):
@@ -27,6 +29,24 @@ class Part(Protocol):
     def finish_loading(self, ops: Ops) -> None: ...
 
 
+class AttentionPart(Part, Protocol):
+    """What a layer has where tokens see those before them: attention of some kind, or something in its place."""
+
+    @property
+    def enter(self) -> Linear:
+        """[T, anything] from what the norm gave, [T, hidden_size]."""
+        ...
+
+    @property
+    def leave(self) -> Linear:
+        """[T, hidden_size] from what `attend` gave; of one of several ranks, its term of their sum."""
+        ...
+
+    def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor:
+        """[T, anything] from what `enter` gave; reads and writes what the step's sequences keep. `layer` counts the layers of its kind."""
+        ...
+
+
 class DecoderLayer:
     """x + attention(norm(x)), and of that x + mlp(norm(x))."""
 
@@ -34,14 +54,17 @@ class DecoderLayer:
         self,
         index: int,
         input_norm: Norm,
-        attention: Attention,
+        attention: AttentionPart,
         post_norm: Norm,
         mlp: Mlp,
         *,
         names: Sequence[str] = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+        among_its_kind: int | None = None,
     ) -> None:
-        """`names`: what a checkpoint calls the parts, in this order; "": a part whose weights lie beside the others'."""
+        """`among_its_kind`: which of the layers with KV, or of those with a state, it is; None: all are alike. `names`: what a checkpoint
+        calls the parts, in this order; "": a part whose weights lie beside the others'."""
         self.index = index
+        self.among_its_kind = index if among_its_kind is None else among_its_kind
         self.input_norm = input_norm
         self.attention = attention
         self.post_norm = post_norm
@@ -58,7 +81,8 @@ class DecoderLayer:
             part.place(places, f"{prefix}.{name}" if name else prefix)
 
     def finish_loading(self, ops: Ops) -> None:
-        for part in self.parts:
+        # A norm may stand in two places.
+        for part in dict.fromkeys(self.parts):
             part.finish_loading(ops)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
@@ -69,3 +93,44 @@ class DecoderLayer:
         """
         entered = self.post_norm.join(self.attention.leave, attended, residual, self.mlp.enter)
         return norm.join(self.mlp.leave, entered, residual, then)
+
+
+class SandwichLayer(DecoderLayer):
+    """y = x + norm(attention(norm(x))), and y + norm(mlp(norm(y)))."""
+
+    def __init__(
+        self,
+        index: int,
+        input_norm: Norm,
+        attention: AttentionPart,
+        attention_norm: Norm,
+        mlp_input_norm: Norm,
+        mlp: Mlp,
+        mlp_norm: Norm,
+        ops: Ops,
+    ) -> None:
+        """`attention_norm`, `mlp_norm`: of what is added."""
+        names = "input_layernorm", "self_attn", "pre_feedforward_layernorm", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"
+        super().__init__(index, input_norm, attention, mlp_input_norm, mlp, names=names)
+        self._attention_norm = attention_norm
+        self._mlp_norm = mlp_norm
+        self._ops = ops
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return *super().parts, self._attention_norm, self._mlp_norm
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
+        residual.add_(self._attention_norm(self._ops.whole(self.attention.leave(attended))))
+        entered = self.mlp.enter(self.post_norm(residual))
+        residual.add_(self._mlp_norm(self._ops.whole(self.mlp.leave(entered))))
+        return then(norm(residual))
+
+
+class ParallelLayer(DecoderLayer):
+    """x + attention(norm(x)) + mlp(norm(x)) (Wang and Komatsuzaki, GPT-J, 2021); the norms may be one. Ranks exchange once, not twice."""
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
+        entered = self.mlp.enter(self.post_norm(residual))
+        left = self.attention.leave(attended)
+        return norm.join(lambda x: self.mlp.leave(x) + left, entered, residual, then)

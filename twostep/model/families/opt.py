@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.attention import Attention
@@ -12,23 +9,17 @@ from twostep.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Mode
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.mlp import PlainMlp
-from twostep.model.families.modules import Norm, Place, Places
-from twostep.model.families.sharding import ModelPart
-from twostep.model.kernels.ops import AttentionPlan, Ops
-
-# The first rows of a checkpoint's position table stand for padding: position p is row p + 2.
-_POSITION_OFFSET = 2
+from twostep.model.families.modules import Norm
 
 
 class Opt(Decoder):
     architecture = "opt"
+    supported = "learned positions, LayerNorm first, ReLU, `enable_bias`; not with its own `word_embed_proj_dim` or norms last (opt-350m)"
     embed_name = "model.decoder.embed_tokens"
     layers_name = "model.decoder.layers"
     norm_name = "model.decoder.final_layer_norm"
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
-        super().__init__(config, dtype, ops, device, part)
-        self._positions = self._make.empty(config.num_positions + _POSITION_OFFSET, config.hidden_size)
+    positions_name = "model.decoder.embed_positions"
+    positions_start = 2  # the first rows stand for padding
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -63,12 +54,10 @@ class Opt(Decoder):
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=bias,
+            gated_mlp=False,
             activation="relu",
             dtype=dtype,
         )
-
-    def places(self) -> Places:
-        return super().places() | {"model.decoder.embed_positions.weight": Place.whole(self._positions)}
 
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make
@@ -83,6 +72,3 @@ class Opt(Decoder):
 
     def _last_norm(self) -> Norm:
         return self._make.layer_norm(self.config.hidden_size)
-
-    def _embed(self, plan: AttentionPlan) -> torch.Tensor:
-        return super()._embed(plan).add_(F.embedding(plan.positions, self._positions[_POSITION_OFFSET:]))

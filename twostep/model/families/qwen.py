@@ -13,6 +13,7 @@ class Qwen2(Llama):
     """Differs from Llama by `qkv_bias` alone, which the config carries."""
 
     architecture = "qwen2"
+    supported = "as Llama, biases on q, k and v; windows by `use_sliding_window` with `max_window_layers` or `layer_types`"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -21,6 +22,7 @@ class Qwen2(Llama):
 
 class Qwen3(Llama):
     architecture = "qwen3"
+    supported = "as Llama, `attention_bias`, norms of heads; windows as Qwen2's"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:

@@ -7,6 +7,7 @@ Sizes: T tokens of a step, N heads of whatever kind, D head_dim. All tensors sha
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -15,13 +16,30 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, route
+from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
+from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LinearInParts(ABC):
+    """A Linear that may leave the last of its additions to what comes next."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] from x [T, K]."""
+
+    @abstractmethod
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
+
 
 # Most keys that attention reads at once: a tile of them may begin so far before a window.
 KEYS_TOGETHER = 128
@@ -47,6 +65,11 @@ class AttentionPlan(Protocol):
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
         ...
 
+    @property
+    def states(self) -> SequenceStates | None:
+        """What layers without KV keep of the step's sequences; None: the model has no such layers."""
+        ...
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Applies RoPE (if the model has it) to the query and key heads of `qkv` in place, and writes keys and values to the step's
         slots.
@@ -61,6 +84,15 @@ class AttentionPlan(Protocol):
 
         qkv  as left by rotate_and_write; only the query heads are read
         Returns [T, num_heads * D].
+        """
+        ...
+
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        """Does both over a pool of latents (latent.py): norms, rotates and writes what the tokens keep, and attends.
+
+        query  [T, num_heads * dims.query], rows dense: as the product gave them
+        kv     [T, dims.kept], rows dense: latents, then rope parts, likewise
+        Returns [T, num_heads * dims.value].
         """
         ...
 
@@ -95,6 +127,28 @@ class Ops:
         linear = self.prepare_linear(weight.dequantize(dtype), bias)
         quantizer = weight.activations
         return linear if quantizer is None else lambda x: linear(quantizer(x))
+
+    def route(
+        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+    ) -> Routing:
+        """Chooses each token's experts (see experts.py). Adds to `load`."""
+        return route(logits, router, correction, load)
+
+    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+        """A callable over the experts that are held here, for inputs of `dtype` that `router` sends. It may keep the weights in another
+        layout: drop yours."""
+        if len(weights.held) and weights.down[0].device.type != "cpu":
+            return EveryExpert(weights)
+        return ExpertLoop([self._expert(weights, number, dtype) for number in range(len(weights.held))], weights.held)
+
+    def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
+        gate_up, down = weights.gate_up[number], weights.down[number]
+        if isinstance(gate_up, QuantizedWeight):
+            enter = self.prepare_quantized(gate_up, None, dtype, gated=True)
+        else:
+            enter = self.prepare_gated(gate_up, None)
+        leave = self.prepare_quantized(down, None, dtype) if isinstance(down, QuantizedWeight) else self.prepare_linear(down, None)
+        return lambda x: leave(enter(x))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
@@ -159,7 +213,7 @@ class Ops:
         return x
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
-        return TorchAttentionPlan(batch, cache, spec)
+        return TorchAttentionPlan(batch, cache, spec) if spec.latent is None else TorchLatentPlan(batch, cache, spec)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

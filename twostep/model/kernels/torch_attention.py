@@ -24,7 +24,9 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
+from twostep.model.kernels.latent import LatentDims, LatentWeights
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 Ints = npt.NDArray[np.int64]
 
@@ -51,6 +53,7 @@ class AttentionSpec:
     softcap  c: a product x, scaled, counts as c * tanh(x / c); 0: as it is
     sinks    of each layer, float32 [num_heads]: one more logit of each head, which takes its part of the softmax and adds nothing; empty:
              there are none (gpt-oss)
+    latent   the numbers of latent attention, which has no windows; None: the pool has keys and values
     """
 
     num_heads: int
@@ -59,6 +62,7 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float = 0.0
     sinks: Sequence[torch.Tensor] = ()
+    latent: LatentDims | None = None
 
     @property
     def rotated(self) -> int:
@@ -72,7 +76,7 @@ class _Group:
 
     rows   int64 [N * Q] or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
     valid  int64 or None           which of the N * Q results are no padding; None: all
-    index  int64 [2 * N * H * B]   rows of a layer's `blocks` view
+    index  int64 [planes * N * H * B]   rows of a layer's `blocks` view
     mask   [N, 1, Q * G or 1, C] or None: additive, in the model's dtype; None: everything is visible
     behind bool [N, 1, C, 1] or None, with `mask`: keys behind the end of their tile's sequence
     """
@@ -106,6 +110,7 @@ class TorchAttentionPlan:
         self.token_ids = torch.from_numpy(batch.token_ids)
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
+        self.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         self._cache = cache
         self._num_heads = spec.num_heads
         self._num_kv_heads = shape.num_kv_heads
@@ -115,10 +120,7 @@ class TorchAttentionPlan:
         self._spec = spec
         self._turns = {tables: self._turns_of(tables, dtype) for tables in dict.fromkeys(spec.rope)}
 
-        block, slot = np.divmod(batch.slots, shape.block_size)
-        kv_heads = np.arange(2 * shape.num_kv_heads)
-        slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
-        self._write_index = torch.from_numpy(slot_rows.reshape(-1))
+        self._write_index = torch.from_numpy(write_index(batch, shape))
         self._windows = spec.windows
         share = spec.num_heads // shape.num_kv_heads
         self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
@@ -139,6 +141,9 @@ class TorchAttentionPlan:
             turning.mul_(cos).addcmul_(swapped, sin)
         self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
 
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        raise AssertionError("the pool keeps keys and values")
+
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         query = qkv[:, : self._num_heads * self._head_dim]
         groups = self._groups[self._windows[layer]]
@@ -157,7 +162,7 @@ class TorchAttentionPlan:
         """[N * Q, num_heads * D] from the group's queries of that shape."""
         n, q, heads, d = group.num_tiles, group.num_queries, self._num_kv_heads, self._head_dim
         share = self._num_heads // heads
-        kv = self._cache.read_rows(layer, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
+        kv = self._cache.read_rows(layer, group.index).view(self._cache.shape.num_planes, n, heads, -1, d)[:, :, :, : group.num_keys]
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
         out = self._softmax(layer, rows, kv, group.mask)
@@ -169,10 +174,10 @@ class TorchAttentionPlan:
         return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
 
     def _softmax(self, layer: int, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Attention of `rows` [N, H, Q * G, D] over `kv` [2, N, H, C, D]."""
+        """Attention of `rows` [N, H, Q * G, D] over `kv` [planes, N, H, C, D]; of one plane, keys are values."""
         spec = self._spec
         if not spec.softcap and not spec.sinks:
-            return F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=mask, scale=spec.scale)
+            return F.scaled_dot_product_attention(rows, kv[0], kv[-1], attn_mask=mask, scale=spec.scale)
         scale = self._head_dim**-0.5 if spec.scale is None else spec.scale
         logits = (rows @ kv[0].transpose(-1, -2)).float().mul_(scale)
         if spec.softcap:
@@ -180,12 +185,12 @@ class TorchAttentionPlan:
         if mask is not None:
             logits = logits + mask.float()
         if not spec.sinks:
-            return logits.softmax(-1).to(rows.dtype) @ kv[1]
+            return logits.softmax(-1).to(rows.dtype) @ kv[-1]
         # A row's G heads come one after the other for each query.
         share = self._num_heads // self._num_kv_heads
         sink = spec.sinks[layer].view(1, self._num_kv_heads, 1, share).expand(len(rows), -1, rows.shape[2] // share, -1)
         logits = torch.cat((logits, sink.reshape(len(rows), self._num_kv_heads, -1, 1)), -1)
-        return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[1]
+        return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[-1]
 
 
 def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:
@@ -226,7 +231,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     # Padding repeats a tile's last block.
     nth = np.minimum(np.arange(-(-c // shape.block_size)), -(-num_keys[:, None] // shape.block_size) - 1)
     tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
-    kv = np.arange(2)[:, None, None, None] * shape.num_kv_heads
+    kv = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
     index = _block_rows(shape, tables)[:, None, :] + kv + head
 
@@ -249,9 +254,16 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     )
 
 
+def write_index(batch: Batch, shape: KvShape) -> Ints:
+    """Rows of a layer's `slots` view that the step's tokens write: int64 [T * shape.vectors], token by token."""
+    block, slot = np.divmod(batch.slots, shape.block_size)
+    rows: Ints = (_block_rows(shape, block)[:, None] + np.arange(shape.vectors)) * shape.block_size + slot[:, None]
+    return rows.reshape(-1)
+
+
 def _block_rows(shape: KvShape, blocks: Ints) -> Ints:
     """The `blocks` row of a block's first K head."""
-    return blocks * (shape.num_layers * 2 * shape.num_kv_heads)
+    return blocks * (shape.num_layers * shape.vectors)
 
 
 def _mask(places: Ints, num_keys: int, share: int, dtype: torch.dtype, window: int) -> torch.Tensor:

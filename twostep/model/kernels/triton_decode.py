@@ -64,6 +64,7 @@ def decode_attention(
     assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.int32)
     assert block_tables.shape[0] == plan.num_seqs
     assert block_tables.stride(1) == 1
+    assert shape.block_size % layout.num_keys == 0
     assert (shape.num_kv_heads, shape.head_dim, shape.block_size) == (plan.shape.num_kv_heads, plan.shape.head_dim, plan.shape.block_size)
     scale_log2 = log2_scale(shape.head_dim, scale, program.softcap)
     if shared is not None:
@@ -80,12 +81,16 @@ def decode_attention(
         P=program, num_warps=layout.num_warps, num_stages=layout.num_stages, maxnreg=plan.max_registers, launch_pdl=program.pdl,
     )  # fmt: skip
     if not plan.merges_itself:
-        merge_warps = 1 if plan.parts_at_once <= 8 else 4
-        _merge_kernel[(plan.num_heads, plan.num_seqs)](
-            out, plan.work, plan.starts, plan.parts, plan.scales, out.stride(0), plan.num_workers,
-            PARTS=plan.parts_at_once, P=program, num_warps=merge_warps, launch_pdl=program.pdl,
-        )  # fmt: skip
+        merge_parts(out, plan)
     return out
+
+
+def merge_parts(out: torch.Tensor, plan: DecodePlan) -> None:
+    """Writes the rows of those sequences that are in several programs' shares: out [S, num_heads, the plan's head_dim], rows dense."""
+    _merge_kernel[(plan.num_heads, plan.num_seqs)](
+        out, plan.work, plan.starts, plan.parts, plan.scales, out.stride(0), plan.num_workers, PARTS=plan.parts_at_once, P=plan.program,
+        num_warps=1 if plan.parts_at_once <= 8 else 4, launch_pdl=plan.program.pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -171,9 +176,9 @@ def _decode_kernel(
             result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
             tl.store(out + at, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            first_worker = _worker_of(seq_start, active, all_tiles)
-            last_worker = _worker_of(seq_end - 1, active, all_tiles)
-            part = _part_row(worker, first_worker, group, P.groups, P.heads * P.share)
+            first_worker = worker_of(seq_start, active, all_tiles)
+            last_worker = worker_of(seq_end - 1, active, all_tiles)
+            part = part_row(worker, first_worker, group, P.groups, P.heads * P.share)
             tl.store(parts_ptr + part * P.head_dim + at, acc, mask=mask)
             tl.store(scales_ptr + part * 2 + row, best, mask=valid)
             tl.store(scales_ptr + part * 2 + P.heads * P.share + row, total, mask=valid)
@@ -278,13 +283,13 @@ def _half(x):
 
 
 @triton.jit
-def _worker_of(tile, active, all_tiles):
+def worker_of(tile, active, all_tiles):
     """Worker w has tiles w * all_tiles // active up to (w + 1) * all_tiles // active."""
     return (((tile + 1).to(tl.int64) * active - 1) // all_tiles).to(tl.int32)
 
 
 @triton.jit
-def _part_row(worker, first_worker, group, GROUPS: tl.constexpr, PART_ROWS: tl.constexpr):
+def part_row(worker, first_worker, group, GROUPS: tl.constexpr, PART_ROWS: tl.constexpr):
     """First row of a worker's part. Two places a worker: for the sequence that it ends or crosses, and for one that it begins."""
     return ((2 * worker + (worker == first_worker)) * GROUPS + group).to(tl.int64) * PART_ROWS
 
@@ -306,7 +311,7 @@ def _merge_parts(out_ptr, parts_ptr, scales_ptr, first_worker, last_worker, grou
         # Unrolled, so that all parts are asked for before the first is used; nothing is exchanged between threads.
         new_best = best
         for j in tl.static_range(AT_ONCE):
-            at = _part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
+            at = part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
             there = valid & (start + j <= last_worker)
             new_best = tl.maximum(new_best, tl.load(scales_ptr + at * 2 + row, mask=there, other=-1e38, cache_modifier=".cg"))
         shrink = tl.exp2(best - new_best)
@@ -314,7 +319,7 @@ def _merge_parts(out_ptr, parts_ptr, scales_ptr, first_worker, last_worker, grou
         acc *= shrink
         best = new_best
         for j in tl.static_range(AT_ONCE):
-            at = _part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
+            at = part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
             there = start + j <= last_worker
             part_best = tl.load(scales_ptr + at * 2 + row, mask=valid & there, other=-1e38, cache_modifier=".cg")
             part_total = tl.load(scales_ptr + at * 2 + P.heads * P.share + row, mask=valid & there, other=0.0, cache_modifier=".cg")
@@ -337,8 +342,8 @@ def _merge_kernel(out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_o
     # The plan is made before what this launch follows began.
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
     all_tiles = tl.maximum(tl.load(work_ptr + num_workers * WORK_COLUMNS + 1), 1)
-    first_worker = _worker_of(tl.load(starts_ptr + seq), active, all_tiles)
-    last_worker = _worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
+    first_worker = worker_of(tl.load(starts_ptr + seq), active, all_tiles)
+    last_worker = worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
     if P.pdl:
         gdc_wait()
     d = tl.arange(0, P.block_d)
@@ -348,7 +353,7 @@ def _merge_kernel(out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_o
         acc = tl.full([P.block_d], 0.0, tl.float32)
         for start in tl.range(first_worker, last_worker + 1, PARTS, num_stages=1):
             worker = start + tl.arange(0, PARTS)
-            part = _part_row(worker, first_worker, head // PART_ROWS, P.groups, PART_ROWS)
+            part = part_row(worker, first_worker, head // PART_ROWS, P.groups, PART_ROWS)
             part_scales = scales_ptr + part * 2 + head % PART_ROWS
             best, total, acc = _fold(
                 best, total, acc, parts_ptr + (part + head % PART_ROWS) * P.head_dim, part_scales, part_scales + PART_ROWS,

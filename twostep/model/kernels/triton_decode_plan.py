@@ -29,6 +29,8 @@ _FEW_SEQS = 16
 # Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
 _MERGE_NUMBERS = 2048
 _MERGE_NUMBERS_QUANTIZED = 1024
+# Numbers that a program of the second launch has on their way at once.
+_MERGED_NUMBERS = 8192
 # Of a multiprocessor, for 32 threads.
 _REGISTERS = 2048
 
@@ -169,7 +171,6 @@ class DecodePlan:
         chosen = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
         self.layout = fitted(chosen, shape, shared_bytes_of(torch.device(device)))
         assert shape.num_kv_heads % self.layout.num_heads == 0
-        assert shape.block_size % self.layout.num_keys == 0
         self.num_groups = shape.num_kv_heads // self.layout.num_heads
         sms = num_sms or num_sms_of(torch.device(device))
         self.num_workers = max(1, sms * self.layout.programs_per_sm // self.num_groups)
@@ -187,7 +188,8 @@ class DecodePlan:
         rows = num_heads // self.num_groups
         self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs) if merges_itself is None else merges_itself
         # Parts that a program of that launch has on their way at once.
-        self.parts_at_once = max(4, min(64, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
+        most = max(4, _MERGED_NUMBERS // triton.next_power_of_2(shape.head_dim))
+        self.parts_at_once = max(4, min(64, most, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
         self.program = self._program(torch.device(device), softcap, sinks=sinks)
         quantized = shape.quantization != "none"
         self.max_registers = min(255, _REGISTERS // (self.layout.num_warps * self.layout.programs_per_sm) // 8 * 8) if quantized else None

@@ -11,14 +11,19 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
-from twostep.model.kernels import triton_elementwise, triton_prefill
-from twostep.model.kernels.ops import Activation, Linear, Ops
+from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels.experts import EveryExpert, Experts, ExpertWeights, Router, Routing
+from twostep.model.kernels.latent import LatentWeights, absorb, values_of
+from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_experts import TritonExperts
+from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
+from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
@@ -28,8 +33,13 @@ from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shar
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
+
+
+# How chunks are attended; None: by the Hopper kernel.
+ChunkTile = triton_prefill.TileShape | LatentProgram | None
 
 
 class TritonOps(Ops):
@@ -79,6 +89,22 @@ class TritonOps(Ops):
                 log.warning("quantized layers of %s: %s; they are made dense for every product", list(weight.shape), self._trouble[kind])
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
+    def route(
+        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+    ) -> Routing:
+        return triton_routing.route(logits, router, correction, load)
+
+    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+        if not weights.held:
+            return super().prepare_experts(weights, router, dtype)
+        layer, right = TritonExperts(weights, router, dtype), EveryExpert(weights)
+        kind = ("experts", weights.kind, router, dtype)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = layer.trial(right)
+            if self._trouble[kind]:
+                log.warning("experts of %s: %s; each multiplies all tokens instead", weights.kind, self._trouble[kind])
+        return right if self._trouble.get(kind) else layer
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
 
@@ -112,7 +138,7 @@ class TritonOps(Ops):
         eps: float,
         then: Linear,
     ) -> torch.Tensor:
-        y = linear.parts(x) if isinstance(linear, StreamedLinear | QuantizedLinear) else linear(x)
+        y = linear.parts(x) if isinstance(linear, LinearInParts) else linear(x)
         if isinstance(then, QuantizedLinear) and then.weight.takes_rounded:
             how = then.weight.activations
             assert how is not None
@@ -151,6 +177,7 @@ class TritonOps(Ops):
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
+        plan.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
@@ -174,11 +201,14 @@ class TritonOps(Ops):
                 log.warning("attention of prompts: %s; the portable kernel attends them", self._trouble[kind])
         return not self._trouble[kind]
 
-    def _chunk_tile(self, cache: KvCache, spec: AttentionSpec, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
-        """Returns the tile of the kernel that attends chunks of at most so many tokens, None: the Hopper kernel's, and its tokens."""
-        kv = cache.shape
-        share = spec.num_heads // kv.num_kv_heads
-        if uses_hopper(kv, num_heads=spec.num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, spec):
+    def _chunk_tile(self, cache: KvCache, spec: AttentionSpec, max_queries: int) -> tuple[ChunkTile, int]:
+        """Returns the tile of the kernel that attends chunks of at most so many tokens, and its tokens."""
+        kv, num_heads = cache.shape, spec.num_heads
+        if spec.latent is not None:
+            program = latent_program(cache, spec.latent, num_heads=num_heads, max_queries=max_queries)
+            return program, program.tokens
+        share = num_heads // kv.num_kv_heads
+        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, spec):
             return None, HOPPER_ROWS // share
         quantized = cache.quantized is not None
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
@@ -194,6 +224,10 @@ class TritonOps(Ops):
     def _new_decode_plan(
         self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None
     ) -> DecodePlan:
+        if spec.latent is not None:
+            program = latent_program(cache, spec.latent, num_heads=spec.num_heads, max_queries=1)
+            device = cache.tensor.device
+            return latent_decode_plan(cache.shape, program, num_seqs=num_seqs, device=device, workspace=self.decode_workspace)
         return DecodePlan(
             cache.shape,
             num_heads=spec.num_heads,
@@ -278,8 +312,7 @@ class StepTensors:
 class TritonAttentionPlan:
     """One step's AttentionPlan (see twostep/model/kernels/ops.py). Looks at no value on the device, so that a step can be captured."""
 
-    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: triton_prefill.TileShape | None) -> None:
-        """`tile_shape` None: the tiles are the Hopper kernel's."""
+    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: ChunkTile) -> None:
         self.token_ids = step.token_ids
         self.positions = step.positions
         self.sample_rows = step.sample_rows
@@ -290,6 +323,7 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
+        self.states: SequenceStates | None = None
         self.shared: SharedPrefix | None = None
         # Where the step says how far it is, and its number (triton_progress.py); None: nowhere.
         self.progress: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -330,6 +364,51 @@ class TritonAttentionPlan:
             note_layers(*self.progress, layer + 1)
         return out
 
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        step, spec, cache, dims, scale = self._step, self._spec, self._cache, self._spec.latent, self._spec.scale
+        assert dims is not None
+        assert scale is not None
+        if layer == 0:
+            for plan in self.decode.values():
+                plan.refresh(step.seq_lens[: self.num_decodes])
+        absorbed = absorb(query, weights, dims)
+        tables = spec.rope[layer]
+        write_latent(
+            query, absorbed, kv, step.positions, step.slots, tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
+            progress=self.progress,
+        )  # fmt: skip
+        out = query.new_empty(len(query), spec.num_heads, dims.latent)
+        if self.decode:
+            some = slice(0, self.num_decodes)
+            latent_decode(
+                absorbed[some],
+                out[some],
+                cache,
+                layer,
+                step.block_tables[some],
+                step.seq_lens[some],
+                plan=self.decode[0],
+                program=latent_program(cache, dims, num_heads=spec.num_heads, max_queries=1),
+                scale=scale,
+            )
+        if self.num_decodes < len(step.seq_lens):
+            assert isinstance(self._tile_shape, LatentProgram)
+            latent_chunks(
+                absorbed,
+                out,
+                cache,
+                layer,
+                tiles=step.tiles,
+                query_start=step.query_start,
+                seq_lens=step.seq_lens,
+                block_tables=step.block_tables,
+                program=self._tile_shape,
+                scale=scale,
+            )
+        if self.progress is not None and layer == cache.shape.num_layers - 1:
+            note_layers(*self.progress, layer + 1)
+        return values_of(out, weights, dims)
+
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         step, cache, spec = self._step, self._cache, self._spec
         inputs: dict[str, Any] = {
@@ -344,6 +423,7 @@ class TritonAttentionPlan:
             "sinks": spec.sinks[layer] if spec.sinks else None,
         }
         if self._tile_shape is not None:
+            assert isinstance(self._tile_shape, triton_prefill.TileShape)
             triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.

@@ -36,7 +36,7 @@ def uses_hopper(kv: KvShape, *, num_heads: int, max_queries: int, capability: tu
     otherwise, exactly in float32. Chosen by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the
     device's, None: no NVIDIA GPU."""
     share = num_heads // kv.num_kv_heads
-    rows = kv.num_blocks * kv.num_layers * 2 * kv.num_kv_heads * kv.block_size
+    rows = kv.num_blocks * kv.num_layers * kv.vectors * kv.block_size
     if kv.quantization == "none":
         # What TMA boxes can be.
         readable = kv.dtype in ("bfloat16", "float16") and kv.block_size in (8, 16, 32, 64, 128) and rows < 2**31
@@ -160,7 +160,7 @@ def clear_tails(cache: KvCache, seq_lens: torch.Tensor, block_tables: torch.Tens
     kv, pool = cache.shape, cache.tensor
     assert pool.is_contiguous()
     assert block_tables.stride(1) == 1
-    numbers = kv.num_layers * 2 * kv.num_kv_heads * kv.block_size * kv.head_dim
+    numbers = kv.num_layers * kv.vectors * kv.block_size * kv.head_dim
     if len(seq_lens) and kv.block_size > 1:
         _clear_kernel[(len(seq_lens), triton.cdiv(numbers, _CLEAR_TILE))](
             pool, seq_lens, block_tables, block_tables.stride(0), numbers,

@@ -52,9 +52,9 @@ def shared_tile(shape: KvShape, *, num_heads: int, num_seqs: int) -> SharedTile:
 
 
 def serves_shared(shape: KvShape, *, num_heads: int, windows: Sequence[int]) -> bool:
-    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Blocks in a window are read by each sequence for
-    itself."""
-    return 0 in windows and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
+    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Blocks in a window, and latents, are read by each
+    sequence for itself."""
+    return 0 in windows and shape.num_planes == 2 and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
 
 
 class SharedPrefix:
