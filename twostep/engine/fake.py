@@ -321,8 +321,9 @@ class FakeRunner:
         for i, (row, seq) in enumerate(zip(pooled.rows, seqs, strict=True)):
             num_tokens = int(batch.positions[row]) + 1
             blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
-            tokens = self._tokens[blocks].reshape(-1)[:num_tokens].astype(np.int64)
-            places = self._places[blocks].reshape(-1)[:num_tokens]
+            seen = self._seen(num_tokens)
+            tokens = self._tokens[blocks].reshape(-1)[seen].astype(np.int64)
+            places = self._places[blocks].reshape(-1)[seen]
             states[i] = [int((tokens * places).sum() + num_tokens) % self._vocab_size, tokens[-1], places[-1], 1]
             if self.broken or (tokens == self._broken_token).any():
                 states[i] = np.nan
