@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from twostep.model.families.mlp import Mlp
-from twostep.model.families.modules import Norm, Places
+from twostep.model.families.modules import Norm, Places, RmsNorm
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
@@ -103,10 +103,10 @@ class SandwichLayer(DecoderLayer):
         index: int,
         input_norm: Norm,
         attention: AttentionPart,
-        attention_norm: Norm,
+        attention_norm: RmsNorm,
         mlp_input_norm: Norm,
         mlp: Mlp,
-        mlp_norm: Norm,
+        mlp_norm: RmsNorm,
         ops: Ops,
     ) -> None:
         """`attention_norm`, `mlp_norm`: of what is added."""
@@ -121,9 +121,13 @@ class SandwichLayer(DecoderLayer):
         return *super().parts, self._attention_norm, self._mlp_norm
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
-        residual.add_(self._attention_norm(self._ops.whole(self.attention.leave(attended))))
-        entered = self.mlp.enter(self.post_norm(residual))
-        residual.add_(self._mlp_norm(self._ops.whole(self.mlp.leave(entered))))
+        entered = self._join(self._attention_norm, self.attention.leave, attended, residual, self.post_norm, self.mlp.enter)
+        return self._join(self._mlp_norm, self.mlp.leave, entered, residual, norm, then)
+
+    def _join(self, first: RmsNorm, linear: Linear, x: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
+        if isinstance(norm, RmsNorm):
+            return norm.join_normed(first, linear, x, residual, then)
+        residual.add_(first(self._ops.whole(linear(x))))
         return then(norm(residual))
 
 

@@ -262,6 +262,11 @@ class RmsNorm:
     def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
         return self._ops.join_rms_norm(linear, x, residual, self.weight, self._eps, then)
 
+    def join_normed(self, first: RmsNorm, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
+        """As `join`, but what is added is first(linear(x))."""
+        assert first._eps == self._eps
+        return self._ops.join_normed(linear, x, residual, first.weight, self.weight, self._eps, then)
+
 
 class LayerNorm:
     def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
