@@ -48,7 +48,7 @@ def make_request(
 
 
 def expected_answer(
-    request: EngineRequest, *, vocab_size: int, max_model_len: int, stateful: bool = False, window: int = 0
+    request: EngineRequest, *, vocab_size: int, max_model_len: int, window: int = 0, stateful: bool = False
 ) -> tuple[list[int], FinishReason]:
     """All tokens still to come for a request, by the rules and without any engine."""
     params = request.sampling
@@ -60,8 +60,8 @@ def expected_answer(
     state = state_after(0, tokens) if stateful else 0
     while True:
         position = len(tokens) - request.num_prompt_tokens
-        seen = fake_next_token(tokens, vocab_size, window=window) if window else total + len(tokens)
-        token = (seen + state) % vocab_size
+        attended = fake_next_token(tokens, vocab_size, window) if window else total + len(tokens)
+        token = (attended + state) % vocab_size
         while token in stop and position < params.min_tokens:
             token = (token + 1) % vocab_size
         tokens.append(token)

@@ -75,8 +75,8 @@ class World:
             max_model_len=self.context,
             num_layers=2,
             broken_token=self.broken_token,
-            window=self.window,
             num_state_blocks=self.num_state_blocks,
+            window=self.window,
         )
         runner.during, runner.launching = self.during, self.launching
         engine = engine_of(
@@ -125,8 +125,8 @@ class World:
 
     def start(self) -> None:
         request = self.new_request()
-        rules = {"window": self.window, "stateful": bool(self.num_state_blocks)}
-        answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context, **rules)
+        bounds = {"vocab_size": self.vocab, "max_model_len": self.context}
+        answer, reason = expected_answer(request, **bounds, window=self.window, stateful=bool(self.num_state_blocks))
         attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
         whole = [*request.token_ids, *answer]
         if self.broken_token in whole[:-1]:

@@ -290,13 +290,13 @@ class Runner(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
-    def reach(self) -> int:
-        """Returns how far back any step reads: the token at position p reads no block that lies wholly before p + 1 - reach. 0: all."""
+    def generates(self) -> bool:
+        """Returns whether the model has an output layer. Without one its hidden states can be pooled, and what is sampled means nothing."""
         ...
 
     @property
-    def generates(self) -> bool:
-        """Returns whether the model has an output layer. Without one its hidden states can be pooled, and what is sampled means nothing."""
+    def reach(self) -> int:
+        """Returns how far back any step reads: the token at position p reads no block that lies wholly before p + 1 - reach. 0: all."""
         ...
 
     @property

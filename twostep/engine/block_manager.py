@@ -36,8 +36,8 @@ class BlockManager:
         self.tier = tier
         self.tables = BlockTables()
         self.block_size = block_size
-        self.reach = reach
         self.num_state_blocks = num_state_blocks
+        self.reach = reach
         # Prompt tokens looked up among cached prefixes and found there, ever; of these, those found in the host tier. What comes back after
         # giving way does not count again.
         self.num_queried_tokens = 0

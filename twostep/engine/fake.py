@@ -45,10 +45,10 @@ from twostep.errors import InvalidRequest
 _STATE_MODULUS = 2**31 - 1
 
 
-def fake_next_token(token_ids: Sequence[int], vocab_size: int, *, stateful: bool = False, window: int = 0) -> int:
+def fake_next_token(token_ids: Sequence[int], vocab_size: int, window: int = 0, *, stateful: bool = False) -> int:
     """Returns what FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
-    state = state_after(0, token_ids) if stateful else 0
     first = max(0, len(token_ids) - window) if window else 0
+    state = state_after(0, token_ids) if stateful else 0
     return (sum(token * (i + 1) for i, token in enumerate(token_ids[first:], first)) + len(token_ids) + state) % vocab_size
 
 
@@ -93,16 +93,16 @@ class FakeRunner:
         dtype: str = "float32",
         marks_layers: bool = False,
         broken_token: int | None = None,
-        window: int = 0,
         num_state_blocks: int = 0,
         generates: bool = True,
+        window: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, planes, heads and
         head_dim only make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in
-        any row, as on a device whose memory is damaged. `window`: on how many tokens' KV the next one depends; 0: all. With
-        `marks_layers` a step's time is spread over its layers, whose KV is written as late as any device may.
+        any row, as on a device whose memory is damaged. `window`: on how many tokens the next one depends; 0: all. With `marks_layers` a
+        step's time is spread over its layers, whose KV is written as late as any device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
             num_blocks=num_blocks,
@@ -122,8 +122,8 @@ class FakeRunner:
         self.per_token_s = per_token_s
         self.broken = False
         self._broken_token = broken_token
-        self._window = window
         self.generates = generates
+        self._window = window
         self._clock = clock
         self._sleep = sleep
         self._marks_layers = marks_layers

@@ -228,7 +228,7 @@ class Scheduler:
         self._arrive(sequence)
         if sequence.promise is not None and sequence.promise.gap_s and sequence.priority.rank < _BATCH:
             self._coming_gaps[sequence.seq_id] = sequence.promise.gap_s
-        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.owned, num_cached_tokens=sequence.num_cached)
+        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.handed_over, num_cached_tokens=sequence.num_cached)
 
     def commit(self, seq_id: str, output_ids: Sequence[int], now: float, *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the

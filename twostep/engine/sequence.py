@@ -87,10 +87,10 @@ class EngineSequence:
     hasher: PrefixHasher | None
     # In order, for all its tokens; more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
-    # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
-    num_left: int = 0
     # What its state takes, where the model has one.
     state_blocks: list[int] = field(default_factory=list)
+    # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
+    num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0
     table: int = -1
@@ -143,8 +143,14 @@ class EngineSequence:
 
     @property
     def owned(self) -> list[int]:
-        """All blocks that it owns; where it has left none behind, in the order in which they are handed over."""
-        return (self.blocks[self.num_left :] if self.num_left else self.blocks) + self.state_blocks
+        """The blocks that it owns, in order, those of its state last."""
+        blocks = self.blocks[self.num_left :] if self.num_left else self.blocks
+        return blocks + self.state_blocks if self.state_blocks else blocks
+
+    @property
+    def handed_over(self) -> list[int]:
+        """The blocks of all its tokens, then those of its state: the order in which they are handed over."""
+        return self.blocks + self.state_blocks
 
     @property
     def is_plannable(self) -> bool:

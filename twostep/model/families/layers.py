@@ -107,28 +107,20 @@ class SandwichLayer(DecoderLayer):
         mlp_input_norm: Norm,
         mlp: Mlp,
         mlp_norm: RmsNorm,
-        ops: Ops,
     ) -> None:
         """`attention_norm`, `mlp_norm`: of what is added."""
         names = "input_layernorm", "self_attn", "pre_feedforward_layernorm", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"
         super().__init__(index, input_norm, attention, mlp_input_norm, mlp, names=names)
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
-        self._ops = ops
 
     @property
     def parts(self) -> Sequence[Part]:
         return *super().parts, self._attention_norm, self._mlp_norm
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
-        entered = self._join(self._attention_norm, self.attention.leave, attended, residual, self.post_norm, self.mlp.enter)
-        return self._join(self._mlp_norm, self.mlp.leave, entered, residual, norm, then)
-
-    def _join(self, first: RmsNorm, linear: Linear, x: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
-        if isinstance(norm, RmsNorm):
-            return norm.join_normed(first, linear, x, residual, then)
-        residual.add_(first(self._ops.whole(linear(x))))
-        return then(norm(residual))
+        entered = self._attention_norm.join_normed(self.attention.leave, attended, residual, self.post_norm, self.mlp.enter)
+        return self._mlp_norm.join_normed(self.mlp.leave, entered, residual, norm, then)
 
 
 class ParallelLayer(DecoderLayer):

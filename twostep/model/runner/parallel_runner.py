@@ -143,12 +143,12 @@ class ParallelRunner:
         return self._local.max_model_len
 
     @property
-    def reach(self) -> int:
-        return self._local.reach
-
-    @property
     def generates(self) -> bool:
         return self._local.generates
+
+    @property
+    def reach(self) -> int:
+        return self._local.reach
 
     @property
     def overlaps(self) -> bool:
