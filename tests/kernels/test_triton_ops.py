@@ -43,7 +43,7 @@ def on_triton(directory: Path, quantization: str = "auto") -> tuple[Decoder, KvC
 
 OFTEN = ["qwen3-windows", "deepseek-v2-yarn"]
 # Softcaps and a scale; two RoPEs and norms from one; norms of whole queries; heads that turn in part, beside an MLP.
-SELDOM = ["llama-biases", "llama3-rope", "opt", "gemma2", "gemma3", "olmo2", "gpt-neox"]
+SELDOM = ["llama-biases", "llama3-rope", "opt", "gemma2", "gemma3", "olmo2", "gpt-neox", "phi3-longrope", "falcon", "starcoder2"]
 
 
 @pytest.mark.parametrize("family", [*OFTEN, *map(system, SELDOM)])
