@@ -60,7 +60,7 @@ def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
             sequence.num_computed += count
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral")])
+@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral"), system("gpt-oss")])
 def test_experts(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)

@@ -59,6 +59,15 @@ _LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
+_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 36,
+    "head_dim": 12,
+    "sliding_window": 21,
+    "swiglu_limit": 1.5,
+    "rope_parameters": _YARN | {"truncate": False},
+}
 _MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Of heads of 8 numbers 6 turn.
@@ -127,6 +136,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-moe": ("DeepseekV3Config", _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
     "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "gpt-oss": ("GptOssConfig", _OSS),
     "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
     "qwen3-next": (
         "Qwen3NextConfig",

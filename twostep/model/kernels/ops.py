@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
-from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, route
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, apply_gate, route
 from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
@@ -27,6 +27,9 @@ from twostep.model.step.sequence_states import SequenceStates
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
+# Most keys that attention reads at once: a tile of them may begin so far before a window.
+KEYS_TOGETHER = 128
 
 
 class LinearInParts(ABC):
@@ -43,6 +46,8 @@ class LinearInParts(ABC):
 
 # oneDNN asks for how many rows a weight is packed. Measured: the layout and its speed are the same from 1 to 512.
 _PACKED_FOR_ROWS = 16
+# Up to so many, what an operator costs is its call.
+_FEW_NUMBERS = 1 << 13
 
 
 class AttentionPlan(Protocol):
@@ -141,19 +146,32 @@ class Ops:
 
     def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
         gate_up, down = weights.gate_up[number], weights.down[number]
+        biases = (None, None) if weights.biases is None else (weights.biases[0][number], weights.biases[1][number])
+        clamped = weights.clamped
         if isinstance(gate_up, QuantizedWeight):
-            enter = self.prepare_quantized(gate_up, None, dtype, gated=True)
+            enter = self.prepare_quantized(gate_up, biases[0], dtype, gated=clamped is None)
         else:
-            enter = self.prepare_gated(gate_up, None)
-        leave = self.prepare_quantized(down, None, dtype) if isinstance(down, QuantizedWeight) else self.prepare_linear(down, None)
-        return lambda x: leave(enter(x))
+            enter = self.prepare_gated(gate_up, biases[0]) if clamped is None else self.prepare_linear(gate_up, biases[0])
+        if isinstance(down, QuantizedWeight):
+            leave = self.prepare_quantized(down, biases[1], dtype)
+        else:
+            leave = self.prepare_linear(down, biases[1])
+        return (lambda x: leave(enter(x))) if clamped is None else lambda x: leave(apply_gate(enter(x), clamped))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
         x is not: then the product is rounded once."""
         if weight.dtype != x.dtype:
-            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, eps)
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, weight.shape, weight, eps)
+        if x.numel() <= _FEW_NUMBERS:
+            # x and -x have no mean, and the variance of both is x's mean square: one operator, where few rows cost what their operators do.
+            both = x.unsqueeze(-2) * _signs(x.dtype)
+            return F.layer_norm(both, both.shape[-2:], eps=eps)[..., 0, :] * weight
+        # Less memory than F.rms_norm goes through.
+        size: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return x.mul(size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x to `residual` in place and returns rms_norm(residual)."""
@@ -212,6 +230,11 @@ class Ops:
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
         return TorchAttentionPlan(batch, cache, spec) if spec.latent is None else TorchLatentPlan(batch, cache, spec)
+
+
+@functools.cache
+def _signs(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([[1.0], [-1.0]], dtype=dtype)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
