@@ -107,10 +107,26 @@ def test_preempted_chunked_and_behind_shared_prefixes_tokens_are_the_same(made: 
     assert answers(runner_of(made[1], num_blocks=20), prompts, together=True) == alone
 
 
+_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (_EXPERTS | {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (_EXPERTS | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (_EXPERTS | {"topk_method": "noaux_tc"}, "topk_method"),
+        (_EXPERTS | {"scoring_func": "sigmoid"}, "scoring_func"),
+        (_EXPERTS | {"norm_topk_prob": True}, "norm_topk_prob"),
+        (_EXPERTS | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "n_group"),
+        (_EXPERTS | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, "topk_group"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"qk_rope_head_dim": 7, "head_dim": 7, "qk_head_dim": 19}, "qk_rope_head_dim"),

@@ -99,3 +99,17 @@ def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
     sequence.num_computed = 299
     got = runner.forward(make_batch([(sequence, 1)], 8))
     torch.testing.assert_close(got, reference_logits(oracle, sequence.tokens)[-1:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 700])
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_rms_norm(dtype: torch.dtype, rows: int, wide_weight: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 2, 48) * 3).to(dtype), torch.randn(48).to(torch.float32 if wide_weight else dtype)
+    x[:1] *= 1e-3  # where eps counts
+    got = Ops().rms_norm(x[:, 1], weight, 1e-4)
+    wide = x[:, 1].double()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 1e-4).sqrt() * weight.double()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)

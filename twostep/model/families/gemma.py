@@ -94,7 +94,7 @@ class Gemma2(Gemma):
     def _layer(self, index: int) -> DecoderLayer:
         before, after, before_mlp, after_mlp = (self._norm_of_width() for _ in range(4))
         mlp = GatedMlp(self.config, self._make)
-        return SandwichLayer(index, before, self._attention(), after, before_mlp, mlp, after_mlp, self._ops)
+        return SandwichLayer(index, before, self._attention(), after, before_mlp, mlp, after_mlp)
 
 
 class Gemma3(Gemma2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def _architecture(fields: Fields) -> type[Decoder]:
         for kind in ARCHITECTURES.values():
             if kind.architecture == model_type:
                 return kind
-    known = ARCHITECTURES | {name.replace("ForCausalLM", "Model"): kind for name, kind in ARCHITECTURES.items()}
+    # Under the name of the decoder without its head, too.
+    known = ARCHITECTURES | {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): kind for name, kind in ARCHITECTURES.items()}
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         fields.refuse("architectures", names if names is not None else model_type, supported)
     kind = known[names[0]]

@@ -28,6 +28,9 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
+# Most keys that attention reads at once: a tile of them may begin so far before a window.
+KEYS_TOGETHER = 128
+
 
 class LinearInParts(ABC):
     """A Linear that may leave the last of its additions to what comes next."""
@@ -43,6 +46,8 @@ class LinearInParts(ABC):
 
 # oneDNN asks for how many rows a weight is packed. Measured: the layout and its speed are the same from 1 to 512.
 _PACKED_FOR_ROWS = 16
+# Up to so many, what an operator costs is its call.
+_FEW_NUMBERS = 1 << 13
 
 
 class AttentionPlan(Protocol):
@@ -157,8 +162,16 @@ class Ops:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
         x is not: then the product is rounded once."""
         if weight.dtype != x.dtype:
-            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, eps)
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, weight.shape, weight, eps)
+        if x.numel() <= _FEW_NUMBERS:
+            # x and -x have no mean, and the variance of both is x's mean square: one operator, where few rows cost what their operators do.
+            both = x.unsqueeze(-2) * _signs(x.dtype)
+            return F.layer_norm(both, both.shape[-2:], eps=eps)[..., 0, :] * weight
+        # Less memory than F.rms_norm goes through.
+        size: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return x.mul(size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x to `residual` in place and returns rms_norm(residual)."""
@@ -217,6 +230,11 @@ class Ops:
 
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
         return TorchAttentionPlan(batch, cache, spec) if spec.latent is None else TorchLatentPlan(batch, cache, spec)
+
+
+@functools.cache
+def _signs(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([[1.0], [-1.0]], dtype=dtype)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -2,7 +2,8 @@
 
 A *tile* is up to 128 consecutive tokens of one sequence (a decode token is a tile of one) and the keys up to its last token, so
 that the early part of a long chunk does not attend to its late part. In a layer with a window its keys begin with the block of the
-first one that its first token sees: blocks behind that are not read. Tiles alike in both lengths are padded and run as one group.
+first one that its first token sees: blocks behind that are not read. Tiles alike in both lengths are padded and run as one group, of
+so many that their keys and values are still in the processor's cache when attention reads them.
 
     slots   the layer as rows of [head_dim]                what a token writes
     blocks  the layer as rows of [block_size * head_dim]   what a tile reads      (see KvCache)
@@ -33,6 +34,8 @@ Ints = npt.NDArray[np.int64]
 _TILE = 128
 # Decode contexts up to this long share a group whatever their lengths: gathering as much again costs about what a group does.
 _SMALL_CONTEXT = 256
+# Keys and values gathered at once, but for one tile that has more; of half a megabyte, attention reads them from a core's own cache.
+_GATHERED_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +77,7 @@ class AttentionSpec:
 class _Group:
     """N tiles attended together, padded to Q queries and C keys; G query heads share each of H KV heads.
 
-    rows   int64 [N * Q] or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
+    rows   int64 [N * Q], slice or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
     valid  int64 or None           which of the N * Q results are no padding; None: all
     index  int64 [planes * N * H * B]   rows of a layer's `blocks` view
     mask   [N, 1, Q * G or 1, C] or None: additive, in the model's dtype; None: everything is visible
@@ -84,7 +87,7 @@ class _Group:
     num_tiles: int
     num_queries: int
     num_keys: int
-    rows: torch.Tensor | None
+    rows: torch.Tensor | slice | None
     valid: torch.Tensor | None
     index: torch.Tensor
     mask: torch.Tensor | None
@@ -151,8 +154,12 @@ class TorchAttentionPlan:
             return self._attend_group(groups[0], layer, query)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in groups:
-            assert group.rows is not None
-            result, rows = self._attend_group(group, layer, query.index_select(0, group.rows)), group.rows
+            rows = group.rows
+            assert rows is not None
+            if isinstance(rows, slice):
+                out[rows] = self._attend_group(group, layer, query[rows])
+                continue
+            result = self._attend_group(group, layer, query.index_select(0, rows))
             if group.valid is not None:
                 result, rows = result.index_select(0, group.valid), rows.index_select(0, group.valid)
             out.index_copy_(0, rows, result)
@@ -202,7 +209,14 @@ def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, w
     q_kind = np.ceil(np.log2(tiles.num_queries))
     kinds, member = np.unique(np.stack((q_kind, kv_kind), axis=1), axis=0, return_inverse=True)
     member = member.reshape(-1)
-    return [_plan_group(batch, shape, share, dtype, window, tiles, np.flatnonzero(member == kind)) for kind in range(len(kinds))]
+    groups = []
+    for kind in range(len(kinds)):
+        alike = np.flatnonzero(member == kind)
+        key_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        at_once = max(1, _GATHERED_BYTES // (int(tiles.num_keys[alike].max()) * key_bytes))
+        parts = [alike[start : start + at_once] for start in range(0, len(alike), at_once)]
+        groups += [_plan_group(batch, shape, share, dtype, window, tiles, part) for part in parts]
+    return groups
 
 
 def _cut(batch: Batch, block_size: int, window: int) -> _Tiles:
@@ -237,7 +251,8 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
 
     # Padding repeats a tile's last query, which sees at least one key.
     rows = (tiles.start[members, None] + np.minimum(np.arange(q), num_queries[:, None] - 1)).reshape(-1)
-    everything = len(rows) == len(batch.token_ids) and bool((rows == np.arange(len(rows))).all())
+    in_order = bool((rows == np.arange(rows[0], rows[0] + len(rows))).all())
+    which = slice(int(rows[0]), int(rows[0]) + len(rows)) if in_order else torch.from_numpy(rows)
     valid = None if bool((num_queries == q).all()) else torch.from_numpy(np.flatnonzero(np.arange(q) < num_queries[:, None]))
     # Places of the queries among their tile's keys.
     places = batch.positions[rows].reshape(n, q) - first_block[:, None] * shape.block_size
@@ -246,7 +261,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
         num_tiles=n,
         num_queries=q,
         num_keys=c,
-        rows=None if everything else torch.from_numpy(rows),
+        rows=None if in_order and len(rows) == len(batch.token_ids) else which,
         valid=valid,
         index=torch.from_numpy(index.reshape(-1)),
         mask=None if visible else _mask(places, c, share, dtype, window),

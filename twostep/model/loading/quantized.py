@@ -10,7 +10,7 @@ words of 32 bits and their order, which way round tensors lie, scales of a whole
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from twostep.model.loading.weight_files import StoredTensor, bytes_to_read
 _ELEMENTS_AT_ONCE = 1 << 22
 # A part that begins within a group has smaller ones; with still smaller ones the scales take as much as a dense weight.
 _LEAST_GROUP = 8
+_LOW_HALVES = 0x0F0F0F0F
 _NOT_A_NUMBER = 0x7F  # of 8-bit floats, but for the sign
 
 
@@ -160,6 +161,8 @@ class QuantizedTensors:
             # The bytes of a word are in order.
             values = words.flatten().view(torch.uint8).view(rows, -1)[:, :width].contiguous()
             return values if self._halves else values.bitwise_xor_(self._middle).view(torch.int8)
+        if self._halves and format.storage.packed is Axis.OUT:
+            return _two_to_a_byte(words, format.storage.order)[first % format.per_word :][:rows]
         values = torch.empty(rows, width, dtype=torch.uint8 if self._halves else torch.int8, device=self._device)
         at_once = max(1, _ELEMENTS_AT_ONCE // columns)
         for start in range(0, rows, at_once):
@@ -225,6 +228,21 @@ class QuantizedTensors:
 
     def _wrong(self, role: Role, what: str) -> SetupError:
         return SetupError(f"tensor {self._stored[role].name} {what}; download the model again, or take another quantization of it")
+
+
+def _two_to_a_byte(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """int32 [N / 8, K] of eight rows' numbers each, at these places; K is even. Returns uint8 [N, K / 2], the even column's number in the
+    low half. Four numbers are moved at a time, and none has more than its half of a byte on the way."""
+    count, columns = words.shape
+    values = torch.empty(count, len(order), columns // 2, dtype=torch.uint8, device=words.device)
+    at_once = max(1, _ELEMENTS_AT_ONCE // (columns * len(order)))
+    for start in range(0, count, at_once):
+        even, odd = (words[start : start + at_once, column::2] for column in (0, 1))
+        # Of each byte of a word both numbers, the even column's and the odd one's beside each other.
+        halves = (even & _LOW_HALVES) | (odd & _LOW_HALVES) << 4, (even >> 4 & _LOW_HALVES) | (odd & ~_LOW_HALVES)
+        for row, place in enumerate(order):
+            values[start : start + at_once, row] = halves[place % 2].view(torch.uint8).unflatten(1, (-1, 4))[..., place // 2]
+    return values.flatten(0, 1)
 
 
 class DenseTensor:
