@@ -128,8 +128,8 @@ class Engine:
     def block_ids(self, seq_id: str) -> Sequence[int]:
         """Returns the blocks of a sequence in its own order, then those of its state; none while it waits. Blocks below
         num_computed_tokens // block_size do not change any more (before that, a computed block may be exchanged for one of the same
-        prefix); the last one of a held sequence does not either. Those that a sequence without `hold` has left behind are not among
-        them. Raises NotFound."""
+        prefix); the last one of a held sequence does not either. Of one without `hold` the first may be others' by now (see
+        Runner.reach). Raises NotFound."""
         with self._changed:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
