@@ -49,6 +49,11 @@ class Quantization:
     stored: bool = True
 
     @property
+    def experts_only(self) -> bool:
+        """Returns whether no layer but experts is quantized."""
+        return all(target == _EXPERTS for group in self.groups for target in group.targets)
+
+    @property
     def rounds_activations(self) -> bool:
         """Returns whether some layer's input is rounded, so that its last bit may make a step of 8 bits."""
         return any(group.format.activations is not None for group in self.groups)
