@@ -191,6 +191,7 @@ FORMS = [
     {"kind": "fp8"},
     {"kind": "fp8", "activations": FP8_TOKEN},
     {"kind": "fp8", "group": 128, "block_rows": 16, "activations": FP8_GROUP},
+    {"kind": "fp4", "group": 32},
     # What no kernel takes is made dense, its input rounded.
     {"kind": "int8", "activations": INT8_UNEVEN},
 ]
@@ -207,7 +208,7 @@ def quantized_experts(held: range, hidden: int, features: int, form: dict[str, A
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not held
 @pytest.mark.parametrize(("form", "held"), [(form, HELD[i % 2]) for i, form in enumerate(FORMS)])
 def test_quantized_experts(form: dict[str, Any], held: range) -> None:
-    dtype = torch.bfloat16 if form["kind"] == "int4" else torch.float16
+    dtype = torch.bfloat16 if form["kind"] in ("int4", "fp4") else torch.float16
     router = Router(num_experts=5, top_k=2, renormalize=True)
     weights = quantized_experts(held, 128, 160, form)
     layer = TritonExperts(weights, router, dtype)

@@ -41,7 +41,7 @@ WAIT_S = 60.0
 # experts. The vocabulary is odd.
 FAMILIES = [
     "llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old", "mixtral",
-    "qwen2-moe", "deepseek-v2-moe", "deepseek-v3-moe",
+    "qwen2-moe", "deepseek-v2-moe", "deepseek-v3-moe", "gpt-oss",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.system

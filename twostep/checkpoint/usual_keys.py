@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gpt2": {"tie_word_embeddings": True},
+    "gpt_oss": {"head_dim": 64},
     "opt": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128},
     "qwen3_next": {"head_dim": 256},

@@ -154,7 +154,7 @@ def model_of(
         weight_bytes += (num_layers - num_kept) * held_in_layers(found, linear, item_bytes=item_bytes)
         weight_bytes += num_dense * held_in_layers(found, mlp(intermediate), item_bytes=item_bytes)
         if experts is not None:
-            each = experts.num_experts * held_in_layers(found, mlp(experts.width), item_bytes=item_bytes)
+            each = experts.num_experts * held_in_layers(found, mlp(experts.width), item_bytes=item_bytes, experts=True)
             each += held_in_layers(found, mlp(experts.shared_width), item_bytes=item_bytes) + experts.num_experts * hidden * item_bytes
             weight_bytes += experts.num_layers * each
         if not tied or (found is not None and found.format_of(HEAD) is not None):

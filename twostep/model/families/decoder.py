@@ -80,12 +80,6 @@ class Decoder(ABC):
         return {}
 
     @classmethod
-    def stacked(cls, name: str) -> str:
-        """Returns what the tensors are called that one of this name holds, as many as its first side is long, {} for their number; empty:
-        it is one by itself."""
-        return ""
-
-    @classmethod
     def prefix(cls) -> str:
         """Returns how all names of a checkpoint begin but that of the output layer, if it was saved with one."""
         return cls.embed_name.partition(".")[0] + "."

@@ -220,16 +220,17 @@ class _ExpertLinear:
         if self._format is None and is_first:
             self._dense = make.empty(*self._shape)
         parts = []
+        is_stored = make.quantization is not None and make.quantization.stored and self._format is not None
         for name, rows, cut in layers:
+            fused = Fused(name, 0, rows, rows, turned=True) if self._turned and not is_stored else None
             if self._dense is None:
                 assert self._format is not None
-                parts.append(place_quantized(make, places, name, self._format, (rows, cols), cut, taken=held is not None))
+                taken = held is not None
+                parts.append(place_quantized(make, places, name, self._format, (rows, cols), cut, taken=taken, fused=fused))
+            elif held is None:
+                places[f"{name}.weight"] = Place(self._dense.new_empty(0, cols), (rows, cols), (0, 0), fused=fused)
             else:
-                fused = Fused(name, 0, rows, rows, turned=True) if self._turned else None
-                if held is None:
-                    places[f"{name}.weight"] = Place(self._dense.new_empty(0, cols), (rows, cols), (0, 0), fused=fused)
-                else:
-                    places[f"{name}.weight"] = Place.whole(self._dense[held, start : start + rows], cut, fused=fused)
+                places[f"{name}.weight"] = Place.whole(self._dense[held, start : start + rows], cut, fused=fused)
             if self.bias is not None:
                 of_rank = self.bias.new_empty(0) if held is None else self.bias[held, start : start + rows]
                 places[f"{name}.bias"] = Place(of_rank, (rows,), (0,), cut if held is not None else Cut.WHOLE)
@@ -254,7 +255,7 @@ class _ExpertLinear:
         loaded = [joined([part.take() for part in parts]) for parts in experts]
         whole = [each[0].weight for each in loaded if len(each) == 1]
         weights = [weight for weight in whole if isinstance(weight, QuantizedWeight)]
-        forms = {(weight.values.dtype, weight.group, weight.block_rows) for weight in weights}
+        forms = {(weight.values.dtype, weight.group, weight.block_rows, weight.float4) for weight in weights}
         if len(weights) == len(loaded) and len(forms) <= 1:
             return weights
         # Columns in no order, or groups that a rank's part cuts too small.

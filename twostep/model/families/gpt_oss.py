@@ -1,14 +1,13 @@
 """gpt-oss (OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, 2025, arXiv 2508.10925): llama's layers with biases, a sink beside each head's
 keys, windows in every other layer, and a mixture of experts with clamped gates in every layer.
 
-A checkpoint has a layer's experts in one tensor, gates and what they gate in turn:
+A checkpoint has a layer's experts in one tensor (twostep/checkpoint/stacked.py), gates and what they gate by turns:
 
-    experts.gate_up_proj  [E, in, 2 * width]   gate 0, up 0, gate 1, up 1, …      experts.down_proj  [E, width, out]
+    gate 0, up 0, gate 1, up 1, …
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import torch
@@ -23,8 +22,6 @@ from twostep.model.kernels.experts import ClampedGate, Scores
 from twostep.model.kernels.torch_attention import AttentionSpec
 
 _DEFAULT_WINDOW = 128
-_OF_EXPERTS = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj)(|_bias)")
-_KINDS = {"": "weight", "_bias": "bias"}
 
 
 class SinkAttention(Attention):
@@ -41,7 +38,7 @@ class SinkAttention(Attention):
 
 class GptOss(Llama):
     architecture = "gpt_oss"
-    supported = "sinks, biases, windows by `layer_types`, YaRN with `truncate`, experts with clamped gates; unquantized"
+    supported = "sinks, biases, windows by `layer_types`, YaRN with `truncate`, experts with clamped gates, in MXFP4 or not"
     expert_names = ExpertNames(router="router", gate_up="gate_up_proj")
 
     @classmethod
@@ -73,11 +70,6 @@ class GptOss(Llama):
             clamped=gate,
         )
         return replace(config, experts=experts)
-
-    @classmethod
-    def stacked(cls, name: str) -> str:
-        match = _OF_EXPERTS.fullmatch(name)
-        return "" if match is None else f"{match[1]}.{{}}.{match[2]}.{_KINDS[match[3]]}"
 
     def _attention(self) -> Attention:
         return SinkAttention(self.config, self._make)

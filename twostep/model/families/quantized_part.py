@@ -69,7 +69,7 @@ def _are_joinable(one: LoadedWeight, other: LoadedWeight) -> bool:
     a, b = one.weight, other.weight
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    return a.values.dtype == b.values.dtype and a.group == b.group
+    return (a.values.dtype, a.group, a.float4) == (b.values.dtype, b.group, b.float4)
 
 
 def _as_one(run: Sequence[LoadedWeight]) -> LoadedWeight:

@@ -45,7 +45,7 @@ _HALF = _BASE // 2  # what parts have more than the numbers they stand for
 def pack(weight: QuantizedWeight, bias: torch.Tensor | None) -> Int8Linear | Int4Linear | None:
     """Returns the layer x -> x @ weight.T + bias for x [M, K]; None where none of these takes the weight."""
     rows, columns = weight.shape
-    if not rows or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
+    if not rows or weight.values.dtype == torch.float8_e4m3fn or weight.float4 or weight.block_rows > 1:
         return None
     if weight.bits == 8:
         takes = weight.zeros is None and weight.group >= columns and int8_works()

@@ -163,7 +163,7 @@ def _form(weights: torch.Tensor | Sequence[QuantizedWeight]) -> tuple[object, ..
         return ()
     one = weights[0]
     how = None if one.activations is None else one.activations.how
-    return one.shape, one.values.dtype, one.group, one.block_rows, one.zeros is None, how
+    return one.shape, one.values.dtype, one.group, one.block_rows, one.zeros is None, one.float4, how
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class TritonOps(Ops):
             return super().prepare_quantized(weight, bias, dtype, gated=gated)
         layer = QuantizedLinear(prepare(weight, self._device), bias, gated=gated)
         how = None if weight.activations is None else weight.activations.how
-        kind = (weight.shape, weight.values.dtype, weight.group, weight.block_rows, weight.zeros is None, how, dtype, gated)
+        kind = (weight.shape, weight.values.dtype, weight.group, weight.block_rows, weight.zeros is None, weight.float4, how, dtype, gated)
         if self.tries and kind not in self._trouble:
             self._trouble[kind] = layer.trial(weight, dtype)
             if self._trouble[kind]:

@@ -90,6 +90,9 @@ class QuantizedTensors:
                 self._buffers[role] = self._buffers[role].t().contiguous()
         self._check_shape()
         scales = self._buffers[Role.SCALE].float()
+        if self._format.storage.exponents:
+            # 255 stands for no number.
+            scales = torch.where(scales == 255, torch.nan, torch.exp2(scales - 127))
         if not bool((scales.isfinite() & (scales != 0)).all()):
             raise self._wrong(Role.SCALE, "has scales that are zero, infinite or no numbers")
         scales, zeros, height = self._by_rows(scales), self._zeros(), self._height
@@ -100,7 +103,8 @@ class QuantizedTensors:
             zeros = None if zeros is None else zeros.index_select(1, groups)
         values = self._values()
         zeros = None if zeros is None else zeros.to(values.dtype) if self._halves else (zeros - self._middle).to(torch.int8)
-        weight = QuantizedWeight(values=values, scales=scales.contiguous(), group=width, block_rows=height, zeros=zeros)
+        float4 = self._format.is_float and self._format.bits == 4
+        weight = QuantizedWeight(values=values, scales=scales.contiguous(), group=width, block_rows=height, zeros=zeros, float4=float4)
         self._check_values(weight)
         self._buffers.clear()
         return weight if width >= min(_LEAST_GROUP, columns) else weight.dequantize(self._place.tensor.dtype)
@@ -193,9 +197,10 @@ class QuantizedTensors:
     def _check_values(self, weight: QuantizedWeight) -> None:
         dtype = self._place.tensor.dtype
         what = f"has weights that are infinite or no numbers in {str(dtype).removeprefix('torch.')}"
-        if self._format.is_float and bool(((weight.values.view(torch.uint8) & _NOT_A_NUMBER) == _NOT_A_NUMBER).any()):
+        eight = self._format.is_float and self._format.bits == 8
+        if eight and bool(((weight.values.view(torch.uint8) & _NOT_A_NUMBER) == _NOT_A_NUMBER).any()):
             raise self._wrong(Role.WEIGHT, what)
-        largest = torch.finfo(weight.values.dtype).max if self._format.is_float else float(1 << self._format.bits)
+        largest = torch.finfo(weight.values.dtype).max if eight else float(1 << self._format.bits)
         if float(weight.scales.abs().max()) * largest > torch.finfo(dtype).max and not bool(weight.dequantize(dtype).isfinite().all()):
             raise self._wrong(Role.WEIGHT, what)
 
