@@ -11,7 +11,7 @@
 #   make test-all                                                 the others: processes, faults, chart, browser
 #   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"      with pauses at random moments, as a busy machine makes them
 #   make test-outside OUTSIDE_FLAGS="--only openai lm_eval"       what public clients do, against a small system
-#   make generated                                                all that is generated: code of protos/, pages of metrics, settings and values, dashboard
+#   make generated                                                all that is generated: code of protos/, pages of metrics, settings, values and models, dashboard
 #   make screenshots SCREENSHOT_FLAGS="--seconds 60"              docs/images of the page and of `twostep status`: of a system that runs
 #
 # Break it (minutes each; some need root for network namespaces)
@@ -111,6 +111,7 @@ generated: proto
 	@$(BIN)/python -m twostep.metrics.catalogue > docs/metrics.md
 	@$(BIN)/python -m twostep.metrics.dashboard > helm/files/grafana/twostep.json
 	@$(BIN)/python scripts/helm-docs
+	@$(BIN)/python scripts/models-page
 
 screenshots: $(VENV)/.dev
 	@$(BIN)/python tests/router/screenshots.py $(SCREENSHOT_FLAGS)

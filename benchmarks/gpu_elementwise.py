@@ -70,7 +70,7 @@ def cases(rows: int) -> dict[str, tuple[float, Callable[[], Callable[[], object]
 VARIANTS = {
     "rms_norm": ("_NORM_WARPS _TILE", ((4, 4096), (8, 4096), (8, 8192), (16, 8192), (16, 16384))),
     "add_rms_norm": ("_NORM_WARPS _TILE", ((4, 4096), (8, 4096), (8, 8192), (16, 8192), (16, 16384))),
-    "silu_mul": ("_SILU_TILE _SILU_WARPS", ((1024, 4), (1024, 2), (2048, 4), (2048, 8), (4096, 8))),
+    "silu_mul": ("_GATE_TILE _GATE_WARPS", ((1024, 4), (1024, 2), (2048, 4), (2048, 8), (4096, 8))),
     "rotate_and_write": ("HEADS_PER_PROGRAM _ROTATE_WARPS", ((8, 4), (16, 4), (16, 2), (16, 8), (32, 8))),
 }
 

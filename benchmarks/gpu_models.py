@@ -55,6 +55,14 @@ OPT = {
     "word_embed_proj_dim": 512,
 }
 ROPE = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 4,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"tie_word_embeddings": True}),
     "llama3 rope": (
@@ -65,6 +73,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn rope": ("LlamaConfig", LLAMA | {"head_dim": 128, "rope_parameters": ROPE | {"rope_type": "yarn"}}),
     "qwen2": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", LLAMA | {"head_dim": 128}),
+    "deepseek v2": (
+        "DeepseekV2Config",
+        LLAMA | LATENT | {"q_lora_rank": None, "rope_parameters": ROPE | {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek v3": ("DeepseekV3Config", LLAMA | LATENT | {"q_lora_rank": 256}),
     "opt": ("OPTConfig", OPT),
     "opt, head 80": ("OPTConfig", OPT | {"hidden_size": 640, "word_embed_proj_dim": 640}),
     "qwen2, windows": ("Qwen2Config", LLAMA | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),

@@ -30,7 +30,7 @@ from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_prefill
 from twostep.model.kernels.hopper_prefill import hopper_attention
 from twostep.model.kernels.hopper_prefill_quantized import hopper_quantized_attention
-from twostep.model.kernels.torch_attention import AttentionSpec
+from twostep.model.kernels.torch_attention import AttentionSpec, RopeTables
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, TileShape, plan_tiles, prefill_attention, tile_shape
 from twostep.model.step.kv_cache import KvCache
@@ -264,7 +264,7 @@ def mixed() -> None:
     )
     rope = torch.ones(8192, HEAD_DIM // 2, device="cuda")
     plan = TritonOps("cuda").plan_attention(
-        batch, case.cache, AttentionSpec(num_heads=NUM_HEADS, cos=rope, sin=rope, windows=[0] * NUM_LAYERS)
+        batch, case.cache, AttentionSpec(num_heads=NUM_HEADS, rope=[RopeTables(cos=rope, sin=rope)] * NUM_LAYERS, windows=[0] * NUM_LAYERS)
     )
     plan.rotate_and_write(0, case.qkv.clone())
     both, before = medians_us([lambda: plan.attend(case.layer, case.qkv), case.portable()])

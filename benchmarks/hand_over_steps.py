@@ -277,7 +277,7 @@ class HandOverEdge:
         return found
 
     def _on_step(self, output: StepOutput) -> None:
-        for seq_id in ended(output.tokens):
+        for seq_id in ended(output):
             if not (waited := self._ended.pop(seq_id)).done():
                 waited.set_result(None)
 

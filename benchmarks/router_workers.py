@@ -75,6 +75,10 @@ class TokenEvents:
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
+    async def Embed(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.EmbedEvent]:
+        yield prefill_pb2.EmbedEvent(accepted=prefill_pb2.EmbedAccepted())
+        yield prefill_pb2.EmbedEvent(pooled=prefill_pb2.PooledStates(values=bytes(16)))
+
     def __init__(self, name: str, answer: Sequence[int], prefill_s: float) -> None:
         self._name, self._answer, self._prefill_s = name, answer, prefill_s
 

@@ -267,7 +267,7 @@ class Sequences:
             target = BlockTarget(
                 block_ids=reservation.block_ids,
                 num_cached_blocks=reservation.num_cached_tokens // self._block_size,
-                num_blocks=-(-len(request.token_ids) // self._block_size),
+                num_blocks=len(reservation.block_ids),
                 num_tokens=len(request.token_ids),
             )
         # The worker may have been told to stop meanwhile, and the router's outbox may have gone with its lease.

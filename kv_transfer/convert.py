@@ -10,6 +10,7 @@ the number formats differ, rounded. twostep.cluster.convertible says which pairs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,14 +20,14 @@ import numpy.typing as npt
 from kv_transfer import kv_numbers
 from kv_transfer.transport import Bytes
 from twostep.cluster.convertible import SLOTS_TOGETHER, check_convertible, same_numbers
-from twostep.cluster.records import LayoutRecord
+from twostep.cluster.records import KEYS_AND_VALUES, LayoutRecord
 from twostep.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """values  [blocks, layers, K/V, heads, slots, head_dim] of kv_numbers.stored_dtype, or uint8 if quantized
-    scales  bfloat16 as uint16 [blocks, layers, K/V, heads, slots], of quantized KV"""
+    """values  [blocks, layers, planes, heads, slots, head_dim] of kv_numbers.stored_dtype, or uint8 if quantized
+    scales  bfloat16 as uint16 [blocks, layers, planes, heads, slots], of quantized KV"""
 
     values: npt.NDArray[np.generic]
     scales: npt.NDArray[np.uint16] | None = None
@@ -34,7 +35,7 @@ class Vectors:
 
 def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
     """The size of one block over `num_layers` layers, by default all."""
-    vectors = (layout.num_layers if num_layers is None else num_layers) * 2 * layout.num_kv_heads * layout.block_size
+    vectors = (layout.num_layers if num_layers is None else num_layers) * layout.num_planes * layout.num_kv_heads * layout.block_size
     if layout.quantization != "none":
         return vectors * (layout.head_dim + 2)
     return vectors * layout.head_dim * kv_numbers.stored_dtype(layout.dtype).itemsize
@@ -45,17 +46,18 @@ def unpack(blocks: Bytes, layout: LayoutRecord, num_layers: int | None = None) -
     layers = layout.num_layers if num_layers is None else num_layers
     if blocks.ndim != 2 or blocks.shape[1] != block_bytes(layout, layers) or blocks.dtype != np.uint8:
         raise InvalidRequest(f"blocks of {block_bytes(layout, layers)} bytes are wanted, not {blocks.dtype} {blocks.shape}")
-    count, heads, slots, dim = len(blocks), layout.num_kv_heads, layout.block_size, layout.head_dim
+    count, heads, slots, dim, num_planes = len(blocks), layout.num_kv_heads, layout.block_size, layout.head_dim, layout.num_planes
     blocks = np.ascontiguousarray(blocks)
     if layout.quantization == "none":
-        return Vectors(blocks.view(kv_numbers.stored_dtype(layout.dtype)).reshape(count, layers, 2, heads, slots, dim))
+        return Vectors(blocks.view(kv_numbers.stored_dtype(layout.dtype)).reshape(count, layers, num_planes, heads, slots, dim))
     size = heads * slots * dim
-    by_layer = blocks.reshape(count, layers, 2 * size + heads * slots * 4)
-    k = by_layer[:, :, :size].reshape(count, layers, heads, slots, dim)
-    together = (slots // SLOTS_TOGETHER, dim, SLOTS_TOGETHER)
-    v = by_layer[:, :, size : 2 * size].reshape(count, layers, heads, *together).swapaxes(-1, -2).reshape(k.shape)
-    scales = np.ascontiguousarray(by_layer[:, :, 2 * size :]).view(np.uint16).reshape(count, layers, heads, slots, 2)
-    return Vectors(np.stack((k, v), axis=2), np.ascontiguousarray(np.moveaxis(scales, -1, 2)))
+    by_layer = blocks.reshape(count, layers, num_planes * (size + heads * slots * 2))
+    planes = [by_layer[:, :, :size].reshape(count, layers, heads, slots, dim)]
+    if num_planes == KEYS_AND_VALUES:
+        together = (slots // SLOTS_TOGETHER, dim, SLOTS_TOGETHER)
+        planes += [by_layer[:, :, size : 2 * size].reshape(count, layers, heads, *together).swapaxes(-1, -2).reshape(planes[0].shape)]
+    scales = np.ascontiguousarray(by_layer[:, :, num_planes * size :]).view(np.uint16).reshape(count, layers, heads, slots, num_planes)
+    return Vectors(np.stack(planes, axis=2), np.ascontiguousarray(np.moveaxis(scales, -1, 2)))
 
 
 def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
@@ -66,12 +68,13 @@ def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
         return flat.reshape(count, block_bytes(layout, layers))
     assert vectors.scales is not None
     heads, slots, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
-    k, v = vectors.values[:, :, 0], vectors.values[:, :, 1]
-    together = v.reshape(count, layers, heads, slots // SLOTS_TOGETHER, SLOTS_TOGETHER, dim).swapaxes(-1, -2)
-    scales = np.ascontiguousarray(np.moveaxis(vectors.scales, 2, -1)).view(np.uint8)
-    sizes = (heads * slots * dim, heads * slots * dim, heads * slots * 4)
-    parts = [np.ascontiguousarray(part).reshape(count, layers, size) for part, size in zip((k, together, scales), sizes, strict=True)]
-    out: Bytes = np.concatenate(parts, axis=-1).reshape(count, block_bytes(layout, layers))
+    parts = [vectors.values[:, :, 0]]
+    if layout.num_planes == KEYS_AND_VALUES:
+        v = vectors.values[:, :, 1].reshape(count, layers, heads, slots // SLOTS_TOGETHER, SLOTS_TOGETHER, dim)
+        parts += [v.swapaxes(-1, -2)]
+    parts += [np.ascontiguousarray(np.moveaxis(vectors.scales, 2, -1)).view(np.uint8)]
+    pieces = [np.ascontiguousarray(part).reshape(count, layers, math.prod(part.shape[2:])) for part in parts]
+    out: Bytes = np.concatenate(pieces, axis=-1).reshape(count, block_bytes(layout, layers))
     return out
 
 
@@ -164,7 +167,7 @@ class Assembler:
 
     def _new(self, index: int) -> _Partial:
         target = self._target
-        shape = (1, target.num_layers, 2, target.num_kv_heads, target.block_size, target.head_dim)
+        shape = (1, target.num_layers, target.num_planes, target.num_kv_heads, target.block_size, target.head_dim)
         if target.quantization == "none":
             vectors = Vectors(np.zeros(shape, kv_numbers.stored_dtype(target.dtype)))
         else:

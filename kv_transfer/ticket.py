@@ -12,10 +12,10 @@ import hmac
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from twostep.cluster.records import LayoutRecord
+from twostep.cluster.records import KEYS_AND_VALUES, LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
 from twostep.rpc.v1 import kv_pb2
 
@@ -151,13 +151,13 @@ def _fields_of(kind: type[Ticket | ProbePass], x: object) -> dict[str, Any]:
 
 def fingerprint(layout: LayoutRecord) -> str:
     """Returns a pool's layout in 32 hex digits; equal if and only if all fields are."""
-    named = tuple((field.name, getattr(layout, field.name)) for field in fields(layout))
-    return hashlib.sha256(repr(named).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr(tuple(layout.said().items())).encode()).hexdigest()[:32]
 
 
 def layout_to_proto(layout: LayoutRecord) -> kv_pb2.KvLayout:
-    return kv_pb2.KvLayout(**asdict(layout))
+    return kv_pb2.KvLayout(**layout.said())
 
 
 def layout_from_proto(message: kv_pb2.KvLayout) -> LayoutRecord:
-    return LayoutRecord(**{field.name: getattr(message, field.name) for field in fields(LayoutRecord)})
+    named = {field.name: getattr(message, field.name) for field in fields(LayoutRecord)}
+    return LayoutRecord(**named | {"num_planes": message.num_planes or KEYS_AND_VALUES})

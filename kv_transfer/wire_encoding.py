@@ -34,6 +34,8 @@ def check_encoding(encoding: str, layout: LayoutRecord) -> None:
         raise InvalidRequest(f"KV cannot travel as {encoding!r}; give one of {', '.join(ENCODINGS)}")
     if encoding in LOSSY and layout.quantization != "none":
         raise InvalidRequest(f"KV is stored as {layout.quantization} already and cannot travel as {encoding}; give raw or zstd")
+    if encoding in LOSSY and layout.num_state_blocks:
+        raise InvalidRequest(f"this model's sequences have a state beside their KV, which cannot travel as {encoding}; give raw or zstd")
     if encoding in LOSSY and layout.block_size % SLOTS_TOGETHER:
         raise InvalidRequest(f"KV travels as {encoding} in blocks of a multiple of {SLOTS_TOGETHER} tokens; change --block-size")
 

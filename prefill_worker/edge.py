@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
 from kv_transfer.transport import TransportEnd
 from kv_transfer.transports import TransportTable
+from prefill_worker.embeddings import Embeddings
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import HandOverSpans, KvService, PrefillService
 from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
-from twostep.errors import TwostepError
+from twostep.errors import TwostepError, Unavailable
 from twostep.rpc.v1 import worker_pb2
 from twostep.worker.edge import EdgeCounts, EdgeParts
 
@@ -28,7 +29,8 @@ class PrefillEdge:
         spans = None if parts.tracer is None else HandOverSpans(parts.tracer)
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self.hand_overs = HandOvers(parts, transports, self._telemetry)
-        self._prefill = PrefillService(self.hand_overs, parts.reader, spans)
+        self._embeddings = Embeddings(parts.engine)
+        self._prefill = PrefillService(self.hand_overs, self._embeddings, parts.reader, spans)
         self.services: Mapping[str, object] = {"twostep.v1.Prefill": self._prefill, "twostep.v1.Kv": KvService(self.hand_overs)}
 
     async def start(self) -> None:
@@ -41,6 +43,7 @@ class PrefillEdge:
 
     def on_step(self, output: StepOutput) -> None:
         self.hand_overs.on_step(output)
+        self._embeddings.on_step(output)
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
         self.hand_overs.on_layers(progress)
@@ -54,8 +57,10 @@ class PrefillEdge:
 
     def fail_all(self, error: TwostepError) -> None:
         self.hand_overs.abort_all(error)
+        self._embeddings.fail_all(error)
 
     async def close(self) -> None:
+        self._embeddings.fail_all(Unavailable("the prefill worker is stopping; another one will do"))
         await self.hand_overs.close()
 
     async def fill_stats(self, stats: worker_pb2.WorkerStats) -> None:

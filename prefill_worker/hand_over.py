@@ -123,7 +123,8 @@ class HandOvers:
         holds nothing."""
         size = self.layout.block_size
         life_s = min(life_s, MAX_LIFE_S)
-        first, count = self._first_block(request, num_decode_cached_tokens), -(-len(request.token_ids) // size)
+        first = self._first_block(request, num_decode_cached_tokens)
+        count = -(-len(request.token_ids) // size) + self._engine.facts.shape.num_state_blocks
         self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         # Its first step may be launched before a reader has chosen: it is marked as for the last one.

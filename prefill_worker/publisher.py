@@ -85,6 +85,10 @@ class HandOver:
         return self.request.seq_id
 
     @property
+    def computed(self) -> bool:
+        return self.first_token is not None
+
+    @property
     def ticket(self) -> Ticket:
         return self.lease.ticket
 

@@ -1,6 +1,6 @@
 """The prefill worker's edge: Prefill for routers, Kv for decode workers.
 
-The life of a request here:
+The life of a request for an answer here (one for an embedding is 1 and 3, without a lease, and the vector is its end):
 
  1. Run       checks the request, queues the prompt (engine.submit, hold) and opens a lease; Accepted carries the ticket, at once,
               so that the router can attach the decode worker while the prompt is still queued. The decode worker may not have been
@@ -22,18 +22,22 @@ The life of a request here:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
 from kv_transfer.lease import Abort, Commit, FetchProgress
 from kv_transfer.telemetry import TransferSpans
 from kv_transfer.ticket import ProbePass, Ticket, layout_to_proto
+from prefill_worker.embeddings import Embedding, Embeddings, told
 from prefill_worker.hand_over import MAX_LIFE_S, HandOvers
 from prefill_worker.publisher import HandOver
+from twostep.engine.types import EngineRequest
 from twostep.errors import InvalidRequest, Unavailable
+from twostep.pooling import Pooling
 from twostep.process.log import concerning
 from twostep.process.tracing import Attributes, Metadata, Span, Tracer, metadata_of, trace_id_of
+from twostep.rpc.convert import pooling_from_proto
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from twostep.worker.requests import RequestReader, scores_to_proto, token_to_proto
 
@@ -41,9 +45,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, hand_overs: HandOvers, reader: RequestReader, spans: HandOverSpans | None = None) -> None:
+    def __init__(self, hand_overs: HandOvers, embeddings: Embeddings, reader: RequestReader, spans: HandOverSpans | None = None) -> None:
         """`spans` None: nothing is traced."""
         self._hand_overs = hand_overs
+        self._embeddings = embeddings
         self._reader = reader
         self._spans = spans
         # Why no new work is taken, for callers; None while it is.
@@ -51,13 +56,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self.num_running = 0
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: _Context) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        if self.refusal is not None:
-            raise Unavailable(self.refusal)
-        metadata = metadata_of(context)
-        concerning(request.request_id, trace_id_of(metadata))
-        engine_request = await self._reader.read(request)
-        if self.refusal is not None:
-            raise Unavailable(self.refusal)
+        engine_request, metadata = await self._read(request, context, None)
         life_s = context.time_remaining()
         hand_over = await self._hand_overs.open(
             engine_request,
@@ -100,6 +99,42 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._hand_overs.abort(hand_over, "the router ended the call")
             if self._spans is not None and span is not None:
                 self._spans.end(hand_over, span)
+
+    async def Embed(self, request: prefill_pb2.PrefillRequest, context: _Context) -> AsyncIterator[prefill_pb2.EmbedEvent]:
+        params = pooling_from_proto(request.pooling)
+        engine_request, metadata = await self._read(request, context, params.kind)
+        self.num_running += 1
+        try:
+            async with self._embeddings.queued(engine_request) as embedding:
+                span = None if self._spans is None else self._spans.begin_embedding(embedding, metadata)
+                try:
+                    yield prefill_pb2.EmbedEvent(accepted=prefill_pb2.EmbedAccepted())
+                    vector = await embedding.pooled
+                finally:
+                    if span is not None:
+                        _tell(embedding, span)
+            pooled = prefill_pb2.PooledStates(
+                values=told(vector, params),
+                cached_tokens=embedding.num_cached_tokens,
+                queue_s=embedding.queue_s,
+                prefill_s=embedding.prefill_s,
+            )
+            yield prefill_pb2.EmbedEvent(pooled=pooled)
+        finally:
+            self.num_running -= 1
+
+    async def _read(
+        self, request: prefill_pb2.PrefillRequest, context: _Context, pooling: Pooling | None
+    ) -> tuple[EngineRequest, Metadata]:
+        """Raises Unavailable if no new work is taken, and InvalidRequest."""
+        if self.refusal is not None:
+            raise Unavailable(self.refusal)
+        metadata = metadata_of(context)
+        concerning(request.request_id, trace_id_of(metadata))
+        engine_request = await self._reader.read(request, pooling=pooling)
+        if self.refusal is not None:
+            raise Unavailable(self.refusal)
+        return engine_request, metadata
 
 
 class KvService(kv_pb2_grpc.KvServicer):
@@ -174,11 +209,30 @@ class KvService(kv_pb2_grpc.KvServicer):
         return kv_pb2.AcknowledgeResponse(state=kv_pb2.LeaseState.ValueType(answer.state), refusal=answer.refusal)
 
 
+class _Computed(Protocol):
+    """An attempt at a prompt: a HandOver or an Embedding."""
+
+    @property
+    def request(self) -> EngineRequest: ...
+    @property
+    def submitted_at(self) -> float: ...
+    @property
+    def queue_s(self) -> float: ...
+    @property
+    def prefill_s(self) -> float: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def computed(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
+
+
 class HandOverSpans:
-    """Opens the span of an attempt: as long as its Run call, with the times of the engine's steps.
+    """Opens the span of an attempt: as long as its call, with the times of the engine's steps.
 
     queue      until a step begins with the prompt
-    compute    until the first token
+    compute    until the first token, or the vector
     publish    from the first final block to the last chunk published (kv_transfer/telemetry.py)
     """
 
@@ -192,8 +246,13 @@ class HandOverSpans:
         self.transfers.open(hand_over.seq_id, span)
         return span
 
+    def begin_embedding(self, embedding: Embedding, metadata: Metadata) -> Span:
+        return self._tracer.start("prefill_worker", metadata, at=embedding.submitted_at)
+
     def end(self, hand_over: HandOver, span: Span) -> None:
         """The call is over; its publisher may still be on its way out."""
+        if span.recording:
+            span.set({"twostep.lease": hand_over.lease.state.name.lower()})
         _tell(hand_over, span)
         if hand_over.publisher is not None and not hand_over.publisher.done():
             hand_over.publisher.add_done_callback(lambda _: self.transfers.close(hand_over.seq_id))
@@ -201,21 +260,20 @@ class HandOverSpans:
             self.transfers.close(hand_over.seq_id)
 
 
-def _tell(hand_over: HandOver, span: Span) -> None:
-    request_id, _, attempt = hand_over.seq_id.rpartition("/")
+def _tell(work: _Computed, span: Span) -> None:
+    request_id, _, attempt = work.request.seq_id.rpartition("/")
     if span.recording:
         found: dict[str, str | int | float | bool] = {
             "twostep.request_id": request_id,
             "twostep.attempt": int(attempt),
-            "twostep.prompt_tokens": len(hand_over.request.token_ids),
-            "twostep.cached_tokens": hand_over.num_cached_tokens,
-            "twostep.lease": hand_over.lease.state.name.lower(),
+            "twostep.prompt_tokens": len(work.request.token_ids),
+            "twostep.cached_tokens": work.num_cached_tokens,
         }
         span.set(found)
-        if hand_over.queue_s or hand_over.first_token is not None:
-            started = hand_over.submitted_at + hand_over.queue_s
-            span.child("queue", hand_over.submitted_at, started)
-            if hand_over.first_token is not None:
-                cached: Attributes = {"twostep.computed_tokens": len(hand_over.request.token_ids) - hand_over.num_cached_tokens}
-                span.child("compute", started, started + hand_over.prefill_s, cached)
-    span.end(failure="" if hand_over.error is None else type(hand_over.error).__name__)
+        if work.queue_s or work.computed:
+            started = work.submitted_at + work.queue_s
+            span.child("queue", work.submitted_at, started)
+            if work.computed:
+                cached: Attributes = {"twostep.computed_tokens": len(work.request.token_ids) - work.num_cached_tokens}
+                span.child("compute", started, started + work.prefill_s, cached)
+    span.end(failure="" if work.error is None else type(work.error).__name__)

@@ -40,6 +40,7 @@ from router.waiting.quota_share import QuotaShare
 from router.workers.pool import WorkerPool
 from router.workers.prefix_index import PrefixIndex
 from router.workers.registry import Deployment, Registry, Vouching
+from twostep.checkpoint.embedding_format import EmbeddingFormat, is_made_for_embeddings
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint
 from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.shared_clock import SharedClock
@@ -90,8 +91,10 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._secret = load_secret(config.secret_file)
         self._admin_key = load_admin_key(config.admin_key_file, self._secret)
-        self._card = ModelCard.load(config.model)
+        self._card = ModelCard.load(config.model, config.architecture)
         check_syntax(self._card)
+        self._embedding = EmbeddingFormat.load(config.model)
+        self._for_embeddings = is_made_for_embeddings(config.model)
         self._tokenizer = Tokenizer.load(config.model, self._card.eos_token_ids)
         self._chat_format = ChatFormat.of(self._card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
         if self._chat_format.tool_calls is not None and not self._chat_format.shows_tools:
@@ -100,7 +103,8 @@ class Router:
                 "calls come only where they are forced (tool_choice), or leave --tool-call-parser %s out",
                 config.tool_call_parser,
             )
-        self._fingerprint = (dummy_fingerprint if config.load_format == "dummy" else model_fingerprint)(config.model)
+        fingerprint_of = dummy_fingerprint if config.load_format == "dummy" else model_fingerprint
+        self._fingerprint = fingerprint_of(config.model, architecture=config.architecture)
         self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         self._clock = SharedClock()
 
@@ -218,6 +222,7 @@ class Router:
             metrics=self._metrics,
             tracer=self.tracer,
             hold_back=self._hold_back,
+            embedding=self._embedding,
             demand=self.demand,
             book=self.book,
         )
@@ -450,11 +455,14 @@ class Router:
 
     async def _tick(self) -> None:
         """Progress of the event loop, for liveness; whether a request could be placed now, for readiness."""
-        probe = PlacementRequest(request_id="", num_tokens=1, max_new_tokens=1)
+        probes = [PlacementRequest(request_id="", num_tokens=1, max_new_tokens=1)]
+        if self._for_embeddings:
+            probes.append(PlacementRequest(request_id="", num_tokens=1, max_new_tokens=0, embeds=True))
         while True:
             if self._last_tick > float("-inf"):
                 self._last_tick = time.monotonic()
             if not self._draining:
-                self._able = isinstance(place(self.pool.snapshot(), probe), Placement)
+                snapshot = self.pool.snapshot()
+                self._able = any(isinstance(place(snapshot, probe), Placement) for probe in probes)
                 self._server.health.set(READINESS, self._able)
             await asyncio.sleep(_TICK_S)

@@ -203,6 +203,7 @@ SETTLED = frozenset((
     "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key",
     "tls-ca", "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir", "log-level",
     "log-json", "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout", "model-revision",
+    "architecture",
 ))
 # fmt: on
 

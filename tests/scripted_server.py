@@ -66,6 +66,7 @@ class ScriptedInference(pb_grpc.InferenceServicer):
         self.remaining_s: list[float] = []
         self.calls: Counter[str] = Counter()
         self.requests: list[pb.GenerateRequest] = []
+        self.embeds: list[pb.EmbedRequest] = []
         self.cancelled: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
@@ -157,6 +158,16 @@ class ScriptedInference(pb_grpc.InferenceServicer):
                 yield pb.GenerateResponse(index=index, piece=piece)
                 if position == 2:
                     yield pb.GenerateResponse(index=index, end=END)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        """A vector is what was given, character by character or id by id."""
+        self.calls["embed"] += 1
+        self.embeds.append(request)
+        if self.calls["embed"] == 1 and request.inputs[0].text == "refuse once":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        given = [list(each.text.encode()) or list(each.token_ids.ids) for each in request.inputs]
+        usage = pb.Usage(prompt_tokens=sum(map(len, given)), cached_tokens=1)
+        return pb.EmbedResponse(embeddings=[pb.Embedding(values=each) for each in given], usage=usage)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self.calls["tokenize"] += 1

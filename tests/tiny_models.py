@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -45,6 +47,7 @@ _CORPUS = [
 ]
 
 _MODELS: dict[str, tuple[type[PretrainedConfig], Any]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -110,6 +113,9 @@ def save_tiny_model(
         options["sliding_window"] = None
     if architecture in ("qwen3", "mistral"):
         options["head_dim"] = 16
+    if architecture == "deepseek_v2":
+        heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+        options |= heads | {"kv_lora_rank": 24, "q_lora_rank": 20, "first_k_dense_replace": 3}
     config = config_class(**(options | overrides))
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)

@@ -13,10 +13,11 @@ import grpc.aio
 from router.access.account import Identity
 from router.access.control import Access
 from router.grpc.answers import answer_several
+from router.grpc.embeddings import embed_all
 from router.prompting.prompt import Prompt
 from router.request.job import Metadata
 from router.request.targets import TENANT_HEADER
-from router.serving.inference import Inference
+from router.serving.inference import Inference, request_id_of
 from router.status.board import StatusBoard
 from twostep.rpc.api_level import API_LEVEL, API_LEVEL_HEADER
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc, status_pb2, status_pb2_grpc
@@ -49,6 +50,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             end = await self._inference.generate(request, caller, read_prompt)
         # Everything is free by now but this call.
         yield inference_pb2.GenerateResponse(end=end)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: _Context) -> inference_pb2.EmbedResponse:
+        caller = GrpcCaller(context, self._access)
+        with caller.identity.calling():
+            name = request_id_of(request.request_id)
+            await context.send_initial_metadata((("x-request-id", name), (API_LEVEL_HEADER, str(API_LEVEL))))
+            return await embed_all(self._inference, request, caller, name)
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: _Context) -> inference_pb2.TokenizeResponse:
         with GrpcCaller(context, self._access).identity.calling():

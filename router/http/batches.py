@@ -24,11 +24,12 @@ from router.batches.service import Batches
 from router.batches.store import Stored
 from router.http.chat import ChatGeneration
 from router.http.completions import CompletionGeneration
+from router.http.embeddings import HttpEmbeddings
 from router.http.errors import HttpError, body_of
 from router.http.front import FRONT, IDENTITY, Front, parsed
 from router.http.generation import HttpCall, HttpGeneration
 from router.http.openapi import Described
-from router.http.request_bodies import Body, ChatBody, CompletionBody, parse_body
+from router.http.request_bodies import Body, ChatBody, CompletionBody, EmbeddingBody, parse_body
 from router.http.responses import ResponsesGeneration
 from router.http.responses_body import ResponsesBody
 from router.http.whole_answer import ENCODER, INLINE_BYTES, AnswerEncoder, WholeAnswer
@@ -69,7 +70,7 @@ Metadata = Annotated[
 class BatchBody(Body):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     """A file of purpose `batch`: one request a line."""
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     """Requests that are not answered by then get no answer at all."""
     metadata: Metadata | None = None
@@ -190,10 +191,11 @@ async def listed(request: web.Request, data: Sequence[Mapping[str, Any]], *, has
 # ---- what batches ask ----------------------------------------------------------------------------------------------------------
 
 
-_ENDPOINTS: Mapping[str, tuple[type[Any], Callable[[Front, Any, HttpCall], HttpGeneration[Any]]]] = {
+_ENDPOINTS: Mapping[str, tuple[type[Any], Callable[[Front, Any, HttpCall], HttpGeneration[Any] | HttpEmbeddings]]] = {
     "/v1/chat/completions": (ChatBody, ChatGeneration),
     "/v1/completions": (CompletionBody, CompletionGeneration),
     "/v1/responses": (ResponsesBody, ResponsesGeneration),
+    "/v1/embeddings": (EmbeddingBody, HttpEmbeddings),
 }
 
 

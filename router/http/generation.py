@@ -31,6 +31,7 @@ from router.http.request_bodies import (
     JsonObjectFormat,
     LarkFormat,
     RegexFormat,
+    RequestBody,
     StructuredOutputs,
     parse_body,
 )
@@ -67,15 +68,17 @@ def drawn_seed_of(headers: Mapping[str, str]) -> int:
 
 def request_of(body: ChatBody | CompletionBody, headers: Mapping[str, str], *, seed: int) -> pb.GenerateRequest:
     """All but the prompt, the name and the choice's seed. `headers` say what the body leaves open. Raises HttpError 400."""
-    request = pb.GenerateRequest(
-        model=body.model,
-        sampling=sampling_of(body, seed=seed),
-        cache_salt=body.cache_salt or "",
-        request_class=_class(body, headers),
-        keep_special_tokens=body.skip_special_tokens is False,
-    )
+    request = terms_of(body, headers)
+    request.sampling.CopyFrom(sampling_of(body, seed=seed))
+    request.keep_special_tokens = body.skip_special_tokens is False
+    return request
+
+
+def terms_of(body: RequestBody, headers: Mapping[str, str]) -> pb.GenerateRequest:
+    """What is said of any request: its model, its cached prefixes, how urgent it is, what it was promised. Raises HttpError 400."""
+    request = pb.GenerateRequest(model=body.model, cache_salt=body.cache_salt or "", request_class=_class(body, headers))
     for name in ("ttft_ms", "tpot_ms", "gap_ms"):
-        value = getattr(body, name)
+        value = getattr(body, name, None)
         if value is None:
             value = _number(headers, f"x-twostep-{name.replace('_', '-')}", _MAX_TARGET_MS)
         if value is not None:
@@ -142,7 +145,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"[\\.+*?()|\[\]{}^$]", lambda found: "\\" + found.group(), text)
 
 
-def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:
+def _class(body: RequestBody, headers: Mapping[str, str]) -> pb.RequestClass.ValueType:
     named = body.request_class or headers.get("x-twostep-class")
     if named:
         if named not in _CLASSES:
@@ -155,7 +158,7 @@ def _class(body: CommonBody, headers: Mapping[str, str]) -> pb.RequestClass.Valu
     return pb.REQUEST_CLASS_UNSPECIFIED
 
 
-def timeout_of(body: CommonBody, headers: Mapping[str, str]) -> float:
+def timeout_of(body: RequestBody, headers: Mapping[str, str]) -> float:
     """Seconds; infinite without. Raises HttpError 400."""
     if body.timeout is not None:
         return body.timeout
@@ -208,19 +211,26 @@ class HttpCall:
         )
 
 
-class HttpCaller:
-    """See router.serving.inference.Caller."""
+class HttpAsker:
+    """See router.serving.inference.Asker."""
 
-    def __init__(self, call: HttpCall, reader: AnswerSink, timeout_s: float, *, repeated: bool = False) -> None:
+    def __init__(self, call: HttpCall, timeout_s: float, *, repeated: bool = False) -> None:
         """`repeated`: a further answer to a prompt."""
         self.identity = call.identity.again() if repeated else call.identity
         self.metadata, self.received = call.metadata, call.received
         self._until = call.received + timeout_s
-        self._reader = reader
-        self.write: Callable[[pb.GenerateResponse], Awaitable[None]] = reader.write  # of every token: no step between
 
     def remaining_s(self) -> float:
         return max(0.0, self._until - time.monotonic())
+
+
+class HttpCaller(HttpAsker):
+    """See router.serving.inference.Caller."""
+
+    def __init__(self, call: HttpCall, reader: AnswerSink, timeout_s: float, *, repeated: bool = False) -> None:
+        super().__init__(call, timeout_s, repeated=repeated)
+        self._reader = reader
+        self.write: Callable[[pb.GenerateResponse], Awaitable[None]] = reader.write  # of every token: no step between
 
     def accepted(self, prompt: Sequence[int]) -> None:
         self._reader.prompt = prompt

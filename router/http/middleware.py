@@ -96,7 +96,7 @@ _OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api/"
 _COUNTED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/files", "/v1/batches", "/tokenize", "/detokenize"),
+        *("/v1/embeddings", "/v1/files", "/v1/batches", "/tokenize", "/detokenize"),
     }
 )
 

@@ -23,6 +23,7 @@ from pydantic import (
     PlainValidator,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
 )
 from pydantic_core import core_schema
@@ -169,11 +170,33 @@ class StreamOptions(Body):
     """Ignored: nothing is added to chunks."""
 
 
-class CommonBody(Body):
-    """Whatever generates text."""
+class RequestBody(Body):
+    """Whatever the model computes."""
 
     model: str = ""
     """Empty: the only model that is served."""
+    user: str | None = None
+    """Ignored."""
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    """Before the header `x-request-id`."""
+    cache_salt: str | None = Field(default=None, max_length=256)
+    """Cached prefixes are shared only among requests of the same salt."""
+    priority: int | None = Field(default=None, ge=-(1 << 31), le=(1 << 31) - 1)
+    """As vLLM's: below 0 is the class `interactive`, above 0 `batch`."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """`flex` is the class `batch`, `priority` is `interactive`."""
+    request_class: Literal["interactive", "standard", "batch"] | None = None
+    """How urgent it is; the header `x-twostep-class` says the same. Before `service_tier` and `priority`."""
+    ttft_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+    """The first token, or the vector, is promised within so many milliseconds, or the request refused at once; header
+    `x-twostep-ttft-ms`."""
+    timeout: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
+    """Seconds after which the request ends with 504; header `x-twostep-timeout-ms`."""
+
+
+class CommonBody(RequestBody):
+    """Whatever generates text."""
+
     stream: bool | None = None
     """Server-sent events, one for each piece, then `[DONE]`."""
     stream_options: StreamOptions | None = None
@@ -189,8 +212,6 @@ class CommonBody(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
     presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    user: str | None = None
-    """Ignored."""
 
     top_k: int | None = Field(default=None, ge=-1, le=1 << 31)
     """0 and -1 switch it off."""
@@ -206,28 +227,14 @@ class CommonBody(Body):
     """Log probabilities name tokens as `token_id:17`."""
     return_token_ids: bool | None = None
     """`token_ids` of each choice, and `prompt_token_ids`."""
-    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
-    """Before the header `x-request-id`."""
-    cache_salt: str | None = Field(default=None, max_length=256)
-    """Cached prefixes are shared only among requests of the same salt."""
-    priority: int | None = Field(default=None, ge=-(1 << 31), le=(1 << 31) - 1)
-    """As vLLM's: below 0 is the class `interactive`, above 0 `batch`."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """`flex` is the class `batch`, `priority` is `interactive`."""
-    request_class: Literal["interactive", "standard", "batch"] | None = None
-    """How urgent it is; the header `x-twostep-class` says the same. Before `service_tier` and `priority`."""
-    ttft_ms: float | None = Field(default=None, gt=0, le=3_600_000)
-    """The first token is promised within so many milliseconds, or the request refused at once; header `x-twostep-ttft-ms`."""
     tpot_ms: float | None = Field(default=None, gt=0, le=3_600_000)
     """Each further token, on average; header `x-twostep-tpot-ms`."""
     gap_ms: float | None = Field(default=None, gt=0, le=3_600_000)
     """The longest time between two tokens; header `x-twostep-gap-ms`."""
-    timeout: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
-    """Seconds after which the request ends with 504; header `x-twostep-timeout-ms`."""
     return_phases: bool | None = None
     """How long each phase took, as `twostep` in the body or the last chunk; header `x-twostep-phases: 1`."""
 
@@ -567,27 +574,28 @@ _PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
 _PROMPT = {"anyOf": [{"type": "string"}, _PROMPTS | {"items": {"type": "string"}}, _IDS, _PROMPTS | {"items": _IDS}]}
 
 
-def _prompt(given: Any) -> str | list[str] | IdArray | list[IdArray]:
-    """Reads a prompt: what it is meant to be, its first item says. Raises HttpError 400."""
+def _prompt(given: Any, info: ValidationInfo) -> str | list[str] | IdArray | list[IdArray]:
+    """Reads a prompt, or what is to be embedded: what it is meant to be, its first item says. Raises HttpError 400."""
+    name = info.field_name or "prompt"
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise wrong_value("prompt", _KINDS, given)
+        raise wrong_value(name, _KINDS, given)
     if not given:
-        raise wrong_value("prompt", f"the list is empty; {_KINDS}", given)
+        raise wrong_value(name, f"the list is empty; {_KINDS}", given)
     kind = type(given[0])
     if kind not in (str, list, int, float, bool):
-        raise wrong_value("prompt[0]", _KINDS, given[0])
+        raise wrong_value(f"{name}[0]", _KINDS, given[0])
     if kind not in (str, list):
-        return _ids(given, "prompt")
+        return _ids(given, name)
     if len(given) > MAX_PROMPTS:
-        raise wrong_value("prompt", f"there are {len(given)} prompts; send at most {MAX_PROMPTS} at a time", given)
+        raise wrong_value(name, f"there are {len(given)} of them; send at most {MAX_PROMPTS} at a time", given)
     for i, item in enumerate(given):
         if type(item) is not kind:
-            raise wrong_value(f"prompt[{i}]", _MIXED, item)
+            raise wrong_value(f"{name}[{i}]", _MIXED, item)
         if kind is list and not item:
-            raise wrong_value(f"prompt[{i}]", "a prompt has no token ids; give at least one", item)
-    return given if kind is str else [_ids(item, f"prompt[{i}]") for i, item in enumerate(given)]
+            raise wrong_value(f"{name}[{i}]", "it has no token ids; give at least one", item)
+    return given if kind is str else [_ids(item, f"{name}[{i}]") for i, item in enumerate(given)]
 
 
 def _ids(given: list[Any], path: str) -> IdArray:
@@ -636,3 +644,21 @@ class CompletionBody(CommonBody):
                 400, f"n is {n} and there are {len(self.prompt)} prompts; ask for at most {MAX_ANSWERS} answers at a time", param="n"
             )
         return list(self.prompt) if isinstance(self.prompt, list) else [self.prompt]
+
+
+class EmbeddingBody(RequestBody):
+    input: Annotated[str | list[str] | IdArray | list[IdArray], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
+    """A text, several, the token ids of one, or of several."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64: of float32, little-endian."""
+    dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """The vectors' first numbers alone, where the model's are trained to be cut."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal[-1] | None = None
+    """Longer inputs are cut to so many tokens: of a text the first are kept, of token ids the last. -1: to the model's context."""
+    normalize: bool | None = None
+    """Whether vectors are brought to a length of 1; if not given, as the model's files say, which is so as a rule."""
+    add_special_tokens: bool | None = None
+    """false: the tokenizer adds nothing to a text, such as a token that ends it."""
+
+    embed_dtype: Annotated[Any, Unsupported("vectors are of float32", unless="float32")] = None
+    endianness: Annotated[Any, Unsupported("numbers in base64 are little-endian", unless="little")] = None

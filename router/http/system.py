@@ -94,8 +94,8 @@ _REFUSED = {
     **dict.fromkeys(("/v1/assistants", "/v1/threads"), "the Assistants API is not served; use /v1/chat/completions"),
     **dict.fromkeys(("/v1/images", "/v1/videos", "/v1/audio"), "the models served here read and write text alone"),
     **dict.fromkeys(
-        ("/v1/embeddings", "/v1/moderations", "/v1/evals", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"),
-        "the models served here generate text: they embed, rank and judge nothing; use another server for it",
+        ("/v1/moderations", "/v1/evals", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"),
+        "the models served here generate and embed texts: they rank and judge nothing; use another server for it",
     ),
 }
 

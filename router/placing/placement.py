@@ -75,7 +75,8 @@ class Ground(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The workers that serve a request. `prefill` is None where the decode worker computes the prompt itself. `compared` has the best pair
+    """The workers that serve a request. `prefill` is None where one worker computes the prompt and keeps it: one that decodes, or for an
+    embedding one that hands over, and both are `decode` here. `compared` has the best pair
     and the best worker alone, `why` what spoke for the one taken, and `ground` of which kind that is.
 
     Of the choice, as predicted now: time to the first token, time per token after it, whether both are within the demand's targets, and if
@@ -127,6 +128,8 @@ class NoPlacement:
 def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
     """The best pair, or the best decode worker alone. Ties fall by a hash of request and worker: the same for the same request, spread
     evenly over requests."""
+    if demand.embeds:
+        return _place_embedding(snapshot, demand)
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
     decode = [c for c in snapshot.decode if _serves(c.record)]
     missing = [] if prefill or any(_alone(c.record) for c in decode) else ["prefill"]
@@ -150,6 +153,19 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
     if not any(there == here or joinable(there, here) for there in layouts[0] for here in layouts[1]):
         return NoPlacement(shortage=Shortage.INCOMPATIBLE, reason=_incompatible(fitting_prefill, fitting_decode))
     return NoPlacement(shortage=Shortage.NO_TRANSPORT, reason=_no_transport(fitting_prefill, fitting_decode))
+
+
+def _place_embedding(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
+    """The best worker among those that hand over."""
+    prefill = [c for c in snapshot.prefill if _serves(c.record)]
+    if not prefill:
+        return NoPlacement(shortage=Shortage.MISSING, reason=_missing(["prefill"], snapshot))
+    fitting = [c for c in prefill if _fits(c.record, demand.num_tokens, demand.num_tokens)]
+    if not fitting:
+        return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large(demand, prefill, []))
+    best = _Choice(fitting, [], demand, skip_excluded=True).best_for_prompt()
+    excluded = NoPlacement(shortage=Shortage.EXCLUDED, reason="every prefill worker is full or has just failed")
+    return excluded if best is None else best
 
 
 def _alone(record: WorkerRecord) -> bool:
@@ -209,6 +225,14 @@ class _Choice:
         if abs(gain) >= _MOST_SECONDS:
             return self._placement(taken, [taken, other], Ground.UNFIT, f"{name} misses a target by more, rounds the KV, or is full")
         return self._placement(taken, [taken, other], Ground.CHEAPER, f"{name} costs {_seconds(abs(gain))} more")
+
+    def best_for_prompt(self) -> Placement | None:
+        """Returns the worker that computes the prompt, where nothing comes after it."""
+        if not self._sources:
+            return None
+        picked = self._pick([self._predictor.local(at) for at in self._sources])
+        only = _Served(None, picked, picked.cost)
+        return self._placement(only, [only], Ground.ONLY_WAY, "nothing comes after the prompt")
 
     def _best_pair(self) -> _Served | None:
         sources: dict[_Kind, list[Prediction]] = {}
@@ -364,13 +388,14 @@ def _missing(roles: Sequence[str], snapshot: Snapshot) -> str:
 
 
 def _too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    """`prefill` may be empty, where decode workers compute prompts."""
+    """`prefill` may be empty, where decode workers compute prompts, and `decode`, where nothing is decoded."""
     sides = [side for side in (prefill, decode) if side]
     slots = min(max(c.record.num_blocks * c.record.layout.block_size for c in side) for side in sides)
     context = min(max(c.record.max_model_len for c in side) for side in sides)
+    new, less = ("", "") if demand.embeds else (f" and up to {demand.max_new_tokens} new ones", " or ask for fewer new tokens (max_tokens)")
     return (
         f"This model's maximum context length is {context} tokens on its workers, whose KV pool has {slots}, and there are "
-        f"{demand.num_tokens} and up to {demand.max_new_tokens} new ones; shorten the prompt or ask for fewer new tokens (max_tokens)"
+        f"{demand.num_tokens}{new}; shorten the prompt{less}"
     )
 
 

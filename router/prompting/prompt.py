@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from router.prompting.chat import check_chat, continued_content, num_content_chars
@@ -21,8 +22,9 @@ from twostep.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from twostep.text.answer_grammar import after_reasoning
 from twostep.text.chat_format import ChatFormat
 from twostep.text.detokenizer import Detokenizer
+from twostep.text.harmony import HarmonyFormat
 from twostep.text.model_card import ModelCard
-from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
+from twostep.text.reasoning import Begun, ReasoningFormat
 from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
 # Detokenizing goes token by token.
@@ -49,12 +51,12 @@ class Prompt:
 
     ids: Sequence[int]
     tokenizer: Tokenizer
-    reasoning: ReasoningFormat | None = None
+    reasoning: ReasoningFormat | HarmonyFormat | None = None
     begun: Begun = Begun.OVER
     tools: ToolUse = NO_TOOLS
 
     def answer(self, sampling: SamplingParams) -> AnswerReader:
-        splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
+        splitter = None if self.reasoning is None else self.reasoning.splitter(self.begun)
         # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
         before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
         return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
@@ -63,7 +65,8 @@ class Prompt:
         """A grammar is of the answer: the model thinks freely before it."""
         if self.reasoning is None or sampling.grammar is None:
             return sampling
-        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun))
+        is_calls = self.tools.must
+        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun, is_calls=is_calls))
 
 
 ReadPrompt = Callable[[], Awaitable[Prompt]]
@@ -147,6 +150,31 @@ class PromptReader:
             raise InvalidRequest(f"{kind} gives no tokens; send some text")
         return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
 
+    async def embedding_input(
+        self, given: str | Sequence[int], *, most: int, cut_to: int | None, add_special_tokens: bool = True
+    ) -> Prompt:
+        """Reads what is to be embedded, of at most `most` tokens. With `cut_to`, of a longer text the first tokens are kept, and of token
+        ids the last, as vLLM does it. Raises InvalidRequest (ContextExceeded), ResourceExhausted."""
+        if not isinstance(given, str):
+            if not len(given):
+                raise InvalidRequest("token_ids is empty; send at least one id")
+            ids = given if cut_to is None else given[-cut_to:]
+            if len(ids) > most:
+                raise _too_long(len(ids), most)
+            return Prompt(self._known_ids(ids), self._tokenizer)
+        if not given:
+            raise InvalidRequest("text is empty; send at least one character")
+        if cut_to is None:
+            ids = await self.text_ids(given, add_special_tokens=add_special_tokens)
+        else:
+            first = partial(self._tokenizer.encode_first, given, cut_to, add_special_tokens)
+            ids = await self._in_thread_if_long(first, len(given))
+        if not ids:
+            raise InvalidRequest("text gives no tokens; send some text")
+        if len(ids) > most:
+            raise _too_long(len(ids), most)
+        return Prompt(ids, self._tokenizer)
+
     async def tool_use(self, request: inference_pb2.GenerateRequest) -> ToolUse:
         """Reads what a request for a chat asks of its calls, and changes its grammar and tools to that. Raises InvalidRequest,
         ResourceExhausted."""
@@ -173,6 +201,9 @@ class PromptReader:
         if num_ids >= self._card.max_model_len:
             # Looking at each of millions would hold up all other requests.
             raise no_room(num_ids, self._card.max_model_len)
+        return self._known_ids(given)
+
+    def _known_ids(self, given: Sequence[int]) -> Sequence[int]:
         ids = list(given[:])  # a slice is made in half the time that going through the field takes
         if max(ids) >= self._card.vocab_size:
             at = next(i for i, token_id in enumerate(ids) if token_id >= self._card.vocab_size)
@@ -270,6 +301,11 @@ class PromptReader:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._num_threaded -= 1
+
+
+def _too_long(num_tokens: int, most: int) -> ContextExceeded:
+    advice = "shorten it, or have it cut with truncate_prompt_tokens"
+    return ContextExceeded.of(f"the input has {num_tokens}", advice, max_model_len=most, prompt_tokens=num_tokens)
 
 
 def no_room(num_prompt_tokens: int, max_model_len: int) -> ContextExceeded:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.request.targets import NO_TARGETS, Targets
+from twostep.pooling import Pooling, PoolingParams
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 
@@ -21,7 +22,8 @@ class RequestJob:
     """A validated request. `deadline` is in time.monotonic() seconds; `metadata` goes along with every call to a worker. `resumed`: tokens
     of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens. `targets`
     are what the client was promised, the first token counted from `arrived`. `expected_tokens`: how many the answer is thought to have.
-    `prompt_only`: it has none; the one that workers sample all the same is dropped."""
+    `prompt_only`: it has none; the one that workers sample all the same is dropped. `pooling`: it is one for an embedding, without tokens;
+    None: it is not."""
 
     request_id: str
     prompt: Sequence[int]
@@ -32,11 +34,18 @@ class RequestJob:
     resumed: Sequence[int] = ()
     migrate: bool = True
     prompt_only: bool = False
+    pooling: PoolingParams | None = None
     metadata: Metadata = ()
     request_class: RequestClass = RequestClass.STANDARD
     targets: Targets = NO_TARGETS
     arrived: float = field(default_factory=time.monotonic)
     expected_tokens: int = 1
+
+    @property
+    def computes_all(self) -> bool:
+        """Returns whether all of the prompt is computed, whoever has a part of it."""
+        pools_all = self.pooling is not None and self.pooling.kind is Pooling.MEAN
+        return pools_all or self.sampling.prompt_logprobs is not None
 
     def first_token_may_wait_s(self) -> float:
         """Returns how long it may be kept from the client for the sake of the gap behind it: no longer than that may be, nor than its own

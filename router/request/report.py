@@ -94,6 +94,11 @@ class RequestReport:
         return self.request_class.name.lower()
 
     @property
+    def embeds(self) -> bool:
+        """Returns whether it was read, and is one for an embedding."""
+        return self.job is not None and self.job.pooling is not None
+
+    @property
     def num_prompt_tokens(self) -> int:
         return 0 if self.job is None else len(self.job.prompt)
 
@@ -132,6 +137,8 @@ class RequestReport:
         self.placement, self.placed_at = placement, time.monotonic()
         prefill_worker = "" if placement.prefill is None else placement.prefill.worker_id
         decode_worker = placement.decode.worker_id
+        if self.embeds:
+            prefill_worker, decode_worker = decode_worker, ""
         self.committed_at = self.first_decode_at = self.last_decode_at = self.steps = None
         self.publish_s = self.fetch_s = 0.0
         self.transfer = inference_pb2.Transfer(prefill_worker=prefill_worker, decode_worker=decode_worker)
@@ -143,8 +150,15 @@ class RequestReport:
         if self.first_token_at is not None:
             self._migrated(first.token.position, now)
             return
-        self.first_token_at = now
         self.metrics.ttft.observe(now - self.started)
+        self._computed(first, accepted_at, now)
+
+    def on_pooled(self, pooled: prefill_pb2.PooledStates, accepted_at: float) -> None:
+        """The vector is here: what a first token is to others."""
+        self._computed(pooled, accepted_at, time.monotonic())
+
+    def _computed(self, first: prefill_pb2.FirstToken | prefill_pb2.PooledStates, accepted_at: float, now: float) -> None:
+        self.first_token_at = now
         self.observe_prediction("ttft", now - self.placed_at)
         if self.last_token_at is None:
             self.last_token_at = now
@@ -262,9 +276,11 @@ def recorded(
     received: float,
     model: str,
     on_end: OnEnd,
+    embeds: bool = False,
 ) -> Iterator[RequestReport]:
     """Surrounds all of a request, which came at `received` (time.monotonic()); `metadata` is its caller's trace context."""
-    span = None if tracer is None else _begin_span(tracer, request, metadata, received, model)
+    operation = "embeddings" if embeds else "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+    span = None if tracer is None else _begin_span(tracer, operation, request, metadata, received, model)
     report = RequestReport(
         started=received,
         metrics=metrics,
@@ -307,15 +323,16 @@ def _observe(report: RequestReport, status: str, finish: str, refused: Reason | 
     metrics = report.metrics
     metrics.requests.labels(status, finish, report.class_name).inc()
     _observe_targets(report, status, refused)
-    if report.answer is not None:
+    if report.answer is not None or report.embeds:
         metrics.prompt_sizes.observe(report.num_prompt_tokens)
-        metrics.generation_sizes.observe(report.answer.num_tokens)
         metrics.migrations.inc(report.attempts - 1)
         if report.first_token_at is not None:
             metrics.attempts.inc(report.attempts)
             metrics.prompt_tokens.inc(report.num_prompt_tokens)
             metrics.cached_tokens.inc(report.cached_tokens)
             metrics.queue.labels(report.class_name).observe(report.route_s + report.queue_s)
+    if report.answer is not None:
+        metrics.generation_sizes.observe(report.answer.num_tokens)
         if report.visible_at is not None:
             metrics.visible_ttft.observe(report.visible_at - report.started)
         if (tpot_s := report.tpot_s) is not None:
@@ -402,8 +419,9 @@ def span_parts(report: RequestReport, ended_at: float) -> Iterator[SpanPart]:
         yield SpanPart("decode", start, max(start, report.last_decode_at))
 
 
-def _begin_span(tracer: Tracer, request: inference_pb2.GenerateRequest, metadata: Metadata, received: float, model: str) -> Span:
-    operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+def _begin_span(
+    tracer: Tracer, operation: str, request: inference_pb2.GenerateRequest, metadata: Metadata, received: float, model: str
+) -> Span:
     span = tracer.start(f"{operation} {model}", metadata, at=received)
     span.set(
         {
@@ -421,7 +439,7 @@ def _end_span(span: Span, report: RequestReport, status: str, finish_reason: str
     if span.recording and report.job is not None:
         ended_at = time.monotonic()
         span.set(_attributes(report, report.job, ended_at))
-        if report.answer is not None:
+        if report.answer is not None or report.embeds:
             for at, prefill_worker, decode_worker in report.begun:
                 span.event("attempt", at, {"twostep.prefill_worker": prefill_worker, "twostep.decode_worker": decode_worker})
             for part in span_parts(report, ended_at):
@@ -437,6 +455,21 @@ def _attributes(report: RequestReport, job: RequestJob, ended_at: float) -> Attr
     """Describes the request, and its answer as far as it came."""
     sampling, targets = job.sampling, job.targets
     found: dict[str, str | int | float | bool | None] = {
+        "twostep.request_class": report.class_name,
+        "twostep.target_ttft_s": targets.ttft_s,
+        "twostep.target_tpot_s": targets.tpot_s,
+        "twostep.target_gap_s": targets.gap_s,
+    }
+    if report.answer is not None or report.embeds:
+        found |= {
+            "gen_ai.usage.input_tokens": report.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
+            "gen_ai.server.request.duration": ended_at - report.started,
+            "twostep.attempts": report.attempts,
+        }
+    if report.embeds:
+        return {name: value for name, value in found.items() if value is not None}
+    found |= {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -444,18 +477,10 @@ def _attributes(report: RequestReport, job: RequestJob, ended_at: float) -> Attr
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.request.seed": sampling.seed,
-        "twostep.request_class": report.class_name,
-        "twostep.target_ttft_s": targets.ttft_s,
-        "twostep.target_tpot_s": targets.tpot_s,
-        "twostep.target_gap_s": targets.gap_s,
     }
     if report.answer is not None:
         found |= {
-            "gen_ai.usage.input_tokens": report.num_prompt_tokens,
             "gen_ai.usage.output_tokens": report.answer.num_tokens,
-            "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
-            "gen_ai.server.request.duration": ended_at - report.started,
-            "twostep.attempts": report.attempts,
             "gen_ai.usage.reasoning.output_tokens": (report.finished and report.finished.usage.reasoning_tokens) or None,
             "gen_ai.server.time_to_first_token": report.ttft_s,
             "gen_ai.response.time_to_first_chunk": None if report.visible_at is None else report.visible_at - report.started,

@@ -53,7 +53,9 @@ async def ask_all(
             return await read_prompt(index)
 
     async def shared_prompt(index: int) -> Prompt:
-        """Is read when the first answer to it wants it, for all of them."""
+        """Is read when the first answer to it wants it, for all of them; nobody keeps one that no other is to."""
+        if num_each == 1:
+            return await read(index)
         if index not in reading:
             reading[index] = asyncio.create_task(read(index))
         return await asyncio.shield(reading[index])

@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -26,17 +25,25 @@ from router.request.cleanup import Cleanup
 from router.request.job import RequestJob
 from router.request.output import Output
 from router.request.report import RequestReport
+from router.serving.worker_calls import (
+    ACCEPT_TIMEOUT_S,
+    RETRYABLE,
+    AttemptFailed,
+    CallFailed,
+    WorkerRefused,
+    call_errors,
+    client_error,
+    refusal_of,
+)
 from router.workers.pool import DecodeLink, WorkerLink
 from router.workers.prefix_index import WorkerLife
-from router.workers.reservations import ReserveRefused
-from twostep.errors import InternalError, TwostepError, Unavailable, error_from_grpc
+from twostep.errors import InternalError, TwostepError, Unavailable
 from twostep.rpc.convert import class_to_proto, sampling_to_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
 
 _UNARY_TIMEOUT_S = 5.0
-_ACCEPT_TIMEOUT_S = 10.0
 _STREAM_TIMEOUT_S = 1.0
 _BREAK_SPREADS_S = 0.1
 # How long the prefill worker's closing figures may hold up the end of an answer.
@@ -46,52 +53,6 @@ _VERDICT_TIMEOUT_S = 5.0
 # Decode tokens may overtake the first token, which comes another way. Beyond these bounds it will never come.
 _MAX_EARLY_TOKENS = 256
 _MAX_EARLY_S = 2.0
-# Another placement, or the same one later, may succeed. NOT_FOUND and FAILED_PRECONDITION speak of reservation, ticket and flags here.
-_RETRYABLE = frozenset(
-    {"UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION"}
-)
-
-
-class WorkerRefused(Exception):
-    """A worker did not take the attempt. `full`: it has no room. `declined`: it is there, and it is this way of serving the request that
-    it does not take now; neither: it is not there."""
-
-    def __init__(self, life: WorkerLife, error: TwostepError, *, full: bool = False, declined: bool = False) -> None:
-        super().__init__(error.message)
-        self.life, self.error, self.full, self.declined = life, error, full, declined
-
-
-class AttemptFailed(Exception):
-    """It was under way and was lost; `life` is the worker it was lost by. Not retryable: `error` is the client's."""
-
-    def __init__(self, life: WorkerLife, error: TwostepError, *, retryable: bool) -> None:
-        super().__init__(error.message)
-        self.life, self.error, self.retryable = life, error, retryable
-
-
-class _CallFailed(Exception):
-    """A call to a worker ended with an error. `code`: a gRPC status code's name."""
-
-    def __init__(self, code: str, details: str) -> None:
-        super().__init__(details)
-        self.code, self.details = code, details
-
-
-@contextmanager
-def _call_errors() -> Iterator[None]:
-    """Turns whatever ends a call into _CallFailed. Closing a channel ends the calls on it with CancelledError, and those begun later with
-    UsageError; the first must not be taken for the cancellation of the task that waits."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _CallFailed(error.code().name, error.details() or "the peer gave no reason") from error
-    except ReserveRefused as error:
-        raise _CallFailed(error.code, error.message) from error
-    except (grpc.aio.UsageError, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        raise _CallFailed("UNAVAILABLE", "its connection was closed") from error
 
 
 class Attempt:
@@ -215,12 +176,12 @@ class Attempt:
         self._on_decode = True
         timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
         try:
-            with _call_errors():
+            with call_errors():
                 response = await decode.reservations.ask(request, timeout=timeout, metadata=self._job.metadata)
-        except _CallFailed as error:
+        except CallFailed as error:
             if error.code == "RESOURCE_EXHAUSTED":
                 self._on_decode = False
-            raise _refusal(decode, error) from error
+            raise refusal_of(decode, error) from error
         if response.epoch != decode.life.epoch:
             # A new life listens at the old address, and the registry has not noticed yet.
             raise WorkerRefused(decode.life, Unavailable(f"decode worker {decode.record.worker_id} is gone"))
@@ -248,14 +209,14 @@ class Attempt:
         worker_id = prefill.record.worker_id
         request = prefill_pb2.PrefillRequest(num_decode_cached_tokens=num_decode_cached, **self._for_both(computes=True))
         try:
-            with _call_errors():
+            with call_errors():
                 self._run = prefill.prefill.Run(request, timeout=self._job.remaining_s(), metadata=self._job.metadata)
-                async with asyncio.timeout(min(_ACCEPT_TIMEOUT_S, self._job.remaining_s())):
+                async with asyncio.timeout(min(ACCEPT_TIMEOUT_S, self._job.remaining_s())):
                     event = await self._run.read()
         except TimeoutError:
             raise WorkerRefused(prefill.life, Unavailable(f"prefill worker {worker_id} does not answer")) from None
-        except _CallFailed as error:
-            raise _refusal(prefill, error) from error
+        except CallFailed as error:
+            raise refusal_of(prefill, error) from error
         if not isinstance(event, prefill_pb2.PrefillEvent) or not event.HasField("accepted"):
             raise WorkerRefused(prefill.life, InternalError(f"prefill worker {worker_id} began without a ticket"))
         prefill.touch()
@@ -267,7 +228,7 @@ class Attempt:
         assert call is not None, "it is followed once it is accepted"
         assert prefill is not None, "and accepted by a prefill worker"
         try:
-            with _call_errors():
+            with call_errors():
                 while isinstance(event := await call.read(), prefill_pb2.PrefillEvent):
                     prefill.touch()
                     kind = event.WhichOneof("event")
@@ -281,7 +242,7 @@ class Attempt:
                             self._on_prefill_lost("ABORTED", f"its lease ended as {kv_pb2.LeaseState.Name(event.done.state)}")
                         return
             self._on_prefill_lost("UNAVAILABLE", "it closed the call without an end")
-        except _CallFailed as error:
+        except CallFailed as error:
             self._on_prefill_lost(error.code, error.details)
         finally:
             self._run_over.set()
@@ -295,10 +256,10 @@ class Attempt:
             repeated, num_opened = num_opened is not None, stream.num_opened
             timeout = min(_UNARY_TIMEOUT_S, self._job.remaining_s())
             try:
-                with _call_errors():
+                with call_errors():
                     await self._decode.decode.Attach(request, timeout=timeout, metadata=self._job.metadata)
                 return
-            except _CallFailed as error:
+            except CallFailed as error:
                 if error.code == "NOT_FOUND" and repeated:
                     return  # the first one had arrived and it is over already; the stream says how
                 broke = error.code == "UNAVAILABLE" and isinstance(error.__cause__, grpc.aio.AioRpcError)
@@ -308,7 +269,7 @@ class Attempt:
                 # Of an open stream that did not break, it was the worker that said so.
                 if not broke or (stream.open and stream.num_opened == num_opened):
                     message = f"decode worker {self._decode.record.worker_id}: {error.details}"
-                    self._fail(self._decode, error.code, message, retryable=error.code in _RETRYABLE)
+                    self._fail(self._decode, error.code, message, retryable=error.code in RETRYABLE)
                     return
                 # If it does not come back, the stream's loss ends the attempt.
                 await stream.wait_open(self._job.remaining_s())
@@ -404,7 +365,7 @@ class Attempt:
         if self._output.next_position > self._first_position:
             asyncio.get_running_loop().call_later(_VERDICT_TIMEOUT_S, self._no_verdict, message)
         else:
-            self._fail(self._computing, code, message, retryable=code in _RETRYABLE)
+            self._fail(self._computing, code, message, retryable=code in RETRYABLE)
 
     def _no_verdict(self, message: str) -> None:
         if not self._committed:
@@ -442,7 +403,7 @@ class Attempt:
 
     def _fail(self, link: WorkerLink, code: str, message: str, *, retryable: bool) -> None:
         if not self._ended.done():
-            self._ended.set_exception(AttemptFailed(link.life, _client_error(code, message), retryable=retryable))
+            self._ended.set_exception(AttemptFailed(link.life, client_error(code, message), retryable=retryable))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in a task must not leave the request waiting for what will never come."""
@@ -456,18 +417,3 @@ class Attempt:
         if self._queued_tokens:
             self._computing.queue(-self._queued_tokens, self._job.request_class)
             self._queued_tokens = 0
-
-
-def _refusal(link: WorkerLink, error: _CallFailed) -> Exception:
-    """A worker's answer to Reserve or Run that is no acceptance. What is wrong with the request itself goes to the client. A worker that
-    does not take this router's signature is none of this deployment's, whatever its record says: others are."""
-    code, message = error.code, f"{link.record.role} worker {link.record.worker_id}: {error.details}"
-    if code in _RETRYABLE or code == "UNAUTHENTICATED":
-        full = code == "RESOURCE_EXHAUSTED"
-        return WorkerRefused(link.life, Unavailable(message), full=full, declined=full or code == "FAILED_PRECONDITION")
-    return _client_error(code, message)
-
-
-def _client_error(code: str, message: str) -> TwostepError:
-    """Returns the error as the client should see it: what workers check of each other (tickets, leases) is no fault of the client's."""
-    return InternalError(message) if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND") else error_from_grpc(code, message)

@@ -22,7 +22,10 @@ from router.request.job import RequestJob
 from router.request.output import Output
 from router.request.report import RequestReport
 from router.request.targets import Expired, refusal
-from router.serving.attempt import Attempt, AttemptFailed, WorkerRefused
+from router.request.vector import VectorOutput
+from router.serving.attempt import Attempt
+from router.serving.embedding import EmbeddingAttempt
+from router.serving.worker_calls import AttemptFailed, WorkerRefused
 from router.waiting.fair_queue import QueueEntry
 from router.waiting.queues import WorkerQueue
 from router.workers.pool import DecodeLink, WorkerPool
@@ -44,7 +47,7 @@ class _Dispatch:
 
     job: RequestJob
     entry: QueueEntry
-    output: Output
+    output: Output | VectorOutput
     report: RequestReport
     num_begun: int = 0
     lost: set[WorkerLife] = field(default_factory=set)
@@ -58,11 +61,12 @@ class _Dispatch:
         return PlacementRequest(
             request_id=job.request_id,
             num_tokens=len(job.prompt) + done,
-            max_new_tokens=job.sampling.max_tokens - done,
+            max_new_tokens=0 if job.pooling is not None else job.sampling.max_tokens - done,
             request_class=job.request_class,
             ttft_ms=None if targets.ttft_s is None or done else max(0.0, 1e3 * (targets.ttft_s - waited_s)),
             tpot_ms=None if targets.tpot_s is None else 1e3 * targets.tpot_s,
             gap_ms=None if targets.gap_s is None else 1e3 * targets.gap_s,
+            embeds=job.pooling is not None,
         )
 
 
@@ -124,7 +128,7 @@ class Dispatcher:
         self._max_attempts, self._no_worker_grace_s, self._staged_steps = max_attempts, no_worker_grace_s, staged_steps
         self._absent_since: float | None = None
 
-    async def serve(self, job: RequestJob, entry: QueueEntry, output: Output, report: RequestReport) -> None:
+    async def serve(self, job: RequestJob, entry: QueueEntry, output: Output | VectorOutput, report: RequestReport) -> None:
         """Fills `output` to its end or failure. Cancelling it frees everything on both sides, in the background."""
         try:
             async with asyncio.timeout(job.remaining_s()):
@@ -163,9 +167,9 @@ class Dispatcher:
                 # Only what was really held wakes those who wait for workers: a refused attempt would wake itself.
                 self._queue.release()
 
-    async def _begin(self, request: _Dispatch) -> Attempt:
+    async def _begin(self, request: _Dispatch) -> Attempt | EmbeddingAttempt:
         """Returns an attempt that its workers have accepted. Raises Refused if the request's targets cannot be met."""
-        if request.job.sampling.prompt_logprobs is None:  # else all of it is computed, wherever
+        if not request.job.computes_all:
             request.cached = await self._prefixes.cached_tokens(request.job, self._pool.records())
         entry, queue = request.entry, self._queue
         if request.report.placed:
@@ -175,7 +179,7 @@ class Dispatcher:
         if not queue.num_queued:
             self._absent_since = None
             begun = await self._round(request)
-            if isinstance(begun, Attempt):
+            if not isinstance(begun, _NotNow):
                 return self._begun(begun, entry, request)
             begun.raise_if_hopeless()
         async with queue.place(entry):
@@ -184,7 +188,7 @@ class Dispatcher:
             while True:
                 self._refuse(request)
                 begun = await self._round(request)
-                if isinstance(begun, Attempt):
+                if not isinstance(begun, _NotNow):
                     self._absent_since = None
                     return self._begun(begun, entry, request)
                 begun.raise_if_hopeless()
@@ -195,7 +199,7 @@ class Dispatcher:
                 with request.report.waiting():
                     await queue.again(entry, refused=not begun.held)
 
-    def _begun(self, attempt: Attempt, entry: QueueEntry, request: _Dispatch) -> Attempt:
+    def _begun(self, attempt: Attempt | EmbeddingAttempt, entry: QueueEntry, request: _Dispatch) -> Attempt | EmbeddingAttempt:
         self._queue.took(entry)
         request.report.placed = True
         return attempt
@@ -221,7 +225,7 @@ class Dispatcher:
         if refused is not None:
             raise refused
 
-    async def _round(self, request: _Dispatch) -> Attempt | _NotNow:
+    async def _round(self, request: _Dispatch) -> Attempt | EmbeddingAttempt | _NotNow:
         """Asks placement after placement, the best first, each worker that refuses no more in this round. The two of a pair are asked at
         the same time where the decode worker is likely to take it."""
         job, demand = request.job, request.demand()
@@ -232,45 +236,61 @@ class Dispatcher:
             placed = self._place(demand, request.cached, refusals, request.lost)
             if isinstance(placed, NoPlacement):
                 if lacking and isinstance(self._place(demand, request.cached, _Refusals(workers=lacking), frozenset()), NoPlacement):
-                    asked = " and ".join(sorted(newer_parameters(job.sampling)))
-                    raise Incompatible(
-                        f"the workers that are there are of a version that does not know {asked}; upgrade them, or leave it out"
-                    )
+                    asked = " and ".join(sorted(newer_parameters(job.sampling))) or "embeddings"
+                    message = f"the workers that are there are of a version that does not know {asked}; upgrade them, or do without"
+                    raise Incompatible(message)
                 reason = f"{placed.reason}: {refusals.reason}" if refusals.reason else placed.reason
                 held = refusals.held and isinstance(self._place(demand, request.cached, _Refusals(), request.lost), Placement)
                 return _NotNow(refusals.full or held, held and not refusals.reason, placed.shortage, reason)
-            prefill = None if placed.prefill is None else self._pool.prefill[WorkerLife.of(placed.prefill)]
+            begun = await self._try(request, placed, refusals)
+            if begun is not None:
+                log.debug("request %s: %s", job.request_id, placed.reason)
+                request.report.metrics.placements.labels(placed.path, placed.computing.role, placed.ground.value).inc()
+                return begun
+
+    async def _try(self, request: _Dispatch, placed: Placement, refusals: _Refusals) -> Attempt | EmbeddingAttempt | None:
+        """Returns an attempt that these workers have accepted. None: one of them refuses, as `refusals` says."""
+        job, output, held = request.job, request.output, request.cached
+        request.num_begun += 1
+        computing = WorkerLife.of(placed.computing)
+        there = held.get(computing, NOT_CACHED).num_tokens
+        attempt: Attempt | EmbeddingAttempt
+        decode = None
+        if isinstance(output, VectorOutput):
+            worker = self._pool.prefill[computing]
+            attempt = EmbeddingAttempt(
+                job, request.num_begun, worker=worker, output=output, report=request.report, on_computed=self._queue.release
+            )
+            beginning = attempt.begin(there)
+        else:
+            prefill = None if placed.prefill is None else self._pool.prefill[computing]
             decode = self._pool.decode[WorkerLife.of(placed.decode)]
-            request.num_begun += 1
             attempt = Attempt(
                 job,
                 request.num_begun,
                 prefill=prefill,
                 decode=decode,
-                output=request.output,
+                output=output,
                 report=request.report,
                 cleanup=self._cleanup,
                 on_computed=self._queue.release,
             )
-            request.report.begin_attempt(placed)
-            begun = False
-            there, here = (request.cached.get(link.life, NOT_CACHED).num_tokens for link in (prefill or decode, decode))
-            beside = prefill is not None and _likely_taken(demand.num_tokens, prefill.record, decode)
-            try:
-                await attempt.begin(there, here if beside else None)
-                begun = True
-            except WorkerRefused as refused:
-                log.debug("request %s: %s", job.request_id, refused)
-                if refused.full and refused.life == decode.life:
-                    decode.full_at = time.monotonic()
-                refusals.add(refused, computing=(prefill or decode).life)
-            finally:
-                if not begun:
-                    attempt.close()
-            if begun:
-                log.debug("request %s: %s", job.request_id, placed.reason)
-                request.report.metrics.placements.labels(placed.path, placed.computing.role, placed.ground.value).inc()
-                return attempt
+            beside = prefill is not None and _likely_taken(len(job.prompt) + output.next_position, prefill.record, decode)
+            beginning = attempt.begin(there, held.get(decode.life, NOT_CACHED).num_tokens if beside else None)
+        request.report.begin_attempt(placed)
+        begun = False
+        try:
+            await beginning
+            begun = True
+        except WorkerRefused as refused:
+            log.debug("request %s: %s", job.request_id, refused)
+            if decode is not None and refused.full and refused.life == decode.life:
+                decode.full_at = time.monotonic()
+            refusals.add(refused, computing=computing)
+        finally:
+            if not begun:
+                attempt.close()
+        return attempt if begun else None
 
     def _held_back(self, request_class: RequestClass) -> _Refusals:
         """Returns the workers that have enough of this router's prompts waiting, running ones included: what else there is waits here,
@@ -283,7 +303,9 @@ class Dispatcher:
         return refusals
 
     def _lacking(self, job: RequestJob) -> set[WorkerLife]:
-        """Returns the workers that would ignore a parameter of this request."""
+        """Returns the workers that would ignore a parameter of this request, or make no embedding."""
+        if job.pooling is not None:
+            return {WorkerLife.of(record) for record in self._pool.records() if not record.embeds}
         asked = newer_parameters(job.sampling)
         return {WorkerLife.of(record) for record in self._pool.records() if not asked <= {*record.sampling}} if asked else set()
 
@@ -326,7 +348,7 @@ def time_is_up(*, placed: bool) -> DeadlineExceeded:
     return Expired("the request's time is up, and there was no room for it until now; allow more, or repeat it later")
 
 
-def _not_migrated(job: RequestJob, output: Output, failed: AttemptFailed) -> Unavailable:
+def _not_migrated(job: RequestJob, output: Output | VectorOutput, failed: AttemptFailed) -> Unavailable:
     sent = output.next_position - len(job.resumed)
     return Unavailable(
         f"{failed}; {sent} tokens were sent and the request declined migration (no_migration). To go on, send it again with all tokens "

@@ -8,6 +8,8 @@
     5. this call takes what is there, makes text of it, looks for stop strings, and writes one piece             answer.py
     6. after the last token the end: why, how many tokens, how long each phase took, how the KV travelled        report.py
 
+Of an embedding there are steps 1 to 3, on one prefill worker, and then its vector (embedding.py).
+
 A client that has the beginning of an answer, from a router that is gone, sends it along: step 1 brings text and stop strings to where it
 is, and steps 3 to 5 go on from there, as they do after a lost worker.
 
@@ -25,8 +27,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from router.access.account import Identity
 from router.config import RouterConfig
@@ -38,6 +40,7 @@ from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
 from router.request.report import RequestReport, name_request, recorded
 from router.request.targets import Reason, Targets, class_of, tenant_of
+from router.request.vector import VectorOutput
 from router.serving.dispatch import Dispatcher, time_is_up
 from router.serving.hold_back import HeldAnswer, HoldBack
 from router.status.request_book import RequestBook
@@ -45,21 +48,26 @@ from router.waiting.demand_meter import DemandMeter
 from router.waiting.fair_queue import OutputLengths, QueueEntry
 from router.waiting.queues import Admission
 from router.workers.pool import WorkerPool
+from twostep.checkpoint.embedding_format import EmbeddingFormat
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.hold_back import HeldRequest, class_name
 from twostep.metrics.router import RouterMetrics
+from twostep.pooling import PoolingParams
 from twostep.process.tracing import Tracer
-from twostep.rpc.v1 import inference_pb2
+from twostep.rpc.v1 import inference_pb2, prefill_pb2
+from twostep.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_SALT_CHARS = 256
+# Of an embedding: nothing is sampled.
+_UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 # As a rule a request has left for its workers by then.
 _ON_ITS_WAY_S = 0.002
 
 
-class Caller(Protocol):
+class Asker(Protocol):
     """One client's call, which came at `received` (time.monotonic()). `metadata` goes along with every call to a worker: the caller's trace
     context."""
 
@@ -75,6 +83,10 @@ class Caller(Protocol):
     def remaining_s(self) -> float:
         """Returns the time until the client's own deadline; infinite without."""
         ...
+
+
+class Caller(Asker, Protocol):
+    """A call for an answer."""
 
     async def begin(self, request_id: str, seed: int) -> None:
         """Gets the request's name and its seed, before anything else is known."""
@@ -94,6 +106,15 @@ class Caller(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """`values`: the vector, float32, little-endian."""
+
+    values: bytes
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
 class Inference:
     def __init__(
         self,
@@ -108,11 +129,12 @@ class Inference:
         metrics: RouterMetrics,
         tracer: Tracer | None,
         hold_back: HoldBack | None,
+        embedding: EmbeddingFormat,
         demand: DemandMeter,
         book: RequestBook,
     ) -> None:
         """`fingerprint` identifies the model, its configuration and its tokenizer. `max_model_len` is the model's own; workers may have
-        less."""
+        less. `embedding`: how its vectors are made."""
         self._config = config
         self.model_name = config.served_model_name or config.model.resolve().name
         self.fingerprint = fingerprint
@@ -121,6 +143,7 @@ class Inference:
         self._book = book
         self._tracer = tracer
         self._hold_back = hold_back
+        self.embedding = embedding
         self._metrics = metrics
         self.prompts = prompts
         self._admission = admission
@@ -154,6 +177,59 @@ class Inference:
         self._demand.ended(report, refused, cancelled)
         self._book.ended(report)
 
+    async def embed(self, request: inference_pb2.GenerateRequest, asker: Asker, read_prompt: ReadPrompt, params: PoolingParams) -> Embedded:
+        """`request`: all of it but the prompt; nothing is sampled. Its vector is returned once everything that it held is free. Raises
+        TwostepError."""
+        asker.identity.complete(request)
+        with recorded(
+            self._metrics,
+            request,
+            asker.metadata,
+            self._tracer,
+            received=asker.received,
+            model=self.model_name,
+            on_end=self._ended,
+            embeds=True,
+        ) as report:
+            self._book.begin(report)
+            name = self._named(request, report)
+            self._check_terms(request)
+            asker.identity.check_solvent()
+            prompt = await read_prompt()
+            with asker.identity.spending(len(prompt.ids)) as spending:
+                job = report.job = RequestJob(
+                    prompt=prompt.ids, sampling=_UNSAMPLED, pooling=params, **self._terms(request, name, asker, report)
+                )
+                report.offered = True
+                self._demand.arrived(job)
+                try:
+                    states = await self._pooled(job, report)
+                finally:
+                    spending.placed = report.placed
+        return Embedded(values=states.values, num_prompt_tokens=len(job.prompt), num_cached_tokens=report.cached_tokens)
+
+    def pooling(self, *, dimensions: int | None, normalize: bool | None) -> PoolingParams:
+        """Returns what is asked of a vector, where that is left open as the model has it. Raises InvalidRequest for a length that it has
+        not."""
+        if dimensions is not None:
+            self.embedding.check_dimensions(dimensions)
+        return PoolingParams(
+            kind=self.embedding.pooling,
+            dimensions=dimensions or 0,
+            normalize=self.embedding.normalize if normalize is None else normalize,
+        )
+
+    async def _pooled(self, job: RequestJob, report: RequestReport) -> prefill_pb2.PooledStates:
+        entry, came = QueueEntry.of(job, ageing_s=self._config.ageing), time.monotonic()
+        slot = self._admission.slot(entry, lambda: len(job.prompt) if report.placed else 0)
+        output = VectorOutput()
+        try:
+            async with asyncio.timeout(job.remaining_s()), slot, self._serving(job, entry, output, report):
+                report.waited_s += time.monotonic() - came
+                return await output.take()
+        except TimeoutError as error:
+            raise time_is_up(placed=report.placed) from error
+
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         self.check_model(request.model)
         kind = request.WhichOneof("input")
@@ -179,15 +255,12 @@ class Inference:
         self, request: inference_pb2.GenerateRequest, caller: Caller, report: RequestReport, read_prompt: ReadPrompt
     ) -> inference_pb2.End:
         request_id = request_id_of(request.request_id)
-        name = _unique(request_id) if request.request_id else request_id
-        name_request(report, name)
+        name = self._named(request, report, request_id)
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
         beginning = Beginning(caller, request_id, request.sampling.seed)
         try:
-            self.check_model(request.model)
-            if len(request.cache_salt) > _MAX_SALT_CHARS:
-                raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
+            self._check_terms(request)
             caller.identity.check_solvent()
             prompt = await read_prompt()
             job = report.job = self._job(request, prompt, name, caller, report)
@@ -215,29 +288,51 @@ class Inference:
             await beginning.over()
 
     def _job(self, request: inference_pb2.GenerateRequest, prompt: Prompt, name: str, caller: Caller, report: RequestReport) -> RequestJob:
-        request_class, targets = class_of(request), Targets.of(request)
-        tenant = tenant_of(request, caller.identity.tenant) or caller.identity.fallback
-        caller.identity.check_class(request_class)
+        terms = self._terms(request, name, caller, report)
         sampling = self.prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
         if request.resume_token_ids:
             # Who has tokens has these.
             sampling = replace(sampling, prompt_logprobs=None)
+        most_tokens = max(1, sampling.max_tokens - len(request.resume_token_ids))
         return RequestJob(
-            request_id=name,
             prompt=prompt.ids,
             sampling=prompt.held(sampling),
             prompt_only=request.sampling.HasField("max_tokens") and not request.sampling.max_tokens,
-            deadline=min(report.started + self._config.request_timeout, time.monotonic() + caller.remaining_s()),
-            cache_salt=request.cache_salt,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,
-            metadata=report.metadata,
-            tenant=tenant,
-            request_class=request_class,
-            targets=targets,
-            arrived=report.started,
-            expected_tokens=self._lengths.expected(tenant, max(1, sampling.max_tokens - len(request.resume_token_ids))),
+            expected_tokens=self._lengths.expected(terms["tenant"], most_tokens),
+            **terms,
         )
+
+    # ---- of any request -----------------------------------------------------------------------------------------------
+
+    def _named(self, request: inference_pb2.GenerateRequest, report: RequestReport, request_id: str = "") -> str:
+        """Returns what the workers call it. Raises InvalidRequest."""
+        request_id = request_id or request_id_of(request.request_id)
+        name = _unique(request_id) if request.request_id else request_id
+        name_request(report, name)
+        return name
+
+    def _check_terms(self, request: inference_pb2.GenerateRequest) -> None:
+        self.check_model(request.model)
+        if len(request.cache_salt) > _MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt has {len(request.cache_salt)} characters; use at most {_MAX_SALT_CHARS}")
+
+    def _terms(self, request: inference_pb2.GenerateRequest, name: str, asker: Asker, report: RequestReport) -> dict[str, Any]:
+        """Returns the fields of RequestJob that do not hang on what is asked for. Raises InvalidRequest, PermissionDenied."""
+        request_class = class_of(request)
+        tenant = tenant_of(request, asker.identity.tenant) or asker.identity.fallback
+        asker.identity.check_class(request_class)
+        return {
+            "request_id": name,
+            "deadline": min(report.started + self._config.request_timeout, time.monotonic() + asker.remaining_s()),
+            "cache_salt": request.cache_salt,
+            "metadata": report.metadata,
+            "tenant": tenant,
+            "request_class": request_class,
+            "targets": Targets.of(request),
+            "arrived": report.started,
+        }
 
     async def _stream(
         self, job: RequestJob, report: RequestReport, answer: AnswerReader, caller: Caller, write: Write, beginning: Beginning
@@ -306,16 +401,20 @@ class Inference:
         return hold_back.begin(request, allowed, sent=self.prompts.text_of(job.prompt, job.resumed), position=len(job.resumed))
 
     @asynccontextmanager
-    async def _serving(self, job: RequestJob, entry: QueueEntry, output: Output, report: RequestReport) -> AsyncIterator[None]:
+    async def _serving(
+        self, job: RequestJob, entry: QueueEntry, output: Output | VectorOutput, report: RequestReport
+    ) -> AsyncIterator[None]:
         """Keeps dispatch under way beside this call; leaving frees what it holds."""
         dispatch = asyncio.create_task(self._dispatcher.serve(job, entry, output, report))
         # Whatever ends it, the client's call must not wait for more.
         dispatch.add_done_callback(lambda _: output.fail(InternalError("the request ended without an answer; repeat it")))
-        self._outputs.add(output)
+        if isinstance(output, Output):
+            self._outputs.add(output)
         try:
             yield
         finally:
-            self._outputs.discard(output)
+            if isinstance(output, Output):
+                self._outputs.discard(output)
             dispatch.cancel()
             await asyncio.wait((dispatch,))
 
@@ -339,6 +438,11 @@ class Inference:
         longest_prefill = max((r.max_model_len for r in records if r.hands_over), default=self._max_model_len)
         decode = [r.max_model_len if r.local_prefill else min(r.max_model_len, longest_prefill) for r in records if r.takes_over]
         return min(self._max_model_len, max(decode, default=longest_prefill))
+
+    @property
+    def max_input_len(self) -> int:
+        """Returns how long what is embedded may be: the model's context, or less if no live prefill worker has so much."""
+        return min(self._max_model_len, max((r.max_model_len for r in self._pool.records() if r.hands_over), default=self._max_model_len))
 
     @property
     def most_tokens(self) -> int:

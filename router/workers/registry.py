@@ -74,7 +74,8 @@ class Deployment:
         if record.role not in ("prefill", "decode"):
             return f"role {record.role!r} is neither prefill nor decode; upgrade the router"
         if not is_same_model(self.model_fingerprint, record.layout.model_fingerprint):
-            return "it serves another model than the router, or another revision of it; give both the same --model and --model-revision"
+            same = "--model, --model-revision and --architecture"
+            return f"it serves another model than the router, or another revision of it; give both the same {same}"
         if record.secret_check != self.secret_check:
             return "it has another deployment secret; give all processes the same --secret-file"
         if record.hash_unit != self.hash_unit:

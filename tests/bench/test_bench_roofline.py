@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
 from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.experts import Router
+from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Ops
 
 LLAMA_8B = ModelConfig(
@@ -34,7 +36,6 @@ LLAMA_8B = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
     dtype="bfloat16",
 )
 TINY = replace(
@@ -70,17 +71,40 @@ def test_llama_8b_is_what_it_is_called() -> None:
     assert shape.kv_token_bytes == 131072
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3"])
+EXPERTS = ExpertsConfig(
+    router=Router(num_experts=6, top_k=2), layers=(True, False, True), intermediate_size=40, shared_size=24, shared_gated=True
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3", "qwen2_moe", "deepseek_v2", "deepseek_v3"])
 def test_parameters_are_those_of_the_model_as_it_is_built(architecture: str) -> None:
     config = replace(TINY, architecture=architecture)
     if architecture == "opt":
         config = replace(config, rope=None, num_positions=64, max_model_len=64, num_kv_heads=config.num_heads, qkv_bias=True, o_bias=True)
-    config = replace(config, qk_norm=architecture == "qwen3")
+        config = replace(config, gated_mlp=False)
+    if architecture.startswith("deepseek"):
+        dims = LatentDims(nope=10, rope=4, value=6, latent=20)
+        rank = 24 if architecture == "deepseek_v3" else 0
+        config = replace(config, latent=dims, q_lora_rank=rank, num_kv_heads=1, head_dim=dims.kept, attention_scale=1.0)
+    if architecture == "qwen2_moe":
+        config = replace(config, experts=EXPERTS)
     model = build_model(config, torch.float32, Ops())
     matrices = sum(place.tensor.numel() for name, place in model.places().items() if place.tensor.dim() == 2 and "embed" not in name)
     tied = config.tie_word_embeddings
     assert not tied
     assert shape_of(config).num_params == matrices
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    dense, sparse = shape_of(TINY), shape_of(replace(TINY, architecture="qwen2_moe", experts=EXPERTS))
+    one, expert = 3 * 64, 3 * 40 * 64
+    in_place_of_dense = 2 * (one * 24 + 6 * 64 + 64 - one * 112)
+    assert sparse.token_params == dense.token_params + in_place_of_dense + 2 * 2 * expert
+    # Of two tokens that choose two of six each, the second finds a third of its experts chosen.
+    chosen = 2 + 2 * 2 / 3
+    assert sparse.weight_bytes(2) == pytest.approx(dense.weight_bytes(2) + 2 * (in_place_of_dense + 2 * chosen * expert))
+    assert sparse.weight_bytes(1e6) == pytest.approx(2 * sparse.num_params)
+    assert sparse.decode([1]).flops == sparse.prefill([1], 1).flops
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.tuples(*[st.sampled_from([0, 1, 7, 40])] * 3))
@@ -92,7 +116,7 @@ def test_prefill_is_the_sum_of_its_queries(lengths: list[int], windows: tuple[in
         for place in range(1, length + 1)
         for window in windows
     )
-    products = 2 * TINY.num_layers * shape.layer_params * sum(lengths) + 2 * shape.head_params * len(lengths)
+    products = 2 * shape.token_params * sum(lengths) + 2 * shape.head_params * len(lengths)
     assert shape.prefill(lengths, 1).flops == one_by_one + products
 
 
@@ -100,7 +124,7 @@ def test_prefill_is_the_sum_of_its_queries(lengths: list[int], windows: tuple[in
 def test_a_decode_step_reads_the_weights_once_and_every_key_and_value(contexts: list[int]) -> None:
     shape = shape_of(TINY)
     work = shape.decode(contexts)
-    assert work.num_bytes == pytest.approx(shape.weight_bytes + sum(contexts) * shape.kv_token_bytes)
+    assert work.num_bytes == pytest.approx(shape.weight_bytes(len(contexts)) + sum(contexts) * shape.kv_token_bytes)
     assert work.flops == 2 * shape.num_params * len(contexts) + 4 * TINY.num_layers * TINY.num_heads * TINY.head_dim * sum(contexts)
     # The last token of a prompt costs what a decode step of the same context does, but for the others' keys.
     assert shape.decode([7]).flops == pytest.approx(shape.prefill([7], 1).flops - shape.prefill([6], 1).flops + 2 * shape.head_params)

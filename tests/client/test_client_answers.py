@@ -19,6 +19,7 @@ from scripted_server import WORDS, ScriptedInference, serving
 
 import twostep
 from twostep import AsyncClient, Client, Message, ToolCall
+from twostep.rpc.v1 import inference_pb2 as pb
 
 Server = tuple[ScriptedInference, str]
 
@@ -62,6 +63,35 @@ def test_models_tokenize_and_status(client: Any) -> None:
     assert status.workers[0].transports == ("cuda_ipc", "ray")
     assert status.workers[1].num_free_blocks == 400
     assert (status.load.ttft_s.p95, status.load.slo_attainment) == pytest.approx((0.31, 0.985))
+
+
+def test_embeddings(client: Any, server: Server) -> None:
+    found = client.embed(["abc", [1, 2]], dimensions=4, normalize=False, truncate_prompt_tokens=-1, request_class="batch", model="scripted")
+    assert found.vectors == ((97.0, 98.0, 99.0), (1.0, 2.0))
+    assert (found.usage.prompt_tokens, found.usage.cached_tokens) == (5, 1)
+    sent = server[0].embeds[-1]
+    assert (sent.dimensions, sent.normalize, sent.truncate_prompt_tokens) == (4, False, -1)
+    assert (sent.request_class, sent.model) == (pb.REQUEST_CLASS_BATCH, "scripted")
+    assert client.embed("a", ttft_ms=None).vectors == ((97.0,),)
+    assert not any(map(server[0].embeds[-1].HasField, ("dimensions", "normalize", "truncate_prompt_tokens", "ttft_ms")))
+    server[0].calls.clear()
+    assert client.embed("refuse once").vectors[0][0] == ord("r")
+    assert server[0].calls["embed"] == 2
+
+
+@pytest.mark.parametrize("given", [[], [[1, -1]], [[1.5]], [7], [b"bytes", None]])
+def test_what_cannot_be_embedded_never_leaves(client: Any, server: Server, given: Any) -> None:
+    with pytest.raises((twostep.InvalidRequest, TypeError)):
+        client.embed(given)
+    assert not server[0].embeds
+
+
+def test_options_that_embeddings_have_not(client: Any, server: Server) -> None:
+    with pytest.raises(TypeError, match="temperature"):
+        client.embed("a", temperature=0.0)
+    with pytest.raises(twostep.InvalidRequest, match="dimensions"):
+        client.embed("a", dimensions="many")
+    assert not server[0].embeds
 
 
 def test_status_without_targets_or_work_has_none(client: Any, server: Server) -> None:

@@ -25,6 +25,7 @@ SAID = [
     "weather {'city': 'Bonn'}\none two three\n",
     "let me see420 0.0\n",
     "['scripted']\n",
+    "2 of 31 numbers, 53 tokens\n",
     "prefill-0 prefill 3 750 of 1000 blocks free\ndecode-0 decode 12 400 of 1000 blocks free\n"
     "decode-1 decode 0 0 of 1000 blocks free\n0.31 1.25\n0\n",
 ]

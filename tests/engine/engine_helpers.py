@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.fake import FakeRunner
+from twostep.engine.fake import FakeRunner, fake_next_token, state_after
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
@@ -47,7 +47,9 @@ def make_request(
     )
 
 
-def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: int) -> tuple[list[int], FinishReason]:
+def expected_answer(
+    request: EngineRequest, *, vocab_size: int, max_model_len: int, window: int = 0, stateful: bool = False
+) -> tuple[list[int], FinishReason]:
     """All tokens still to come for a request, by the rules and without any engine."""
     params = request.sampling
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
@@ -55,13 +57,16 @@ def expected_answer(request: EngineRequest, *, vocab_size: int, max_model_len: i
     answer: list[int] = []
     # The sum that fake_next_token takes, token by token.
     total = sum(token * (i + 1) for i, token in enumerate(tokens))
+    state = state_after(0, tokens) if stateful else 0
     while True:
         position = len(tokens) - request.num_prompt_tokens
-        token = (total + len(tokens)) % vocab_size
+        attended = fake_next_token(tokens, vocab_size, window) if window else total + len(tokens)
+        token = (attended + state) % vocab_size
         while token in stop and position < params.min_tokens:
             token = (token + 1) % vocab_size
         tokens.append(token)
         total += token * len(tokens)
+        state = state_after(state, [token]) if stateful else 0
         answer.append(token)
         if token in stop:
             return answer, FinishReason.STOP

@@ -38,8 +38,8 @@ def test_the_next_token_is_read_back_from_the_blocks() -> None:
     assert runner.run(one_sequence([5, 7, 2, 28], [2, 1], 2, start=3)).token_ids == [(41 - 5 - 14) % 100], "another block is another answer"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_move_and_every_plane_counts(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "planes"), [("float32", 2), ("bfloat16", 2), ("bfloat16", 1)])
+def test_blocks_move_and_every_plane_counts(dtype: str, planes: int) -> None:
     shape: dict[str, Any] = {
         "num_blocks": 8,
         "block_size": 4,
@@ -47,6 +47,7 @@ def test_blocks_move_and_every_plane_counts(dtype: str) -> None:
         "num_layers": 3,
         "num_kv_heads": 2,
         "head_dim": 8,
+        "num_planes": planes,
         "dtype": dtype,
     }
     source, target = FakeRunner(**shape), FakeRunner(**shape)

@@ -26,6 +26,11 @@ def poisoned_pool(dtype: torch.dtype, *, quantization: str = "none", **sizes: in
     return cache
 
 
+def some_sinks(num_heads: int) -> torch.Tensor:
+    """From some that hardly count to some that take most of a softmax."""
+    return torch.linspace(-3.0, 6.0, num_heads, device=DEVICE)
+
+
 def poison(cache: KvCache) -> None:
     if cache.quantized is None:
         cache.tensor.fill_(torch.nan)

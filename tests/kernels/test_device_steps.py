@@ -21,6 +21,7 @@ from twostep.model.loading.weights import load_weights
 from twostep.model.runner.device_steps import DeviceSteps
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.step.kv_cache import KvCache
+from twostep.pooling import Pooling
 from twostep.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
@@ -105,3 +106,35 @@ def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
             assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
             assert [top.token_id for top in left.top_logprobs] == [top.token_id for top in right.top_logprobs]
     assert device.num_carried >= 4
+
+
+def test_vectors_beside_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
+    """Of prompts that chunks cut, while others decode tokens that are carried on the device."""
+    save_model("llama", tmp_path)
+    device = DeviceRunner(tmp_path)
+    cpu = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
+    rng = np.random.default_rng(4)
+    prompts = [(kind, rng.integers(3, device.vocab_size, length).tolist()) for kind, length in ((Pooling.LAST, 9), (Pooling.MEAN, 23))]
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    pooled = [
+        EngineRequest(seq_id=kind.value, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=one, pooling=kind)
+        for kind, prompt in prompts
+    ]
+    found = []
+    for runner in (device, cpu):
+        engine = Engine(runner, EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, hash_unit=16))
+        vectors: dict[str, object] = {}
+        tokens = []
+        for request in [*requests(1, device.vocab_size)[:1], *pooled]:
+            engine.submit(request)
+        while len(vectors) < len(pooled) or engine.stats().num_running:
+            output = engine.step()
+            assert not output.failures
+            tokens += list(output.tokens)
+            vectors |= {each.seq_id: each.vector for each in output.pooled}
+        engine.settle_launched()
+        found.append((vectors, sorted((token.seq_id, token.position, token.token_id) for token in tokens)))
+    (got, got_tokens), (want, want_tokens) = found
+    assert got_tokens == want_tokens
+    assert {name: pytest.approx(vector, abs=1e-3) for name, vector in want.items()} == got
+    assert device.num_carried

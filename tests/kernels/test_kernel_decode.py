@@ -12,7 +12,7 @@ import triton
 from attention_oracle import paged_attention
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
+from kernel_pools import DEVICE, DTYPES, poisoned_pool, some_sinks, tolerance
 
 from twostep.engine.batch import KvShape
 from twostep.errors import SetupError
@@ -89,6 +89,8 @@ def check(
     scale: float | None = None,
     merges_itself: bool = True,
     spread: float = 0.0,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> None:
     cache = poisoned_pool(
         dtype,
@@ -103,13 +105,15 @@ def check(
     q = queries(len(lengths), num_heads, num_kv_heads, head_dim, dtype)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     options = {"window": window, "layout": program, "num_sms": 6 if quantization == "none" else 3, "merges_itself": merges_itself}
+    options |= {"softcap": softcap, "sinks": sinks}
     plan = DecodePlan(cache.shape, num_heads=num_heads, num_seqs=len(lengths), device=DEVICE, **options)
     plan.parts.fill_(torch.nan)
     plan.scales.fill_(torch.nan)
     plan.refresh(seq_lens)
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=DEVICE)
-    decode_attention(q, cache, LAYER, tables, seq_lens, plan=plan, out=out, scale=scale)
-    assert_right(out, q, cache, tables, lengths, window=window, scale=scale)
+    given = some_sinks(num_heads) if sinks else None
+    decode_attention(q, cache, LAYER, tables, seq_lens, plan=plan, out=out, scale=scale, sinks=given)
+    assert_right(out, q, cache, tables, lengths, window=window, scale=scale, softcap=softcap, sinks=given)
     assert not plan.counters.any()
 
 
@@ -161,7 +165,18 @@ def test_groups_of_every_size(num_heads: int, num_kv_heads: int, quantization: s
 
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "quantization"),
-    [(80, 32, "none"), (96, 64, "none"), (256, 16, "none"), (64, 16, "fp8"), (80, 16, "int8"), (96, 64, "fp8"), (128, 32, "int8")],
+    [
+        (80, 32, "none"),
+        (96, 64, "none"),
+        (112, 16, "none"),
+        (256, 16, "none"),
+        (64, 16, "fp8"),
+        (80, 16, "int8"),
+        (96, 64, "fp8"),
+        (112, 16, "int8"),
+        (128, 32, "int8"),
+        (256, 16, "fp8"),
+    ],
     ids=str,
 )
 def test_head_sizes_and_block_sizes(head_dim: int, block_size: int, quantization: str) -> None:
@@ -177,6 +192,23 @@ def test_lanes_may_hold_more_keys_and_a_scale_be_given() -> None:
 )
 def test_sliding_window_reads_nothing_before_it(window: int, quantization: str) -> None:
     check([1, 90, 40, 0, 41, 17], 4, 2, 32, quantization, window=window)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "quantization", "options"),
+    [
+        (6, 2, 32, "none", {"softcap": 2.0, "scale": 0.3}),
+        (6, 2, 64, "none", {"sinks": True}),
+        (24, 2, 16, "none", {"sinks": True, "softcap": 5.0, "merges_itself": False}),
+        (8, 2, 256, "none", {"sinks": True, "softcap": 5.0, "window": 40, "dtype": torch.bfloat16}),
+        (8, 2, 64, "fp8", {"sinks": True, "softcap": 2.0, "scale": 0.2}),
+        (40, 2, 16, "int8", {"sinks": True, "window": 18, "merges_itself": False}),
+    ],
+    ids=str,
+)
+def test_softcaps_and_sinks(num_heads: int, num_kv_heads: int, head_dim: int, quantization: str, options: dict[str, Any]) -> None:
+    """A sink counts once, in however many parts a sequence is; nothing is there of a sequence of no keys, whatever its sinks."""
+    check([1, 150, 0, 33, 64], num_heads, num_kv_heads, head_dim, quantization, **options)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
@@ -199,6 +231,8 @@ def test_random_shapes() -> None:
             block_size=rng.choice([16, 32]),
             dtype=rng.choice(DTYPES),
             window=rng.choice([0, 0, 30]),
+            softcap=rng.choice([0.0, 0.0, 5.0]),
+            sinks=rng.random() < 0.3,
         )
 
 
@@ -312,7 +346,7 @@ def test_offsets_beyond_31_bits() -> None:
 
 
 @given(
-    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    head_dim=st.sampled_from([64, 80, 96, 112, 128, 256]),
     num_kv_heads=st.sampled_from([1, 2, 8, 32]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     num_seqs=st.sampled_from([1, 16, 17, 256]),

@@ -7,6 +7,7 @@ import torch
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
 
 from twostep.model.kernels import triton_elementwise as kernels
+from twostep.model.kernels.ops import Activation, Ops
 
 # (rows, width, dtype)
 SHAPES = [(1, 24, torch.float32), (5, 576, torch.bfloat16), (37, 1031, torch.float16), (5, 24, torch.bfloat16), (37, 576, torch.float32)]
@@ -67,6 +68,17 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 37])
+def test_parts_are_summed_before_they_are_normed(rows: int, dtype: torch.dtype) -> None:
+    parts, residual = random(3, rows, 72, dtype=torch.float32), random(rows, 72, dtype=dtype)
+    w1, w2 = random(72, dtype=dtype), random(72, dtype=dtype)
+    want = residual.double() + normed(parts.double().sum(0), w1, 1e-5)
+    got = kernels.add_rms_norm(parts, residual, w2, 1e-5, first_weight=w1)
+    torch.testing.assert_close(residual.double(), want, **tolerance(dtype))
+    torch.testing.assert_close(got.double(), normed(residual, w2, 1e-5), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 37])
 def test_add_rms_norm_of_parts(rows: int, dtype: torch.dtype) -> None:
     parts, residual, weight = random(3, rows, 72, dtype=torch.float32), random(rows, 72, dtype=dtype), random(72, dtype=dtype)
     want = parts.double().sum(0) + residual.double()
@@ -75,11 +87,32 @@ def test_add_rms_norm_of_parts(rows: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), normed(residual, weight, 1e-5), **tolerance(dtype))
 
 
+@pytest.mark.parametrize("weights", [(None, None), (None, torch.float32), (torch.float32, None)], ids=str)
 @pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES, ids=str)
-def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_what_is_added_may_be_normed_itself(rows: int, width: int, dtype: torch.dtype, weights: tuple[torch.dtype | None, ...]) -> None:
+    x, residual = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype)
+    w1, w2 = (random(width, dtype=kind or dtype) for kind in weights)
+    want = residual.double() + normed(x, w1, 1e-3)
+    got = kernels.add_rms_norm(x, residual, w2, 1e-3, first_weight=w1)
+    torch.testing.assert_close(residual.double(), want, **tolerance(dtype))
+    torch.testing.assert_close(got.double(), normed(residual, w2, 1e-3), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_may_be_float32(dtype: torch.dtype) -> None:
+    x, residual, weight = random(5, 72, dtype=dtype), random(5, 72, dtype=dtype), random(72, dtype=torch.float32)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), **tolerance(dtype))
+    got = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(got.double(), normed(residual, weight, 1e-5), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES, ids=str)
+def test_gate(rows: int, width: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random(rows, 2 * width, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    torch.testing.assert_close(kernels.silu_mul(gate_up).double(), gate * gate.sigmoid() * up, **tolerance(dtype))
+    want = Ops().activate(gate.clone(), activation) * up
+    torch.testing.assert_close(kernels.gate(gate_up, activation).double(), want, **tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,9 +13,10 @@ import torch
 from attention_oracle import paged_attention
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_pools import DEVICE, DTYPES, poisoned_pool
+from kernel_pools import DEVICE, DTYPES, poisoned_pool, some_sinks
 
 from twostep.engine.batch import KvShape
+from twostep.model.kernels.ops import KEYS_TOGETHER
 from twostep.model.kernels.triton_prefill import (
     HOPPER_ROWS,
     TileShape,
@@ -67,6 +68,9 @@ def check(
     window: int = 0,
     num_programs: int = 0,
     quantization: str = "none",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> None:
     """`num_programs`: of the Hopper kernel; 0: the portable kernel."""
     lengths = [context + count for context, count in chunks]
@@ -74,6 +78,10 @@ def check(
     sizes = {"num_blocks": num_blocks, "num_layers": 2, "num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
     cache = poisoned_pool(dtype, quantization=quantization, **sizes)
     tables = fill(cache, lengths, seed=len(chunks))
+    if window and cache.quantized is None:
+        # What no kernel may read: another sequence's by now.
+        for s, (context, _) in enumerate(chunks):
+            cache.tensor[tables[s, : max(0, context + 1 - window - KEYS_TOGETHER) // block_size]] = torch.nan
     counts = np.array([count for _, count in chunks], np.int64)
     starts = np.concatenate(([0], np.cumsum(counts)))
     qkv = torch.randn(int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(dtype)
@@ -86,6 +94,7 @@ def check(
     def upload(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32)).to(DEVICE)
 
+    logits: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": some_sinks(num_heads) if sinks else None}
     inputs = {"query_start": upload(starts), "seq_lens": upload(np.array(lengths)), "block_tables": upload(tables)}
     if num_programs:
         # Of use on a Hopper GPU only.
@@ -96,14 +105,14 @@ def check(
         if cache.quantized is None:
             clear_tails(cache, inputs["seq_lens"], inputs["block_tables"])
         attention = hopper_attention if cache.quantized is None else hopper_quantized_attention
-        attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, window=window, num_programs=num_programs, **inputs)
+        attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, window=window, num_programs=num_programs, **inputs, **logits)
     else:
         tiles = upload(plan_tiles(counts, np.array(lengths), shape.num_rows // share))
-        prefill_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, shape=shape, window=window, **inputs)
+        prefill_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, shape=shape, window=window, **inputs, **logits)
     for s, (context, count) in enumerate(chunks):
         part = slice(int(starts[s]), int(starts[s]) + count)
         query = qkv[part, : num_heads * head_dim].view(count, num_heads, head_dim)
-        want = paged_attention(query, cache, 1, torch.from_numpy(tables[s]).to(DEVICE), context + count, window=window)
+        want = paged_attention(query, cache, 1, torch.from_numpy(tables[s]).to(DEVICE), context + count, window=window, **logits)
         got = out[part].double().view(want.shape)
         error = float((got - want).norm() / want.norm())
         assert error < {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype], (s, error)
@@ -120,7 +129,7 @@ def test_ragged_chunks_behind_prefixes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(9, 3, 64, 16), (7, 1, 80, 32), (2, 2, 96, 5), (2, 1, 256, 64), (3, 3, 12, 7)],
+    [(9, 3, 64, 16), (7, 1, 80, 32), (2, 2, 96, 5), (2, 1, 112, 16), (2, 1, 256, 64), (3, 3, 12, 7)],
 )
 def test_heads_and_blocks(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
     chunks = [(0, 21), (45, 3)]
@@ -138,8 +147,9 @@ def test_one_query_each_is_decode() -> None:
 
 @pytest.mark.parametrize("window", [1, 16, 40])
 def test_windows(window: int) -> None:
-    chunks = [(0, 37), (60, 21), (64, 1)]
+    chunks = [(0, 37), (60, 21), (64, 1), (260, 20)]
     check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, rows=32, window=window)
+    check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, window=window)
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
@@ -160,6 +170,38 @@ def test_windows_over_quantized_blocks(window: int) -> None:
     chunks = [(0, 37), (60, 21), (64, 1)]
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16}
     check(chunks, **shape, dtype=torch.float32, rows=32, window=window, quantization="int8")
+
+
+LOGITS: list[dict[str, Any]] = [
+    {"softcap": 2.0, "scale": 0.3},
+    {"sinks": True},
+    {"sinks": True, "softcap": 5.0, "window": 20},
+]
+
+
+@pytest.mark.parametrize("logits", LOGITS, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "quantization"), [(6, 2, 16, "none"), (2, 1, 256, "none"), (6, 2, 32, "int8")], ids=str
+)
+def test_softcaps_and_sinks(num_heads: int, num_kv_heads: int, head_dim: int, quantization: str, logits: dict[str, Any]) -> None:
+    chunks = [(0, 37), (60, 21), (64, 1)]
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": 16}
+    check(chunks, **shape, dtype=torch.float32, quantization=quantization, **logits)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("quantization", ["none", *FORMATS])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(64, 8, 64), (32, 16, 128)])
+def test_hopper_softcaps_and_sinks(num_heads: int, num_kv_heads: int, head_dim: int, quantization: str) -> None:
+    from twostep.model.kernels.hopper_trial import trial  # noqa: PLC0415 - Gluon is there on Hopper only
+
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": 16}
+    kv = KvShape(num_layers=2, num_blocks=9, **shape, dtype="bfloat16", quantization=quantization)
+    chunks = [*RAGGED, (0, 700), (513, 257), (127, 129)]
+    for logits in LOGITS:
+        softcap, sinks = logits.get("softcap", 0.0), logits.get("sinks", False)
+        assert not trial(kv, num_heads, torch.device(DEVICE), softcap=softcap, sinks=sinks)
+        check(chunks, num_heads=num_heads, **shape, dtype=torch.bfloat16, num_programs=132, quantization=quantization, **logits)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -190,7 +232,7 @@ def test_hopper(num_heads: int, num_kv_heads: int, head_dim: int, block_size: in
 def test_hopper_over_quantized_blocks(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, windows: tuple[int, ...], quantization: str
 ) -> None:
-    from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415 - Gluon is there on Hopper only
+    from twostep.model.kernels.hopper_trial import trial  # noqa: PLC0415 - Gluon is there on Hopper only
 
     kv = KvShape(
         num_layers=2,
@@ -210,23 +252,24 @@ def test_hopper_over_quantized_blocks(
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="the kernel itself is tried there")
-@pytest.mark.parametrize("quantization", FORMATS)
-def test_a_kernel_over_quantized_blocks_has_to_agree_with_the_portable_one(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twostep.model.kernels import hopper_prefill_quantized as hopper  # noqa: PLC0415 - Gluon is no part of some Tritons
+@pytest.mark.parametrize("quantization", ["none", *FORMATS])
+def test_hopper_s_kernels_have_to_agree_with_the_portable_one(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostep.model.kernels import hopper_trial as hopper  # noqa: PLC0415 - Gluon is no part of some Tritons
 
     kv = KvShape(num_layers=2, num_blocks=9, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16", quantization=quantization)
     shape = TileShape(num_rows=HOPPER_ROWS, num_keys=64, num_warps=4, num_stages=1)
-    err = 0.0
+    left_out: dict[str, Any] = {}
 
     def stand_in(qkv: torch.Tensor, out: torch.Tensor, *given: Any, num_programs: int, **inputs: Any) -> None:
-        prefill_attention(qkv, out, *given, shape=shape, **inputs)
-        out.mul_(1.0 + err)
+        prefill_attention(qkv, out, *given, shape=shape, **inputs | left_out)
 
-    monkeypatch.setattr(hopper, "hopper_quantized_attention", stand_in)
+    monkeypatch.setattr(hopper, "hopper_attention" if quantization == "none" else "hopper_quantized_attention", stand_in)
     monkeypatch.setattr(hopper, "num_sms_of", lambda device: 1)
-    assert not hopper.trial(kv, 2, torch.device(DEVICE))
-    err = 0.1
-    assert hopper.trial(kv, 2, torch.device(DEVICE))
+    assert not hopper.trial(kv, 2, torch.device(DEVICE), softcap=2.0, sinks=True)
+    left_out = {"sinks": None}
+    assert hopper.trial(kv, 2, torch.device(DEVICE), softcap=2.0, sinks=True)
+    left_out = {"softcap": 0.0}
+    assert hopper.trial(kv, 2, torch.device(DEVICE), softcap=1.0, sinks=False)
 
 
 def test_tails_are_zeros_and_nothing_else_changes() -> None:

@@ -39,6 +39,24 @@ def test_all_ranks_have_the_sum_added_and_normed_with_the_same_bits(size: int, w
             assert torch.equal(results[rank], results[0])
 
 
+def test_the_sum_may_be_normed_before_it_is_added() -> None:
+    ranks, _ = exchanges(2, 70, torch.bfloat16, max_rows=3)
+    w1, w2 = torch.randn(70, device=DEVICE), torch.randn(70, device=DEVICE)
+    terms = [torch.randn(3, 70, device=DEVICE).bfloat16() for _ in ranks]
+    before = torch.randn(3, 70, device=DEVICE).bfloat16()
+    for rank, exchange in enumerate(ranks):
+        exchange.add_rms_norm(terms[rank], before.clone(), w2, 1e-3, first_weight=w1, pull=False)
+    residual = before.clone()
+    got = ranks[1].add_rms_norm(terms[1], residual, w2, 1e-3, first_weight=w1, push=False)
+
+    def normed(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+
+    want = before.double() + normed(terms[0].double() + terms[1].double(), w1)
+    torch.testing.assert_close(residual.double(), want, **tolerance(torch.bfloat16))
+    torch.testing.assert_close(got.double(), normed(residual.double(), w2), **tolerance(torch.bfloat16))
+
+
 def test_parts_of_a_term_are_added_before_they_are_exchanged() -> None:
     ranks, _ = exchanges(2, 24, torch.float32, max_rows=4)
     weight = torch.ones(24, device=DEVICE)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attention_oracle import paged_attention
-from kernel_pools import DEVICE, DTYPES, poison, poisoned_pool, tolerance
+from kernel_pools import DEVICE, DTYPES, poison, poisoned_pool, some_sinks, tolerance
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.shared_prefix import PrefixGroup, pack
@@ -73,10 +73,10 @@ def _write(cache: KvCache, block: int, count: int) -> None:
     cache.quantized.write(LAYER, torch.full((count,), block, device=DEVICE), torch.arange(count, device=DEVICE), vectors.to(DEVICE))
 
 
-def assert_right(out: torch.Tensor, q: torch.Tensor, cache: KvCache, step: Step) -> None:
+def assert_right(out: torch.Tensor, q: torch.Tensor, cache: KvCache, step: Step, **logits: Any) -> None:
     for s, length in enumerate(step.lengths):
         table = step.tables[s].clamp(max=cache.shape.num_blocks - 1).to(DEVICE)
-        want = paged_attention(q[s : s + 1], cache, LAYER, table, length)[0]
+        want = paged_attention(q[s : s + 1], cache, LAYER, table, length, **logits)[0]
         if cache.quantized is None:
             torch.testing.assert_close(out[s].double(), want, **tolerance(out.dtype))
         elif length:
@@ -96,6 +96,8 @@ def check(
     dtype: torch.dtype = torch.float32,
     program: SharedTile | None = None,
     quantization: str = "none",
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> None:
     rng = random.Random(sum(own))
     keys = sum(own) + sum(num_keys for _, num_keys in groups)
@@ -112,14 +114,16 @@ def check(
     q = torch.randn(len(own), num_heads, head_dim, device=DEVICE).to(dtype)
     shared = SharedPrefix(cache.shape, num_heads=num_heads, num_seqs=len(own), device=DEVICE, tile=program, num_sms=3 * num_kv_heads)
     shared.listed.copy_(torch.from_numpy(pack(step.groups, shared.layout)))
-    plan = DecodePlan(cache.shape, num_heads=num_heads, num_seqs=len(own), device=DEVICE, num_sms=6, shared=shared)
+    sizes = {"num_heads": num_heads, "num_seqs": len(own), "num_sms": 6}
+    plan = DecodePlan(cache.shape, **sizes, device=DEVICE, shared=shared, softcap=softcap, sinks=sinks)
     for memory in (plan.parts, plan.scales, shared.parts, shared.scales):
         memory.fill_(torch.nan)
     seq_lens = torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE)
     plan.refresh(seq_lens)
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=DEVICE)
-    decode_attention(q, cache, LAYER, step.given.to(DEVICE), seq_lens, plan=plan, out=out)
-    assert_right(out, q, cache, step)
+    given = some_sinks(num_heads) if sinks else None
+    decode_attention(q, cache, LAYER, step.given.to(DEVICE), seq_lens, plan=plan, out=out, sinks=given)
+    assert_right(out, q, cache, step, softcap=softcap, sinks=given)
     assert not plan.counters.any()
 
 
@@ -134,6 +138,14 @@ def test_ragged_remainders_behind_a_shared_prefix(dtype: torch.dtype) -> None:
 def test_quantized_prefixes(num_heads: int, head_dim: int, dtype: torch.dtype, quantization: str) -> None:
     shape = {"num_heads": num_heads, "num_kv_heads": 2, "head_dim": head_dim}
     check([((0, 2, 3), 256)], [17, 150, 1, 129, 0], **shape, dtype=dtype, quantization=quantization)
+
+
+@pytest.mark.parametrize(("quantization", "head_dim"), [("none", 32), ("int8", 64)])
+def test_softcaps_and_sinks(quantization: str, head_dim: int) -> None:
+    """A sink counts once for the shared stretch and what is a sequence's own."""
+    groups = [((0, 2, 3), 256)]
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim}
+    check(groups, [17, 150, 1, 129, 0], **shape, quantization=quantization, softcap=2.0, sinks=True)
 
 
 def test_several_groups() -> None:

@@ -166,17 +166,23 @@ def test_a_layer_that_fails_its_trial_is_made_dense(gated: bool, monkeypatch: py
     assert caplog.text
 
 
+@pytest.mark.parametrize("norms_first", [False, True])
 @pytest.mark.parametrize("how", [FP8_TOKEN, FP8_GROUP, INT8_TOKEN], ids=str)
-def test_two_layers_and_the_norm_between(how: Activations) -> None:
+def test_two_layers_and_the_norm_between(how: Activations, norms_first: bool) -> None:
     """Parts of the first product are added to the residual inside the norm, which rounds for the second."""
     ops, dtype = TritonOps(DEVICE), torch.bfloat16
     kind, group = ("fp8", how.group) if how.is_float else ("int8", 0)
     first, then = random_weight("int4", 192, 512, group=64), random_weight(kind, 40, 192, group=group, activations=how)
     x, residual = torch.randn(5, 512, device=DEVICE).to(dtype), torch.randn(5, 192, device=DEVICE).to(dtype)
-    weight = torch.randn(192, device=DEVICE).to(dtype)
-    total = residual.double() + product(first, x, None)
+    # Norms may have weights in float32.
+    weights = [torch.randn(192, device=DEVICE) for _ in range(2)] if norms_first else [torch.randn(192, device=DEVICE).to(dtype)]
+    total = product(first, x, None)
+    if norms_first:
+        total = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[0].double()
+    total = residual.double() + total
     linears = [ops.prepare_quantized(each, None, dtype) for each in (first, then)]
     assert all(isinstance(linear, QuantizedLinear) for linear in linears)
-    got = ops.join_rms_norm(linears[0], x, residual, weight, 1e-5, linears[1])
+    join = ops.join_normed if norms_first else ops.join_rms_norm
+    got = join(linears[0], x, residual, *weights, 1e-5, linears[1])
     close(residual, total, dtype)
-    assert torch.equal(got, linears[1](ops.rms_norm(residual, weight, 1e-5)))
+    assert torch.equal(got, linears[1](ops.rms_norm(residual, weights[-1], 1e-5)))

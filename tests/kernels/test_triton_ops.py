@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from kernel_pools import DEVICE
 
-from twostep.engine.batch import Batch
+from twostep.engine.batch import Batch, KvShape
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
+from twostep.model.kernels.ops import AttentionPlan, Ops
+from twostep.model.kernels.torch_attention import AttentionSpec, RopeTables
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.loading.weights import load_weights
 from twostep.model.runner.model_runner import ModelRunner, kv_shape
@@ -38,7 +41,7 @@ def on_triton(directory: Path, quantization: str = "auto") -> tuple[Decoder, KvC
     return model, KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE, quantization), DEVICE)
 
 
-@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", system("opt")])
+@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", "deepseek-v2-yarn", system("opt")])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
@@ -50,6 +53,22 @@ def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     for counts in steps:
         work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
         batch = make_batch(work, BLOCK_SIZE, every_row=counts != steps[1])
+        with torch.inference_mode():
+            got = model.forward(batch, cache)
+        torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+        for sequence, count in work:
+            sequence.num_computed += count
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral"), system("gpt-oss")])
+def test_experts(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path)
+    model, cache = on_triton(tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    for counts in ([5, 1], [1, 1]):
+        work = list(zip(sequences, counts, strict=True))
+        batch = make_batch(work, BLOCK_SIZE)
         with torch.inference_mode():
             got = model.forward(batch, cache)
         torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
@@ -72,9 +91,10 @@ def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
 
 # Nothing attends for rows of padding: what the memory held before is multiplied.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
+def test_a_planned_decode_follows_its_inputs(family: str, tmp_path: Path) -> None:
     """As a CUDA graph is replayed: one plan, other tokens, lengths, blocks and slots in the same tensors, rows of padding."""
-    save_model("llama", tmp_path)
+    save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     sequences = scattered_sequences([20, 9, 3], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
@@ -82,7 +102,7 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
     ops = model._ops
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
-        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention.num_heads)
+        inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention)
         plan = ops.plan_captured(inputs, tables, cache, model.attention)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
@@ -95,6 +115,91 @@ def test_a_planned_decode_follows_its_inputs(tmp_path: Path) -> None:
             torch.testing.assert_close(model.compute(plan)[:3].cpu(), runner.forward(batch), rtol=0, atol=1e-4)
             for sequence in sequences:
                 sequence.num_computed += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Attention of two layers: the first with a window and a rotary table of its own."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotated: int
+    softcap: float = 0.0
+    scale: float | None = None
+    sinks: bool = False
+    quantization: str = "none"
+
+    def spec(self, device: str) -> AttentionSpec:
+        generator = torch.Generator().manual_seed(3)
+
+        def made(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, generator=generator)
+
+        angles = [made(100, self.rotated // 2).to(device) for _ in range(2)]
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            rope=[RopeTables(cos=angle.cos(), sin=angle.sin()) for angle in angles],
+            windows=(9, 0),
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=[made(self.num_heads).to(device) * 3 for _ in range(2)] if self.sinks else (),
+        )
+
+
+KINDS = [
+    Kind(num_heads=6, num_kv_heads=2, head_dim=24, rotated=12, scale=0.3, softcap=2.0, sinks=True),
+    system(Kind(num_heads=4, num_kv_heads=2, head_dim=256, rotated=256, softcap=3.0, scale=0.1)),  # gemma 2
+    system(Kind(num_heads=8, num_kv_heads=2, head_dim=64, rotated=64, sinks=True)),  # gpt-oss
+    system(Kind(num_heads=2, num_kv_heads=2, head_dim=80, rotated=20)),  # gpt_neox
+    system(Kind(num_heads=2, num_kv_heads=1, head_dim=96, rotated=72, scale=0.2, quantization="int8")),  # phi 3
+    system(Kind(num_heads=3, num_kv_heads=1, head_dim=112, rotated=28, softcap=2.0, sinks=True, quantization="int8")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_attention_of_every_kind_is_the_cpu_s_planned_and_captured(kind: Kind) -> None:
+    shape = KvShape(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_layers=2,
+        num_kv_heads=kind.num_kv_heads,
+        head_dim=kind.head_dim,
+        dtype="float32",
+        quantization=kind.quantization,
+    )
+    ops, on_cpu, on_device = TritonOps(DEVICE), KvCache(shape, "cpu"), KvCache(shape, DEVICE)
+    spec, cpu_spec = kind.spec(DEVICE), kind.spec("cpu")
+    tables = torch.zeros(3, 8, dtype=torch.int32, device=DEVICE)
+    sequences = scattered_sequences([23, 9, 6], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+
+    def attend(plan: AttentionPlan, qkv: torch.Tensor) -> torch.Tensor:
+        outs = []
+        for layer in range(2):
+            rotated = qkv.clone()
+            plan.rotate_and_write(layer, rotated)
+            outs.append(plan.attend(layer, rotated).clone())
+        return torch.stack(outs)
+
+    with torch.inference_mode():
+        inputs = ops.captured_inputs(StepShape(3, 3), on_device, spec)
+        captured = ops.plan_captured(inputs, tables, on_device, spec)
+        for counts in ([21, 7, 5], [1, 1, 0], [1, 0, 1]):
+            work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+            batch = make_batch(work, BLOCK_SIZE)
+            qkv = torch.randn(sum(counts), (kind.num_heads + 2 * kind.num_kv_heads) * kind.head_dim)
+            want = attend(Ops().plan_attention(batch, on_cpu, cpu_spec), qkv)
+            got = attend(ops.plan_attention(batch, on_device, spec), qkv.to(DEVICE)).cpu()
+            tolerance = 1e-5 if kind.quantization == "none" else 1e-2
+            assert (got - want).norm() < tolerance * want.norm()
+            if max(counts) == 1:
+                inputs.memory.copy_(torch.from_numpy(inputs.packed(batch, len(work), 1)))
+                tables[: len(work), : batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
+                padded = torch.zeros(3, qkv.shape[1], device=DEVICE)
+                padded[: len(qkv)] = qkv
+                assert (attend(captured, padded)[:, : len(qkv)].cpu() - want).norm() < tolerance * want.norm()
+            for sequence, count in work:
+                sequence.num_computed += count
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,23 +81,25 @@ def test_quantization_is_the_engine_s(quantization: str) -> None:
     assert np.array_equal(back, kv_quantization.dequantize(theirs, their_scales, quantization).numpy(), equal_nan=True)
 
 
+@pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
-def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str) -> None:
-    shape = KvShape(num_blocks=3, block_size=8, num_layers=2, num_kv_heads=2, head_dim=5, dtype=dtype, quantization=quantization)
-    layout = layout_of(dtype=dtype, quantization=quantization, block_size=8, head_dim=5)
+def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str, planes: int) -> None:
+    sizes: dict[str, Any] = {"block_size": 8, "head_dim": 5, "num_planes": planes, "dtype": dtype, "quantization": quantization}
+    shape = KvShape(num_blocks=3, num_layers=2, num_kv_heads=2, **sizes)
+    layout = layout_of(**sizes)
     cache = KvCache(shape)
     slots = torch.arange(24)
     for layer in range(2):
-        vectors = torch.from_numpy(numbers(layer, 24 * 4 * 5, special=False).reshape(24, 4, 5)).to(DTYPES[dtype])
-        rows = torch.arange(4)
-        index = (((slots // 8)[:, None] * 2 * 2 * 2) + rows) * 8 + (slots % 8)[:, None]
+        vectors = torch.from_numpy(numbers(layer, 24 * shape.vectors * 5, special=False).reshape(24, -1, 5)).to(DTYPES[dtype])
+        rows = torch.arange(shape.vectors)
+        index = (((slots // 8)[:, None] * 2 * shape.vectors) + rows) * 8 + (slots % 8)[:, None]
         cache.write_rows(layer, index.reshape(-1), vectors.reshape(-1, 5))
     blocks = np.empty((3, shape.block_bytes), np.uint8)
     cache.read_blocks([0, 1, 2], blocks)
     assert shape.block_bytes == block_bytes(layout)
     apart = unpack(blocks, layout)
     assert np.array_equal(pack(apart, layout), blocks)
-    exact = convert.recode(apart, layout, layout_of(block_size=8, head_dim=5))
+    exact = convert.recode(apart, layout, layout_of(block_size=8, head_dim=5, num_planes=planes))
     for layer in range(2):
         assert np.array_equal(exact.values[:, layer], cache.numbers(layer, torch.arange(3)).float().numpy())
 
@@ -105,9 +108,9 @@ def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str
 
 
 def token_vectors(layout: LayoutRecord, num_tokens: int, seed: int) -> convert.Vectors:
-    """[1, layers, 2, all heads, tokens, dim], in the layout's number format."""
+    """[1, layers, planes, all heads, tokens, dim], in the layout's number format."""
     heads = layout.num_kv_heads * layout.tp_size
-    shape = (1, layout.num_layers, 2, heads, num_tokens, layout.head_dim)
+    shape = (1, layout.num_layers, layout.num_planes, heads, num_tokens, layout.head_dim)
     x = convert.Vectors(numbers(seed, int(np.prod(shape)), special=False).reshape(shape))
     return convert.recode(x, layout_of(), layout)
 
@@ -119,7 +122,9 @@ def blocks_of(
     count = -(-num_tokens // layout.block_size)
     heads = range(layout.tp_rank * layout.num_kv_heads, (layout.tp_rank + 1) * layout.num_kv_heads)
     values = vectors.values[0, layers]
-    out = np.full((count, values.shape[0], 2, len(heads), layout.block_size, layout.head_dim), past_the_end[0], values.dtype)
+    out = np.full(
+        (count, values.shape[0], layout.num_planes, len(heads), layout.block_size, layout.head_dim), past_the_end[0], values.dtype
+    )
     scales = None if vectors.scales is None else np.full(out.shape[:-1], past_the_end[1], np.uint16)
     for token in range(num_tokens):
         block, slot = divmod(token, layout.block_size)
@@ -134,15 +139,14 @@ def blocks_of(
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[LayoutRecord, LayoutRecord]:
     heads = draw(st.sampled_from([1, 2, 4, 6]))
-    layers, dim = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8]))
+    layers, dim, planes = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([1, 2]))
 
     def one() -> LayoutRecord:
         dtype, quantization = draw(st.sampled_from(FORMATS))
         tp = draw(st.sampled_from([n for n in (1, 2, 3, 4) if heads % n == 0]))
         size = draw(st.integers(1, 9)) * (4 if quantization != "none" else 1)
-        return layout_of(
-            dtype=dtype, quantization=quantization, block_size=size, num_layers=layers, head_dim=dim, num_kv_heads=heads // tp, tp_size=tp
-        )
+        shape = {"block_size": size, "num_layers": layers, "num_planes": planes, "num_kv_heads": heads // tp, "head_dim": dim}
+        return layout_of(dtype=dtype, quantization=quantization, tp_size=tp, **shape)
 
     return one(), one()
 
@@ -193,6 +197,8 @@ def test_any_layout_becomes_any_other(pair: tuple[LayoutRecord, LayoutRecord], n
         {"num_layers": 3},
         {"head_dim": 4},
         {"num_kv_heads": 3},
+        {"num_planes": 1},
+        {"num_planes": 3},
         {"tp_size": 2},
         {"dtype": "float64"},
         {"quantization": "int4"},

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from twostep.checkpoint.context import context_of
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import parse_config
-from twostep.model.families.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from twostep.model.families.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from twostep.model.kernels.experts import Router
 from twostep.text.model_card import ModelCard
 
 SHAPE: dict[str, Any] = {
@@ -28,6 +43,22 @@ SHAPE: dict[str, Any] = {
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 128, "intermediate_size": ..., "num_key_value_heads": ...}
+GEMMA = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+STARCODER2 = {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+NEOX = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "num_key_value_heads": ...}
+FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "intermediate_size": ..., "num_key_value_heads": ...}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}
+GPT2 |= dict.fromkeys([key for key in SHAPE if key != "vocab_size"], ...)
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": 1e6}
+MIXTRAL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN3_MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN3_MOE |= MOE
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -49,13 +80,12 @@ LLAMA = ModelConfig(
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
     dtype="float32",
 )
 
 
 def saved(model_dir: Path, config: PretrainedConfig) -> ModelConfig:
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.architectures = [type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
     config.dtype = "float32"
     config.save_pretrained(model_dir)
     return parse_config(model_dir)
@@ -152,7 +182,7 @@ def test_parameters_of_a_scaling_that_is_off_are_nothing(tmp_path: Path) -> None
 
 def test_mistrals_window_holds_for_all_layers(tmp_path: Path) -> None:
     config = saved(tmp_path, MistralConfig(**SHAPE, head_dim=24, sliding_window=None))
-    assert (config.architecture, config.head_dim, config.qkv_bias, config.qk_norm) == ("mistral", 24, False, False)
+    assert (config.architecture, config.head_dim, config.qkv_bias) == ("mistral", 24, False)
     assert config.windows == (0, 0)
     assert saved(tmp_path, MistralConfig(**SHAPE, sliding_window=128)).windows == (128, 128)
     assert parse_config(written(tmp_path, **MISTRAL, sliding_window=128, layer_types=["sliding_attention"] * 2)).windows == (128, 128)
@@ -191,7 +221,7 @@ def test_qwens_windows_are_transformers(
 def test_opt(tmp_path: Path) -> None:
     keys = {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     bare = replace(LLAMA, architecture="opt", num_kv_heads=4, rope=None, num_positions=96, max_model_len=96, tie_word_embeddings=True)
-    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True)
+    biased = replace(bare, qkv_bias=True, o_bias=True, mlp_bias=True, gated_mlp=False, activation="relu")
     assert saved(tmp_path, OPTConfig(**keys, max_position_embeddings=96)) == biased
 
 
@@ -202,10 +232,82 @@ def test_qwen2_has_bias_on_qkv_only(tmp_path: Path) -> None:
 
 def test_qwen3_has_norms_and_its_own_head_dim(tmp_path: Path) -> None:
     config = saved(tmp_path, Qwen3Config(**SHAPE))
-    assert (config.architecture, config.qk_norm, config.qkv_bias, config.head_dim) == ("qwen3", True, False, 128)
+    assert (config.architecture, config.qkv_bias, config.head_dim) == ("qwen3", False, 128)
     written(tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=True)
     config = parse_config(tmp_path)
     assert (config.qkv_bias, config.o_bias, config.head_dim) == (True, True, 128)
+
+
+def test_gemma_2s_numbers(tmp_path: Path) -> None:
+    config = saved(tmp_path, Gemma2Config(**SHAPE, head_dim=16, sliding_window=100, query_pre_attn_scalar=64))
+    assert (config.attention_scale, config.attention_softcap, config.logit_softcap, config.embedding_scale) == (0.125, 50.0, 30.0, 8.0)
+    assert config.windows == (100, 0)
+    assert (config.tie_word_embeddings, config.activation) == (True, "gelu_tanh")
+    uncapped = saved(tmp_path, Gemma2Config(**SHAPE, attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (uncapped.attention_softcap, uncapped.logit_softcap, uncapped.head_dim) == (0.0, 0.0, 256)
+
+
+def test_gemma_3_turns_layers_with_a_window_at_their_own_rate(tmp_path: Path) -> None:
+    """As transformers 5 and 4 write it; also where a window is longer than the context."""
+    shape = SHAPE | {"num_hidden_layers": 3}
+    local, whole = Rope(theta=10000.0), Rope(theta=1e6, scaling=LinearScaling(factor=8.0))
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
+    config = saved(tmp_path, Gemma3TextConfig(**shape, sliding_window=4096, sliding_window_pattern=2, rope_parameters=rope))
+    assert (config.windows, config.layer_ropes) == ((0, 0, 0), (local, whole, local))
+    old = {"sliding_window": 64, "sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 10000}
+    config = parse_config(written(tmp_path, **(GEMMA3 | old), num_hidden_layers=3, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert (config.windows, config.layer_ropes) == ((64, 0, 64), (local, whole, local))
+
+
+def test_phi_3s_long_contexts(tmp_path: Path) -> None:
+    """`su` is the old name; the original length stands beside the parameters."""
+    for kind in ("su", "longrope"):
+        config = parse_config(written(tmp_path, **PHI3, rope_scaling=LONGROPE | {"type": kind}, original_max_position_embeddings=512))
+        assert config.rope is not None
+        assert isinstance(config.rope.scaling, LongRopeScaling)
+        assert config.rope.scaling.magnitude == pytest.approx((1 + math.log(4) / math.log(512)) ** 0.5)
+        assert config.max_model_len == 2048
+    assert parse_config(written(tmp_path, **PHI3, partial_rotary_factor=0.75)).rope == Rope(theta=10000.0, dim=12)
+
+
+def test_falcons_heads(tmp_path: Path) -> None:
+    """Without a context of its own it is 2048; its KV heads by its three kinds of layers."""
+    keys = FALCON | {"max_position_embeddings": ...}
+    for more, num_kv_heads, num_norms in (
+        ({"multi_query": True, "num_kv_heads": 4}, 1, 1),
+        ({"multi_query": False}, 4, 1),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2, 2),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ff_factor": 4}, 2, 1),
+    ):
+        config = parse_config(written(tmp_path, **keys, **more))
+        assert (config.num_kv_heads, config.norms_per_layer, config.max_model_len, config.intermediate_size) == (
+            num_kv_heads,
+            num_norms,
+            2048,
+            256,
+        )
+        assert context_of(json.loads((tmp_path / "config.json").read_text()), tmp_path) == 2048
+
+
+def test_gpt_2s_names(tmp_path: Path) -> None:
+    config = parse_config(written(tmp_path, **GPT2, n_ctx=96, n_inner=None, summary_type="cls_index", attn_pdrop=0.1))
+    assert (config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.max_model_len) == (64, 256, 2, 4, 96)
+    assert context_of(json.loads((tmp_path / "config.json").read_text()), tmp_path) == 96
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_experts_of_mixtral_and_qwen(tmp_path: Path, normalized: bool) -> None:
+    config = saved(tmp_path, MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3))
+    router = Router(num_experts=5, top_k=3, renormalize=True)
+    assert config.experts == ExpertsConfig(router=router, layers=(True, True), intermediate_size=128)
+    assert config.windows == (0, 0)
+    router = Router(num_experts=6, top_k=2, renormalize=normalized)
+    config = saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=normalized, decoder_sparse_step=2))
+    assert config.experts == ExpertsConfig(router=router, layers=(False, True), intermediate_size=32)
+    assert (config.qkv_bias, config.intermediate_size) == (False, 128)
+    theirs = Qwen2MoeConfig(**SHAPE, **MOE, norm_topk_prob=normalized, mlp_only_layers=[1], shared_expert_intermediate_size=48)
+    want = ExpertsConfig(router=router, layers=(True, False), intermediate_size=32, shared_size=48, shared_gated=True)
+    assert saved(tmp_path, theirs).experts == want
 
 
 def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
@@ -237,16 +339,26 @@ def test_bookkeeping_and_unknown_keys_that_are_off_are_accepted(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": ["BloomForCausalLM"]}, ["architectures", "BloomForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
-        ({"architectures": ..., "model_type": "gemma"}, ["gemma"]),
+        ({"architectures": ..., "model_type": "bloom"}, ["bloom"]),
         ({"architectures": ..., "model_type": ...}, ["architectures"]),
         ({"model_type": "mistral"}, ["model_type", "mistral"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config.group_size"]),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, ["quantization_config.quant_method", "hqq", "awq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling.rope_type", "dynamic", "linear, yarn and llama3"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope_scaling.rope_type", "longrope"]),
+        (QWEN3_MOE | {"num_experts_per_tok": 7}, ["num_experts_per_tok", "7", "num_experts"]),
+        (QWEN3_MOE | {"num_local_experts": 8}, ["num_local_experts", "8", "num_experts"]),
+        (QWEN3_MOE | {"num_experts": 0}, ["num_experts", "0"]),
+        (QWEN3_MOE | {"num_experts": ...}, ["num_local_experts"]),
+        (QWEN3_MOE | {"mlp_only_layers": [2]}, ["mlp_only_layers", "2"]),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1]}, ["decoder_sparse_step"]),
+        (QWEN3_MOE | {"use_sliding_window": True}, ["use_sliding_window"]),
+        (QWEN3_MOE | {"n_group": 2}, ["n_group"]),
+        (MIXTRAL | {"rope_theta": ...}, ["rope_theta"]),
+        (MIXTRAL | {"num_local_experts": ...}, ["num_local_experts"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling.rope_type", "dynamic", "linear, yarn, llama3"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope_scaling.short_factor"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor", "0"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "truncate": True}}, ["rope_scaling.truncate"]),
@@ -283,6 +395,34 @@ def test_bookkeeping_and_unknown_keys_that_are_off_are_accepted(tmp_path: Path) 
         (OPT | {"num_attention_heads": 5}, ["hidden_size", "64", "num_attention_heads"]),
         (OPT | {"ffn_dim": ...}, ["ffn_dim"]),
         (OPT | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling"]),
+        (GEMMA | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (GEMMA | {"hidden_activation": "silu"}, ["hidden_activation", "silu"]),
+        (GEMMA2 | {"hidden_activation": "quick_gelu"}, ["hidden_activation", "quick_gelu"]),
+        (GEMMA2 | {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, ["layer_types"]),
+        (GEMMA3 | {"architectures": ["Gemma3ForConditionalGeneration"]}, ["Gemma3ForConditionalGeneration"]),
+        (GEMMA3 | {"vision_config": {"hidden_size": 8}}, ["vision_config"]),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        (GEMMA3 | {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "full_attention"]),
+        (
+            GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            ["rope_parameters.full_attention.rope_type", "dynamic"],
+        ),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3}}, ["rope_scaling.long_factor"]),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [0.0] * 8}}, ["rope_scaling.short_factor"]),
+        (PHI3 | {"partial_rotary_factor": 0.3, "hidden_size": 120}, ["partial_rotary_factor", "0.3", "30"]),
+        (NEOX | {"rotary_pct": 2.0}, ["partial_rotary_factor", "2.0"]),
+        (NEOX | {"hidden_act": "quick_gelu"}, ["hidden_act", "quick_gelu"]),
+        (FALCON | {"alibi": True}, ["alibi"]),
+        (FALCON | {"new_decoder_architecture": True, "parallel_attn": False}, ["parallel_attn"]),
+        (FALCON | {"num_ln_in_parallel_attn": 2}, ["num_ln_in_parallel_attn", "2"]),
+        (FALCON | {"multi_query": False, "num_kv_heads": 2}, ["num_kv_heads", "2"]),
+        (FALCON | {"ff_factor": 3}, ["ff_factor", "3"]),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        (GPT2 | {"add_cross_attention": True}, ["add_cross_attention"]),
+        (GPT2 | {"n_head": 5}, ["n_embd", "n_head", "5"]),
+        (GPT2 | {"n_positions": 0}, ["n_positions", "0"]),
+        (STARCODER2 | {"mlp_type": "gated"}, ["mlp_type", "gated"]),
+        (OLMO2 | {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
         ({"attention_multiplier": 0.5}, ["attention_multiplier", "0.5"]),
         ({"num_local_experts": 8}, ["num_local_experts"]),
         ({"hidden_size": ...}, ["hidden_size"]),

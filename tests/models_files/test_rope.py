@@ -54,7 +54,8 @@ def test_tables_are_transformers(head_dim: int, theta: float, scaling: Scaling |
         rope_parameters=parameters(theta, scaling),
     )
     theirs = LlamaRotaryEmbedding(config)
-    cos, sin = rope_tables(Rope(theta=theta, scaling=scaling), head_dim, NUM_POSITIONS, "cpu")
+    tables = rope_tables(Rope(theta=theta, scaling=scaling), head_dim, NUM_POSITIONS, "cpu")
+    cos, sin = tables.cos, tables.sin
     assert cos.shape == sin.shape == (NUM_POSITIONS, head_dim // 2)
     for position in (0, 1, 63, 500, 4095, NUM_POSITIONS - 1):
         # Frequencies are float32 on both sides: some roundings of the angle are allowed for, and nothing else.
@@ -65,5 +66,6 @@ def test_tables_are_transformers(head_dim: int, theta: float, scaling: Scaling |
 
 
 def test_without_rope_nothing_turns() -> None:
-    cos, sin = rope_tables(None, 64, 100, "cpu")
+    tables = rope_tables(None, 64, 100, "cpu")
+    cos, sin = tables.cos, tables.sin
     assert cos.shape == sin.shape == (100, 0)

@@ -50,6 +50,55 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _YARN_FULL = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False}
 
+_YARN_LATENT = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
+_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 36,
+    "head_dim": 12,
+    "sliding_window": 21,
+    "swiglu_limit": 1.5,
+    "rope_parameters": _YARN | {"truncate": False},
+}
+_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+# Of heads of 8 numbers 6 turn.
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.2, 2.5, 9.0],
+    "partial_rotary_factor": 0.75,
+}
+_SMALL_GPT2 = {
+    **dict.fromkeys(_SMALL, ...),
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_inner": 80,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 512,
+    "initializer_range": 0.2,
+}
+_SMALL_FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "rms_norm_eps": ..., "ffn_hidden_size": 80}
+_SMALL_NEOX = {"num_key_value_heads": ..., "rms_norm_eps": ..., "num_attention_heads": 2}
+
+_DEEPSEEK_MOE = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+}
+
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -73,6 +122,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-rope": ("LlamaConfig", {"rope_parameters": _LINEAR}),
     "yarn-rope": ("LlamaConfig", {"rope_parameters": _YARN, "head_dim": 24}),
     "yarn-rope-full": ("Qwen2Config", {"rope_parameters": _YARN_FULL}),
+    "deepseek-v2": ("DeepseekV2Config", _LATENT | {"q_lora_rank": 28}),
+    "deepseek-v2-yarn": (
+        "DeepseekV2Config",
+        _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", _LATENT | {"q_lora_rank": 20, "rope_interleave": False}),
+    "deepseek-v2-moe": ("DeepseekV2Config", _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": None, "routed_scaling_factor": 1.7}),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": 28, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3-moe": ("DeepseekV3Config", _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
+    "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "gpt-oss": ("GptOssConfig", _OSS),
+    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            # With 0.2, transformers' own logits are off by 7e-5 from those in float64: many sums hang on each other.
+            "initializer_range": 0.1,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "starcoder2": ("Starcoder2Config", {"rms_norm_eps": ..., "sliding_window": 29}),
+    "gemma": ("GemmaConfig", {"head_dim": 12}),
+    "gemma2": ("Gemma2Config", {"head_dim": 12, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 12, "sliding_window": 9, "layer_types": _LAYERS, "query_pre_attn_scalar": 20}),
+    "phi3": ("Phi3Config", {"sliding_window": 40, "pad_token_id": None}),
+    "phi3-longrope": ("Phi3Config", {"pad_token_id": None, "original_max_position_embeddings": 40, "rope_parameters": _LONGROPE}),
+    "olmo2": ("Olmo2Config", {"attention_bias": True}),
+    "gpt-neox": ("GPTNeoXConfig", _SMALL_NEOX),
+    "gpt-neox-in-turn": ("GPTNeoXConfig", _SMALL_NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", _SMALL_GPT2),
+    "falcon": ("FalconConfig", _SMALL_FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-old": ("FalconConfig", _SMALL_FALCON | {"bias": True}),
+    "falcon-in-turn": ("FalconConfig", _SMALL_FALCON | {"parallel_attn": False, "multi_query": False}),
     "opt": ("OPTConfig", _SMALL_OPT | {"word_embed_proj_dim": 48, "num_attention_heads": 2}),
     "opt-untied": ("OPTConfig", _SMALL_OPT | {"enable_bias": False, "tie_word_embeddings": False}),
 }
@@ -85,17 +182,24 @@ def save_model(family: str, directory: Path, **changes: Any) -> transformers.Pre
     torch.manual_seed(len(family))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):  # initialized to 0 and 1, which would hide a mistake
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # initialized to 0 and 1, which would hide a mistake
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     return model
 
 
 def reference_logits(model: transformers.PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """transformers' logits of every position, float32 [len(tokens), VOCAB]."""
+    """transformers' logits of every position, float32 [len(tokens), VOCAB], of a context that may grow as long as the model's."""
+    behind = 0
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        # Its factors follow the longest position of a call.
+        behind = model.config.original_max_position_embeddings
     with torch.inference_mode():
-        return model(torch.tensor([list(tokens)])).logits[0].float()
+        return model(torch.tensor([[*tokens, *[0] * behind]])).logits[0, : len(tokens)].float()
 
 
 @dataclass
@@ -106,9 +210,12 @@ class Sequence_:
     blocks: list[int]
     num_computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    state_blocks: list[int] = field(default_factory=list)
 
 
-def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random) -> list[Sequence_]:
+def scattered_sequences(
+    lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random, *, num_state_blocks: int = 0
+) -> list[Sequence_]:
     """Sequences of random tokens over blocks that are in no order, block 0 among them."""
     free = list(range(num_blocks))
     rng.shuffle(free)
@@ -116,6 +223,7 @@ def scattered_sequences(lengths: Sequence[int], block_size: int, num_blocks: int
     for length in lengths:
         blocks = [free.pop() for _ in range(-(-length // block_size))]
         made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+        made[-1].state_blocks = [free.pop() for _ in range(num_state_blocks)]
     return made
 
 
@@ -151,4 +259,5 @@ def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_
         slots=np.array(slots, np.int64),
         sample_rows=np.array(list(rows), np.int64),
         sampling=[GREEDY] * len(rows),
+        state_tables=np.array([sequence.state_blocks for sequence, _ in work], np.int32) if work[0][0].state_blocks else None,
     )

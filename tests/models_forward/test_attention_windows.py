@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.ops import Ops
-from twostep.model.kernels.torch_attention import AttentionSpec
+from twostep.model.kernels.torch_attention import AttentionSpec, RopeTables
 from twostep.model.step.kv_cache import KvCache
 
 NUM_BLOCKS = 150
@@ -27,9 +27,20 @@ windows = st.integers(1, 20) | st.integers(1, 400)
     seed=st.integers(0, 99),
 )
 def test_chunks_and_decode(sequences: list[tuple[int, int]], window: int, other: int, block_size: int, seed: int) -> None:
+    check(sequences, window, other, block_size, seed)
+
+
+def test_more_keys_than_are_gathered_at_once() -> None:
+    """Decoding sequences are attended one by one, in parts of several, and not in the order of their rows."""
+    many = [(300, 1), (129, 1), (20, 150), (40, 1), (1, 1), (290, 1), (60, 1), (30, 1)]
+    check(many, window=100, other=0, block_size=16, seed=0, head_dim=256)
+
+
+def check(sequences: list[tuple[int, int]], window: int, other: int, block_size: int, seed: int, head_dim: int = 8) -> None:
     """`sequences` are (tokens in the pool before, tokens of the step)."""
+    d = head_dim
     shape = KvShape(
-        num_blocks=NUM_BLOCKS * 16 // block_size, block_size=block_size, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32"
+        num_blocks=NUM_BLOCKS * 16 // block_size, block_size=block_size, num_layers=2, num_kv_heads=2, head_dim=d, dtype="float32"
     )
     cache = KvCache(shape)
     generator = torch.Generator().manual_seed(seed)
@@ -40,12 +51,14 @@ def test_chunks_and_decode(sequences: list[tuple[int, int]], window: int, other:
         cache.tensor[sequence.blocks[: max(0, before - window + 1) // block_size], 0] = torch.nan
     batch = make_batch([(sequence, new) for sequence, (_, new) in zip(made, sequences, strict=True)], block_size)
     nothing = torch.empty(600, 0)
-    plan = Ops().plan_attention(batch, cache, AttentionSpec(num_heads=4, cos=nothing, sin=nothing, windows=(window, other)))
+    plan = Ops().plan_attention(
+        batch, cache, AttentionSpec(num_heads=4, rope=[RopeTables(cos=nothing, sin=nothing)] * 2, windows=(window, other))
+    )
     for layer, keys in enumerate((window, other)):
-        qkv = torch.randn(len(batch.token_ids), 8 * 8, generator=generator)
+        qkv = torch.randn(len(batch.token_ids), 8 * d, generator=generator)
         plan.rotate_and_write(layer, qkv)
-        got = plan.attend(layer, qkv).view(-1, 4, 8)
-        rows = torch.split(qkv.view(-1, 8, 8)[:, :4], [new for _, new in sequences])
+        got = plan.attend(layer, qkv).view(-1, 4, d)
+        rows = torch.split(qkv.view(-1, 8, d)[:, :4], [new for _, new in sequences])
         want = [
             paged_attention(query, cache, layer, torch.tensor(sequence.blocks), len(sequence.tokens), window=keys)
             for query, sequence in zip(rows, made, strict=True)

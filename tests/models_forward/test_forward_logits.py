@@ -47,7 +47,7 @@ def test_whole_prompt_then_decode(model: tuple[object, Path]) -> None:
     oracle, directory = model
     runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16)
     assert runner.vocab_size == VOCAB
-    (sequence,) = scattered_sequences([90], 16, NUM_BLOCKS, random.Random(1))
+    (sequence,) = scattered_sequences([90], 16, NUM_BLOCKS, random.Random(1), num_state_blocks=runner.kv_shape.num_state_blocks)
     advance(runner, [(sequence, 70)])
     while sequence.num_computed < len(sequence.tokens):
         advance(runner, [(sequence, 1)])
@@ -61,7 +61,13 @@ def test_random_chunks_mixed_with_decode(model: tuple[object, Path], block_size:
     runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=block_size)
     # Whose blocks these were may have had KV that is not finite.
     runner.kv_cache.tensor.fill_(torch.nan)
-    sequences = scattered_sequences([rng.choice([1, 2, 7, 33, 90, 200]) for _ in range(6)], block_size, NUM_BLOCKS, rng)
+    sequences = scattered_sequences(
+        [rng.choice([1, 2, 7, 33, 90, 200]) for _ in range(6)],
+        block_size,
+        NUM_BLOCKS,
+        rng,
+        num_state_blocks=runner.kv_shape.num_state_blocks,
+    )
     while open_ := [s for s in sequences if s.num_computed < len(s.tokens)]:
         rng.shuffle(open_)
         # One token (decode) and chunks of every size beside each other; some sequences sit the step out.
@@ -71,14 +77,26 @@ def test_random_chunks_mixed_with_decode(model: tuple[object, Path], block_size:
         check(sequence, oracle)
 
 
+def test_a_context_within_the_original_one_turns_by_the_short_factors(tmp_path: Path) -> None:
+    oracle = save_model("phi3-longrope", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=16, max_model_len=oracle.config.original_max_position_embeddings)
+    (sequence,) = scattered_sequences([39], 16, NUM_BLOCKS, random.Random(2))
+    advance(runner, [(sequence, 39)])
+    with torch.inference_mode():
+        want = oracle(torch.tensor([sequence.tokens])).logits[0]
+    torch.testing.assert_close(torch.stack([sequence.logits[p] for p in range(39)]), want, rtol=0, atol=TOLERANCE)
+    with pytest.raises(AssertionError):
+        check(sequence, oracle)
+
+
 @pytest.mark.parametrize("num_top", [0, 4])
 def test_log_probabilities_of_a_prompt(model: tuple[object, Path], num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of few rows, beside rows that are sampled."""
     oracle, directory = model
-    monkeypatch.setattr("twostep.model.step.prompt_scores._MAX_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr("twostep.model.step.prompt_reader._MAX_LOGITS", 7 * VOCAB)
     runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16)
     rng = random.Random(5)
-    (sequence, other) = scattered_sequences([60, 9], 16, NUM_BLOCKS, rng)
+    (sequence, other) = scattered_sequences([60, 9], 16, NUM_BLOCKS, rng, num_state_blocks=runner.kv_shape.num_state_blocks)
     batch = make_batch([(other, 9), (sequence, 60)], 16, every_row=False)
     rows = np.arange(9, 68)
     targets = np.array(sequence.tokens[1:60])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,13 +48,12 @@ def test_written_blocks_are_bit_identical_and_others_untouched(cache: KvCache) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "head_dim", "quantization"),
-    [("bfloat16", 3, 8, "none"), ("float32", 5, 3, "none"), ("bfloat16", 4, 16, "int8")],
+    ("dtype", "block_size", "head_dim", "quantization", "planes"),
+    [("bfloat16", 3, 8, "none", 2), ("float32", 5, 3, "none", 1), ("bfloat16", 4, 16, "int8", 2), ("bfloat16", 4, 9, "fp8", 1)],
 )
-def test_layers_are_parts_of_blocks(dtype: str, block_size: int, head_dim: int, quantization: str) -> None:
-    shape = KvShape(
-        num_blocks=9, block_size=block_size, num_layers=5, num_kv_heads=2, head_dim=head_dim, dtype=dtype, quantization=quantization
-    )
+def test_layers_are_parts_of_blocks(dtype: str, block_size: int, head_dim: int, quantization: str, planes: int) -> None:
+    sizes: dict[str, Any] = {"block_size": block_size, "head_dim": head_dim, "quantization": quantization, "num_planes": planes}
+    shape = KvShape(num_blocks=9, num_layers=5, num_kv_heads=2, dtype=dtype, **sizes)
     cache, rng = KvCache(shape), np.random.default_rng(2)
     want = rng.integers(0, 256, (9, 5, shape.layer_bytes), dtype=np.uint8)
     cache.write_blocks(range(9), want.reshape(9, -1))

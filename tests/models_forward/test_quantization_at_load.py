@@ -14,6 +14,7 @@ from forward_helpers import make_batch, reference_logits, save_model, scattered_
 from hypothesis import given
 from hypothesis import strategies as st
 from quantized_tensors import KINDS, Kind, config_of, quantize, quantize_directory, rounded_input
+from transformers.pytorch_utils import Conv1D
 
 from twostep.checkpoint.description import describe
 from twostep.checkpoint.quantization import fitting, quantization_at_load
@@ -60,10 +61,13 @@ def test_4_bits_lose_half_a_step_at_most_and_use_all_of_them(rows: int, columns:
 def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transformers.PreTrainedModel:
     """transformers' model with what the weights become, its inputs rounded as the format says. A tied head is of its own then."""
     for path, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or (path == "lm_head" and name == "fp8"):
+        if not isinstance(module, torch.nn.Linear | Conv1D) or (path == "lm_head" and name == "fp8"):
             continue
         kind = HEAD if path == "lm_head" else LAYERS[name]
-        module.weight = torch.nn.Parameter(dense_of(kind, module.weight.detach()))
+        weight = module.weight.detach()
+        # GPT-2's lie as [in, out].
+        weight = dense_of(kind, weight.t().contiguous()).t() if isinstance(module, Conv1D) else dense_of(kind, weight)
+        module.weight = torch.nn.Parameter(weight)
 
         def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor], kind: Kind = kind) -> torch.Tensor:
             x = inputs[0]
@@ -73,7 +77,7 @@ def quantized_oracle(model: transformers.PreTrainedModel, name: str) -> transfor
     return model
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "llama-tied", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("family", ["llama-biases", "llama-tied", "qwen2", "qwen3", "opt", "phi3", "gpt2", "falcon"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_logits_are_those_of_what_the_weights_become(name: str, family: str, tmp_path: Path) -> None:
     oracle = quantized_oracle(save_model(family, tmp_path), name)
@@ -123,7 +127,7 @@ def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest
     largest = max(weight.shape[0] * weight.shape[1] for weight in ops.weights) * 4
     # The embedding and the norms beside them, and with 8 bits or less a head that is not dense.
     described = describe(tmp_path, quantization=name)
-    rope = model.attention.cos.nbytes + model.attention.sin.nbytes
+    rope = model.attention.rope[0].cos.nbytes + model.attention.rope[0].sin.nbytes
     assert described.loaded_bytes == pytest.approx(kept - rope, rel=0.03)
     assert max(seen) < kept + at_once + largest
     assert kept + at_once + largest < 4 * numbers, "else the test says nothing"

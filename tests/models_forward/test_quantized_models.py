@@ -31,9 +31,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def quantize_model(
-    directory: Path, model: transformers.PreTrainedModel, kinds: dict[str, Kind], config: dict[str, object]
+    directory: Path, model: transformers.PreTrainedModel, kinds: dict[str, Kind], config: dict[str, object], *, unrounded: str = "none"
 ) -> transformers.PreTrainedModel:
-    """Quantizes the layers whose names end so, in the files and in transformers' model, which rounds their inputs from now on."""
+    """Quantizes the layers whose names end so, in the files and in transformers' model, which rounds their inputs from now on, but those of
+    layers whose names end with `unrounded`."""
     tensors = load_file(directory / "model.safetensors")
     for name, module in model.named_modules():
         kind = next((kind for end, kind in kinds.items() if name.endswith(end)), None)
@@ -43,7 +44,8 @@ def quantize_model(
         tensors.pop(f"{name}.weight", None)
         tensors |= {f"{name}.{part}": tensor for part, tensor in made.tensors.items()}
         module.weight = torch.nn.Parameter(torch.from_numpy(made.dense))
-        module.register_forward_pre_hook(rounding(kind))
+        if not name.endswith(unrounded):
+            module.register_forward_pre_hook(rounding(kind))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     edit_config(directory, quantization_config=config)
     return model
@@ -99,11 +101,36 @@ def test_logits_are_those_of_the_formats_own_arithmetic(name: str, tmp_path: Pat
     assert described.loaded_bytes <= described.cpu_bytes <= 4 * described.num_weights
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "opt", "llama-tied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "opt", "llama-tied", "gemma3"])
 @pytest.mark.parametrize("name", ["gptq", "w8a8"])
 def test_all_families_take_them(family: str, name: str, tmp_path: Path) -> None:
     oracle = quantize_model(tmp_path, save_model(family, tmp_path), everywhere(KINDS[name]), config_of(KINDS[name]))
     assert error_of(tmp_path, oracle) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "packed", "w8a8"])
+def test_latent_attention_takes_them(name: str, tmp_path: Path) -> None:
+    """What makes keys and values is unpacked and multiplied from both sides: its input is not rounded."""
+    kind = KINDS[name]
+    sizes = {"hidden_size": 64, "kv_lora_rank": 64, "q_lora_rank": 32, "intermediate_size": 96, "v_head_dim": 16, "num_attention_heads": 4}
+    model = save_model("deepseek-v2", tmp_path, **sizes, num_key_value_heads=4, initializer_range=0.1)
+    oracle = quantize_model(tmp_path, model, everywhere(kind) | {"mqa": kind}, config_of(kind), unrounded="kv_b_proj")
+    assert error_of(tmp_path, oracle) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8", "fp8 static", "fp8 blocks", "packed"])
+def test_layers_of_a_larger_one_take_their_rows_of_it(name: str, tmp_path: Path) -> None:
+    """Rows of k and v begin within the words of AWQ, and within blocks."""
+    model = save_model("phi3", tmp_path, hidden_size=60, num_attention_heads=6, num_key_value_heads=2, intermediate_size=84)
+    oracle = quantize_model(tmp_path, model, everywhere(KINDS[name]), config_of(KINDS[name]))
+    assert error_of(tmp_path, oracle) < 1e-2
+
+
+def test_larger_layers_with_rows_in_turn_are_refused_where_they_are_quantized(tmp_path: Path) -> None:
+    kinds = {"query_key_value": KINDS["gptq"], "dense": KINDS["gptq"], "_4h": KINDS["gptq"], "to_h": KINDS["gptq"]}
+    quantize_model(tmp_path, save_model("gpt-neox", tmp_path), kinds, config_of(KINDS["gptq"]))
+    with pytest.raises(SetupError, match="query_key_value"):
+        ModelRunner(tmp_path, num_blocks=1)
 
 
 def group(targets: Iterable[str], kind: Kind) -> dict[str, object]:

@@ -57,6 +57,20 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
     torch.testing.assert_close(OPS.silu_mul(x.clone()).double(), gate * gate.sigmoid() * up, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_may_be_normed_itself(dtype: torch.dtype) -> None:
+    x, residual, w1, w2 = torch.randn(5, 24).to(dtype), torch.randn(5, 24).to(dtype), torch.randn(24), torch.randn(24).to(dtype)
+
+    def normed(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+
+    tolerance = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    want = residual.double() + normed(x.double(), w1)
+    got = OPS.add_normed(x, residual, w1, w2, 1e-3)
+    torch.testing.assert_close(residual.double(), want, **tolerance)
+    torch.testing.assert_close(got.double(), normed(want, w2), **tolerance)
+
+
 @pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3"])
 def test_bfloat16_stays_as_near_float32_as_it_does_in_transformers(tmp_path: Path, family: str) -> None:
     oracle = save_model(family, tmp_path)
@@ -85,3 +99,17 @@ def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:
     sequence.num_computed = 299
     got = runner.forward(make_batch([(sequence, 1)], 8))
     torch.testing.assert_close(got, reference_logits(oracle, sequence.tokens)[-1:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 700])
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_rms_norm(dtype: torch.dtype, rows: int, wide_weight: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 2, 48) * 3).to(dtype), torch.randn(48).to(torch.float32 if wide_weight else dtype)
+    x[:1] *= 1e-3  # where eps counts
+    got = Ops().rms_norm(x[:, 1], weight, 1e-4)
+    wide = x[:, 1].double()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 1e-4).sqrt() * weight.double()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.errors import InternalError, SetupError, Unavailable
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
+from twostep.model.kernels.experts import Router
 from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
@@ -44,7 +46,6 @@ def config_of(*, heads: int, kv_heads: int, features: int = 32, vocab: int = 37,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        qk_norm=False,
         dtype="float32",
     )
 
@@ -55,7 +56,23 @@ def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     kv_heads = draw(st.sampled_from([size, 2 * size] + [n for n in range(1, size) if size % n == 0]))
     heads = draw(st.sampled_from([n for n in range(size, 33, size) if n % kv_heads == 0]))
     features = size * draw(st.integers(1, 5))
-    return config_of(heads=heads, kv_heads=kv_heads, features=features, vocab=draw(st.integers(1, 40)), tied=draw(st.booleans())), size
+    config = config_of(heads=heads, kv_heads=kv_heads, features=features, vocab=draw(st.integers(1, 40)), tied=draw(st.booleans()))
+    return replace(config, **draw(st.one_of(st.just({}), with_experts(size)))), size
+
+
+@st.composite
+def with_experts(draw: st.DrawFn, size: int) -> dict[str, Any]:
+    """Changes to a config: experts in the second layer, cut or whole on each rank."""
+    router = Router(num_experts=draw(st.integers(size, 9)), top_k=draw(st.integers(1, 2)))
+    experts = ExpertsConfig(
+        router=router,
+        layers=(False, True),
+        intermediate_size=size * draw(st.integers(1, 3)),
+        shared_size=size * draw(st.integers(0, 2)),
+        shared_gated=True,
+        whole=draw(st.booleans()),
+    )
+    return {"architecture": "qwen2_moe", "mlp_bias": False, "o_bias": False, "experts": experts}
 
 
 @given(cuts())
@@ -76,7 +93,7 @@ def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tup
             found[name][index] += 1
     for name, count in found.items():
         kind = name.split(".")[-2]
-        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"):
+        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm", "gate", "shared_expert_gate"):
             assert (count == size).all(), name
         elif kind in ("k_proj", "v_proj"):
             assert (count == max(1, size // config.num_kv_heads)).all(), name
@@ -108,14 +125,14 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(config: Model
         shard_of(config, 0, size)
 
 
-@given(cuts(), st.sampled_from(["none", "int8"]), st.integers(0, 1 << 30))
-def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quantization: str, seed: int) -> None:
+@given(cuts(), st.sampled_from(["none", "int8"]), st.sampled_from([1, 2]), st.integers(0, 1 << 30))
+def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quantization: str, planes: int, seed: int) -> None:
     """The parts that ranks' own pools hold make the block that one pool of all heads holds, and the other way round."""
     config, size = cut
     rng = torch.Generator().manual_seed(seed)
     shape = KvShape(num_blocks=3, block_size=4, num_layers=2, num_kv_heads=config.num_kv_heads, head_dim=4, dtype="float32")
-    shape = replace(shape, quantization=quantization)
-    vectors = [torch.randn(shape.num_blocks * shape.block_size, 2, shape.num_kv_heads, 4, generator=rng) for _ in range(2)]
+    shape = replace(shape, quantization=quantization, num_planes=planes)
+    vectors = [torch.randn(shape.num_blocks * shape.block_size, planes, shape.num_kv_heads, 4, generator=rng) for _ in range(2)]
     whole = filled(shape, vectors, slice(None))
     shards = [shard_of(config, rank, size) for rank in range(size)]
     local = replace(shape, num_kv_heads=len(shards[0].kv_heads))
@@ -133,12 +150,12 @@ def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quanti
 
 
 def filled(shape: KvShape, vectors: list[torch.Tensor], heads: slice) -> np.ndarray:
-    """The bytes of a pool that holds these heads of each layer's vectors [token, K/V, head, head_dim], tokens in order of slots."""
+    """The bytes of a pool that holds these heads of each layer's vectors [token, plane, head, head_dim], tokens in order of slots."""
     cache = KvCache(shape)
     for layer, of_layer in enumerate(vectors):
         block, slot = np.divmod(np.arange(len(of_layer)), shape.block_size)
-        kv, head = np.arange(2)[:, None], np.arange(shape.num_kv_heads)
-        row = (block[:, None, None] * shape.num_layers * 2 + kv) * shape.num_kv_heads + head
+        plane, head = np.arange(shape.num_planes)[:, None], np.arange(shape.num_kv_heads)
+        row = (block[:, None, None] * shape.num_layers * shape.num_planes + plane) * shape.num_kv_heads + head
         index = torch.from_numpy((row * shape.block_size + slot[:, None, None]).ravel())
         cache.write_rows(layer, index, of_layer[:, :, heads].reshape(-1, shape.head_dim))
     out = np.empty((shape.num_blocks, shape.block_bytes), np.uint8)

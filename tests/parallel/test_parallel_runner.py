@@ -23,7 +23,7 @@ from forward_helpers import VOCAB, make_batch, save_model, scattered_sequences
 from grammar_cases import save_tokenizer
 from safetensors.torch import load_file, save_file
 
-from twostep.engine.batch import LayerRange, Runner, ScoredRows
+from twostep.engine.batch import LayerRange, PooledRows, Runner, ScoredRows
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
@@ -36,8 +36,13 @@ from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 BLOCK = 4
 OPTIONS: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK, "num_threads": 1}
 WAIT_S = 60.0
-# GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton. The vocabulary is odd.
-FAMILIES = ["llama-biases", "qwen2", "qwen3", "opt"]
+# GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton; norms on both sides; norms of
+# whole queries, and a KV head that both ranks have; layers inside larger ones, in one turn, in many, and turned; parallel ones; latents;
+# experts. The vocabulary is odd.
+FAMILIES = [
+    "llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old", "mixtral",
+    "qwen2-moe", "deepseek-v2-moe", "deepseek-v3-moe",
+]  # fmt: skip
 
 pytestmark = pytest.mark.system
 
@@ -69,13 +74,28 @@ def recorded(runner: ModelRunner) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=pytest.mark.smoke), *FAMILIES[1:]])
 def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
     """Logits and KV of chunked prompts and decodes, then tokens through the engine with prefixes reused and blocks handed over."""
-    save_model(family, tmp_path)
+    save_model(family, tmp_path, **({"num_key_value_heads": 1} if family == "olmo2" else {}))
     one = ModelRunner(tmp_path, **OPTIONS)
     with several(tmp_path) as two:
         assert two.kv_shape == one.kv_shape
         assert (two.vocab_size, two.max_model_len) == (one.vocab_size, one.max_model_len)
         compare_steps(one, two)
         compare_engines(one, two, seed=FAMILIES.index(family), tokenizer_file=save_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
+def test_ranks_may_hold_whole_experts(family: str, tmp_path: Path) -> None:
+    """An odd number of them; beside a shared one that is cut."""
+    save_model(family, tmp_path)
+    one = ModelRunner(tmp_path, **OPTIONS)
+    with several(tmp_path, enable_expert_parallel=True) as two:
+        compare_steps(one, two)
+
+
+def test_a_model_without_experts_has_none_to_spread(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with pytest.raises(SetupError, match="enable-expert-parallel"), several(tmp_path, enable_expert_parallel=True):
+        pass
 
 
 def test_two_ranks_see_that_a_head_is_not_the_embedding(tmp_path: Path) -> None:
@@ -122,11 +142,14 @@ def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
         if not every_row:  # in the middle of a prompt nothing is sampled
             batch = replace(batch, sample_rows=batch.sample_rows[:0], sampling=())
         batch = replace(batch, scored=ScoredRows(np.arange(0, len(batch.token_ids), 2), batch.token_ids[::2].copy(), 2))
-        scores = []
+        batch = replace(batch, pooled=PooledRows(np.arange(len(batch.token_ids)), np.array([1, len(batch.token_ids) - 1])))
+        scores, pooled = [], []
         for runner in (one, two):
             sampled = runner.run(batch)
             assert len(sampled.token_ids) == len(batch.sample_rows)
             scores.append(sampled.scores)
+            pooled.append(sampled.pooled)
+        assert pooled[1] == pytest.approx(pooled[0], abs=1e-4)
         assert scores[1][:, :4] == pytest.approx(scores[0][:, :4], abs=1e-4)
         for sequence, count in work:
             sequence.num_computed += count

@@ -101,8 +101,26 @@ def test_quantized_weights_are_counted_in_their_bits(tmp_path: Path) -> None:
         model_of(stored, tmp_path / "gptq", quantization="int8")
 
 
+def test_experts_are_counted(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B, by its model card 30.5 billion weights; a token goes to 3.3 billion of them."""
+    keys = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 48}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    config = LLAMA_8B | keys | experts | {"vocab_size": 151936, "intermediate_size": 6144, "tie_word_embeddings": False}
+    model = model_of(config, tmp_path)
+    assert model.weight_bytes == pytest.approx(30.53e9 * 2, rel=0.001)
+    assert model.cut_in_mlps(whole_experts=False) == {
+        "intermediate_size": 0,
+        "shared_expert_intermediate_size": 0,
+        "moe_intermediate_size": 768,
+    }
+    assert model_of(config, tmp_path, quantization="int4").weight_bytes < model.weight_bytes / 3
+    one_dense = model_of(config | {"mlp_only_layers": [5]}, tmp_path)
+    assert model.weight_bytes - one_dense.weight_bytes == 2 * 2048 * (128 * 3 * 768 + 128 - 3 * 6144)
+
+
 def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
     opt = {key: value for key, value in LLAMA_8B.items() if key not in ("intermediate_size", "tie_word_embeddings")} | {"ffn_dim": 128}
+    opt |= {"model_type": "opt"}
     embedding = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"] * 2
     untied = model_of(opt | {"tie_word_embeddings": False}, tmp_path).weight_bytes
     assert model_of(opt, tmp_path).weight_bytes == untied - embedding
@@ -116,6 +134,36 @@ def test_kv_of_a_token_is_what_the_engine_allocates(tmp_path: Path) -> None:
             num_blocks=1, block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", quantization=quantization
         )
         assert shape.block_bytes == 16 * model.kv_token_bytes
+
+
+# deepseek-ai/DeepSeek-V2-Lite's attention, with one of its layers' MLPs.
+DEEPSEEK = {
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "vocab_size": 102400,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_token_of_latent_attention_is_one_vector_a_layer(tmp_path: Path) -> None:
+    model = model_of(DEEPSEEK, tmp_path)
+    assert model.kv_token_bytes == 27 * 576 * 2
+    assert "27 · 576 · 2" in model.formula
+    assert model_of(DEEPSEEK, tmp_path, kv_cache_dtype="fp8").kv_token_bytes == 27 * (576 + 2)
+    attention = 2048 * (16 * 192 + 576) + 512 * 16 * 256 + 16 * 128 * 2048
+    assert model.weight_bytes == 2 * (27 * (attention + 3 * 2048 * 10944) + 2 * 102400 * 2048)
+    compressed = model_of(DEEPSEEK | {"q_lora_rank": 1536}, tmp_path)
+    assert compressed.weight_bytes - model.weight_bytes == 2 * 27 * (1536 * (2048 + 16 * 192) - 2048 * 16 * 192)
+    # Every rank holds the whole of it.
+    assert worker_memory(model, 80 * GIB, tensor_parallel_size=4).kv_token_bytes == model.kv_token_bytes
 
 
 def test_a_model_directory(tmp_path: Path) -> None:

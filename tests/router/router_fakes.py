@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,6 +219,31 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             raise
         finally:
             self.held.discard(attempt)
+
+    async def Embed(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[prefill_pb2.EmbedEvent]:
+        """A vector is the prompt's length, its first and its last token."""
+        self.requests.append(request)
+        await self.run_hook(request, context)
+        attempt = (request.request_id, request.attempt)
+        self.held.add(attempt)
+        try:
+            yield prefill_pb2.EmbedEvent(accepted=prefill_pb2.EmbedAccepted())
+            if self.before_first:
+                await self.before_first.popleft()(request, context)
+            values = vector_of(request.token_ids)[: request.pooling.dimensions or None]
+            pooled = prefill_pb2.PooledStates(
+                values=struct.pack(f"<{len(values)}f", *values), cached_tokens=self.cached_tokens, queue_s=0.001, prefill_s=0.002
+            )
+            yield prefill_pb2.EmbedEvent(pooled=pooled)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.append(attempt)
+            raise
+        finally:
+            self.held.discard(attempt)
+
+
+def vector_of(token_ids: Sequence[int]) -> list[float]:
+    return [float(len(token_ids)), float(token_ids[0]), float(token_ids[-1])]
 
 
 @dataclass(eq=False)
@@ -523,6 +549,7 @@ class Cluster:
             version=__version__,
             sampling=NEWER_PARAMETERS,
             cached_at_watch=True,
+            embeds=True,
         )
         self.redis = redis.asyncio.Redis.from_url(redis_server.url)
         self.router: Router
@@ -537,8 +564,8 @@ class Cluster:
     def decodes(self) -> list[FakeDecode]:
         return [worker for worker in self.workers if isinstance(worker, FakeDecode)]
 
-    async def prefill(self, name: str = "p0") -> FakePrefill:
-        worker = FakePrefill(name, self.exchange, self.template)
+    async def prefill(self, name: str = "p0", **record: Any) -> FakePrefill:
+        worker = FakePrefill(name, self.exchange, dataclasses.replace(self.template, **record))
         await self._start(worker)
         return worker
 

@@ -161,7 +161,7 @@ async def test_what_clients_get_wrong(cluster: Cluster, tmp_path: Path) -> None:
         file = (await client.files.create(file=b"{}", purpose="batch")).id
         good = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
         for change, param in (
-            ({"endpoint": "/v1/embeddings"}, "endpoint"),
+            ({"endpoint": "/v1/moderations"}, "endpoint"),
             ({"completion_window": "1h"}, "completion_window"),
             ({"input_file_id": 7}, "input_file_id"),
             ({"metadata": {"a": 1}}, "metadata.a"),

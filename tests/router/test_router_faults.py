@@ -87,7 +87,7 @@ async def test_room_given_back_wakes_the_next_at_once(cluster: Cluster, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("role", "bound"), [("decode", "router.serving.attempt._UNARY_TIMEOUT_S"), ("prefill", "router.serving.attempt._ACCEPT_TIMEOUT_S")]
+    ("role", "bound"), [("decode", "router.serving.attempt._UNARY_TIMEOUT_S"), ("prefill", "router.serving.attempt.ACCEPT_TIMEOUT_S")]
 )
 async def test_a_worker_that_never_answers_is_passed_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str, bound: str) -> None:
     monkeypatch.setattr(bound, 0.3)

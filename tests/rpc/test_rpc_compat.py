@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorSet
 from proto_compat import breaks
 
+from kv_transfer.ticket import layout_from_proto, layout_to_proto
 from twostep import __version__
 from twostep.cluster.records import LayoutRecord, WorkerRecord
 from twostep.version_skew import UNSAID, Minor, minor_of
@@ -102,12 +104,20 @@ def test_the_version_before_reads_records_of_today(path: Path) -> None:
     """It leaves out what it does not know, but of the layout, where it must know all; and what it knows must be there, of the same kind."""
     before = json.loads(path.read_text())
     today = json.loads(WorkerRecord.from_json(path.read_text()).to_json())
-    assert today["layout"].keys() == before["layout"].keys() == set(LayoutRecord.__dataclass_fields__)
+    assert today["layout"].keys() == before["layout"].keys() == set(LayoutRecord.__dataclass_fields__) - {"num_planes"}
     for name in ("layout", "load", "curve", None):
         was, now = (before, today) if name is None else (before[name], today[name])
         for key, value in (was or {}).items():
             assert key in now, (name, key)
             assert type(now[key]) is type(value), (name, key)
+
+
+def test_a_layout_that_the_version_before_would_misread_says_so() -> None:
+    raw = json.loads(SAMPLES[0].read_text())
+    record = WorkerRecord.from_json(json.dumps(raw | {"layout": raw["layout"] | {"num_planes": 1}}))
+    assert record.layout.num_planes == json.loads(record.to_json())["layout"]["num_planes"] == 1
+    assert layout_to_proto(replace(record.layout, num_planes=2)).num_planes == 0
+    assert layout_from_proto(layout_to_proto(record.layout)) == record.layout
 
 
 def test_a_record_of_tomorrow_is_read_today() -> None:

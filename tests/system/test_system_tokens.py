@@ -10,6 +10,7 @@ from loads import answered
 from oracle import Oracle
 from quantized_tensors import KINDS, quantize_directory
 from running import running
+from tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -44,4 +45,14 @@ def test_weights_quantized_at_the_load_equal_the_oracle(tiny_llama_dir: Path, tm
     extra = ("--dtype", "float32", "--quantization", "int8", "--max-num-batched-tokens", "48")
     with running(tiny_llama_dir, tmp_path, extra=extra) as system:
         assert set(answered(system, Oracle(tiny_llama_dir, quantization="int8"), seed=48, count=8, longest=200)) == {"ray"}
+        system.check_empty()
+
+
+@pytest.mark.usefixtures("alone")
+def test_latent_attention_equals_the_oracle(tmp_path: Path) -> None:
+    """What a token keeps, one vector, handed over in blocks of another size, on two decode workers."""
+    model = save_tiny_model(tmp_path / "model", "deepseek_v2")
+    extra = ("--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "48")
+    with running(model, tmp_path, decode=2, extra=extra) as system:
+        assert set(answered(system, Oracle(model), seed=48, count=8, longest=200)) == {"ray"}
         system.check_empty()

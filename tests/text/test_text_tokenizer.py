@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from twostep.errors import InvalidRequest, SetupError
 from twostep.text.tokenizer import Tokenizer
@@ -122,3 +123,32 @@ def test_what_is_certainly_too_long(tiny_llama_dir: Path) -> None:
         num_tokens = len(tokenizer.encode(text))
         assert not tokenizer.is_beyond(text, num_tokens)
         assert tokenizer.is_beyond(text, num_tokens // 100)
+
+
+def test_the_first_tokens_of_a_text(tiny_llama_dir: Path) -> None:
+    """With what the tokenizer puts around a text, of which none is cut off."""
+    inner = tokenizers.Tokenizer.from_file(str(tiny_llama_dir / "tokenizer.json"))
+    inner.post_processor = TemplateProcessing(single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)])
+    tokenizer = Tokenizer(inner)
+
+    @settings(max_examples=100)
+    @given(st.text(max_size=60), st.integers(1, 40), st.booleans())
+    def check(text: str, count: int, add: bool) -> None:
+        whole = tokenizer.encode(text, add)
+        found = tokenizer.encode_first(text, count, add)
+        if len(whole) <= count:
+            assert found == whole
+        else:
+            first = (whole[1:-1] if add else whole)[: max(0, count - 2 * add)]
+            assert found == ([1, *first, 2] if add else first)
+
+    check()
+
+
+def test_of_a_long_text_only_the_beginning_is_looked_at(tiny_llama_dir: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_llama_dir)
+    text = "the capital of France " * 40_000
+    assert tokenizer.encode_first(text, 100) == tokenizer.encode(text[:10_000])[:100]
+    # Few tokens of many characters: as much is looked at as it takes.
+    spaces = tokenizer.encode("a" + " " * 200_000 + "b")
+    assert tokenizer.encode_first("a" + " " * 200_000 + "b", len(spaces)) == spaces

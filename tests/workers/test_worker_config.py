@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 import socket
 from itertools import combinations
 from pathlib import Path
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import save_tiny_model
 
 from prefill_worker.__main__ import main
-from twostep.checkpoint.fingerprint import is_same_model, model_fingerprint
+from twostep.checkpoint.fingerprint import dummy_fingerprint, is_same_model, model_fingerprint
 from twostep.cluster.convertible import reasons_against
 from twostep.errors import SetupError
 from twostep.keys.secret import load_secret
@@ -91,6 +94,33 @@ def test_weights_quantized_at_the_load_are_of_the_model_but_no_peers_of_others(t
     assert all(is_same_model(model_fingerprint(tiny_llama_dir), kind.model_fingerprint) for kind in kinds)
     for one, other in combinations(kinds, 2):
         assert reasons_against(one, other)
+
+
+def test_a_known_architecture_by_another_name(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """The router has to be told, too."""
+    directory = shutil.copytree(tiny_llama_dir, tmp_path / "another")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"architectures": ["OursForCausalLM"], "model_type": "ours"}))
+    flags = ["--model", str(directory), "--kv-cache-memory-bytes", str(1 << 20), "--max-model-len", "128"]
+    with pytest.raises(SetupError, match="--architecture"):
+        load_model(parse_config("decode", flags))
+    with pytest.raises(SetupError, match="LlamaForCausalML"):
+        load_model(parse_config("decode", [*flags, "--architecture", "LlamaForCausalML"]))
+    found = load_model(parse_config("decode", [*flags, "--architecture", "LlamaForCausalLM"])).layout.model_fingerprint
+    assert is_same_model(model_fingerprint(directory, "LlamaForCausalLM"), found)
+    assert not is_same_model(model_fingerprint(directory), found)
+    for dummy in (dummy_fingerprint(directory), dummy_fingerprint(directory, architecture="MistralForCausalLM")):
+        assert not is_same_model(dummy, dummy_fingerprint(directory, "cpu-1", "LlamaForCausalLM"))
+
+
+def test_workers_that_turn_keys_by_other_factors_are_no_peers(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}
+    save_tiny_model(tmp_path, rope_parameters=rope)
+    flags = ["--model", str(tmp_path), "--kv-cache-memory-bytes", str(1 << 21), "--max-model-len"]
+    kinds = [load_model(parse_config("prefill", [*flags, length])).layout for length in ("512", "513", "2048")]
+    assert all(is_same_model(model_fingerprint(tmp_path), kind.model_fingerprint) for kind in kinds)
+    assert reasons_against(kinds[0], kinds[1])
+    assert not reasons_against(kinds[1], kinds[2])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from twostep.engine.batch import TopToken
 from twostep.engine.types import (
     FailureKind,
     FinishReason,
+    PooledPrompt,
     PrefillProgress,
     PromptScores,
     SequenceFailure,
@@ -173,6 +174,7 @@ token_outputs = st.builds(
     finish_reason=st.sampled_from([None, *FinishReason]),
 )
 scores = st.integers(1, 3).map(lambda n: PromptScores(seq_id="s1", first=n, values=np.arange(2.0 * n).reshape(n, 2)))
+pooled = st.sampled_from(["s1", "s2"]).map(lambda name: PooledPrompt(seq_id=name, vector=np.arange(3, dtype=np.float32)))
 outputs = st.builds(
     StepOutput,
     step=st.integers(0, 2**40),
@@ -191,6 +193,7 @@ outputs = st.builds(
         st.builds(SequenceFailure, seq_id=st.sampled_from(names), message=st.text(), kind=st.sampled_from(FailureKind)), max_size=3
     ),
     scores=st.lists(scores, max_size=2),
+    pooled=st.lists(pooled, max_size=2),
     workload=st.builds(StepWorkload, prompt_tokens=small, pairs=st.floats(0, 1e9), decodes=small, context=st.integers(0, 2**40)),
     duration_s=st.floats(0, 9),
     ended_at=st.floats(0, 1e9),
@@ -209,6 +212,8 @@ def test_a_step_is_told_as_it_was_of_the_sequences_that_are_known(output: StepOu
         assert getattr(told, kind) == [each for each in getattr(output, kind) if each.seq_id in known]
     found = [(each.first, each.values.tolist()) for each in told.scores]
     assert found == [(each.first, each.values.tolist()) for each in output.scores if each.seq_id in known]
+    vectors = [(each.seq_id, each.vector.tolist()) for each in told.pooled]
+    assert vectors == [(each.seq_id, each.vector.tolist()) for each in output.pooled if each.seq_id in known]
     for each in ("step", "workload", "duration_s", "ended_at", "timed", "launch_s"):
         assert getattr(told, each) == getattr(output, each)
 

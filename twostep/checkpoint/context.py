@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from twostep.checkpoint.directory import MAX_MODEL_LEN
+from twostep.checkpoint.usual_keys import own_name, usual_keys
 from twostep.errors import SetupError
 
 _SHOWN_CHARS = 80
@@ -49,7 +50,8 @@ class YarnStretch:
 def context_of(config: Mapping[str, Any], path: Path) -> int:
     """Tokens of a prompt and its answer: `max_position_embeddings`, or what yarn makes of the original context if that is more, since
     makers often leave max_position_embeddings at the original one. `path`: where `config` was read. Raises SetupError, naming the key."""
-    longest = _length(config.get("max_position_embeddings"), "max_position_embeddings", path)
+    key = "max_position_embeddings"
+    longest = _length(usual_keys(config).get(key), own_name(config, key), path)
     name, rope = rope_of(config)
     if not isinstance(rope, Mapping) or rope_kind(rope) != "yarn":
         return longest

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, read_json, stored_dtype, weight_files
+from twostep.checkpoint.config_file import read_config
+from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, stored_dtype, weight_files
+from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
 from twostep.checkpoint.held import held_bytes
 from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.linear_format import LinearFormat, Role
@@ -19,6 +21,9 @@ from twostep.errors import SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NUMBER = re.compile(r"\.\d+\.")
+_EXPERT = ".experts."
+# Embeddings of tokens and positions, which no product takes.
+_LOOKED_UP = re.compile(r"embed(?!_out)|\bw[tp]e$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +45,17 @@ class ModelDescription:
     formats: tuple[FormatShare, ...]
     unquantized: tuple[str, ...]  # matrices that are left as they are; layers' numbers are a *
     num_weights: int
+    token_weights: int  # that one token is multiplied with or looked up in: of experts those that it goes to
+    experts: ExpertSizes | None
     num_bytes: int  # in the files
     loaded_bytes: int  # once a GPU serves it, with `dtype` for what is not quantized
     cpu_bytes: int  # once a CPU does, which unpacks what it has no product for
 
 
-def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none") -> ModelDescription:
+def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none", architecture: str = "") -> ModelDescription:
     """`dtype` auto: as config.json says; `quantization`: as --quantization. Raises SetupError, naming file, key or tensor, for what is
     missing, broken or not supported. It does not look whether the architecture is."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir, architecture)
     found = read_quantization(model_dir, config)
     if quantization != "none":
         check_unquantized(found, quantization)
@@ -59,6 +66,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
     if dtype not in _ITEM_BYTES:
         raise SetupError(f"{model_dir / 'config.json'}: dtype is {dtype}; supported are {', '.join(_ITEM_BYTES)}")
     layers, weights, sizes, held = Counter[str](), Counter[str](), Counter[str](), Counter[bool]()
+    experts, in_experts = read_expert_sizes(config), 0
     seen: set[str] = set()
     for layer, format, (rows, columns) in _quantized(model_dir, found, tensors):
         for on_cpu in (False, True):
@@ -66,6 +74,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         kind = str(format)
         layers[kind] += 1
         weights[kind] += rows * columns
+        in_experts += rows * columns if _EXPERT in layer else 0
         if found is not None and not found.stored:
             seen.add(f"{layer}.weight")
             sizes[kind] += _num_bytes(tensors.get(f"{layer}.weight"))
@@ -79,6 +88,8 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
             raise SetupError(f"{model_dir}: tensor {name} is stored as {raw.get('dtype')}, but nothing says how it is quantized")
     dense_bytes = sum(math.prod(_shape(raw)) for raw in others.values()) * _ITEM_BYTES[dtype]
     num_weights = sum(weights.values()) + sum(math.prod(_shape(raw)) for raw in others.values())
+    in_experts += sum(math.prod(_shape(raw)) for name, raw in others.items() if _EXPERT in name)
+    unused = 0 if experts is None else in_experts * (experts.num_experts - experts.top_k) // experts.num_experts
     names = Counter(_NUMBER.sub(".*.", name.removesuffix(".weight")) for name, raw in others.items() if len(_shape(raw)) > 1)
     names_of_architecture = config.get("architectures") or [config.get("model_type")]
     return ModelDescription(
@@ -91,6 +102,8 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         ),
         unquantized=tuple(f"{name} ({count})" if count > 1 else name for name, count in names.items()),
         num_weights=num_weights,
+        token_weights=num_weights - unused,
+        experts=experts,
         num_bytes=sum(map(_num_bytes, tensors.values())),
         loaded_bytes=dense_bytes + held[False],
         cpu_bytes=dense_bytes + held[True],
@@ -110,7 +123,7 @@ def _quantized(
             continue
         if not quantization.stored:
             shape = _shape(tensors.get(f"{layer}.weight"))
-            if len(shape) == 2 and "embed" not in layer:
+            if len(shape) == 2 and not _LOOKED_UP.search(layer):
                 yield layer, fitting(format, shape[1]), (shape[0], shape[1])
             continue
         part = next(part for part in format.parts if part.role is Role.WEIGHT)

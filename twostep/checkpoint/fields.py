@@ -12,11 +12,14 @@ from twostep.errors import SetupError
 # fmt: off
 _HARMLESS = frozenset({
     "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "activation_dropout", "attention_dropout",
-    "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout", "early_stopping",
-    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "id2label", "init_std", "initializer_range", "is_llama_config",
-    "label2id", "layerdrop", "length_penalty", "max_length", "max_window_layers", "min_length", "model_name", "no_repeat_ngram_size",
+    "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+    "classifier_dropout", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout", "early_stopping", "embd_pdrop",
+    "embedding_dropout", "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "hidden_dropout", "hidden_dropout_prob",
+    "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config", "label2id",
+    "layerdrop", "length_penalty", "max_length", "max_window_layers", "min_length", "model_name", "no_repeat_ngram_size",
     "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "pretraining_tp", "problem_type", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config",
     "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })

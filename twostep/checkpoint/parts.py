@@ -8,13 +8,16 @@ from twostep.errors import SetupError
 _MOST = 16
 
 
-def check_parts(size: int, *, num_heads: int, num_kv_heads: int, intermediate_size: int) -> None:
-    """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
+def check_parts(size: int, *, num_heads: int, num_kv_heads: int, num_experts: int = 0, **widths: int) -> None:
+    """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts. `widths`: of what is cut in
+    MLPs, by config.json's name; 0: nothing is. `num_experts`: of which each part has whole ones; 0: it has none."""
 
     def wrong(size: int) -> str:
-        for name, value in (("num_attention_heads", num_heads), ("intermediate_size", intermediate_size)):
+        for name, value in (("num_attention_heads", num_heads), *widths.items()):
             if value % size:
                 return f"does not divide the model's {name} ({value})"
+        if 0 < num_experts < size:
+            return f"is more than the model's num_experts ({num_experts})"
         if num_kv_heads % size and size % num_kv_heads:
             return f"neither divides the model's num_key_value_heads ({num_kv_heads}) nor is a multiple of it"
         return ""

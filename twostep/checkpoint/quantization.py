@@ -67,6 +67,8 @@ _INT4_GROUPS = (128, 64, 32)
 # The output layer decides between tokens that are close: 8 bits at least.
 _INT8_ROWS = LinearFormat(storage=PLAIN, is_float=False, bits=8, block=(1, 0))
 _FP8_ROWS = LinearFormat(storage=PLAIN, is_float=True, bits=8, block=(1, 0), activations=Activations(is_float=True, dynamic=True))
+# What chooses experts is never quantized (families/experts.py).
+_ROUTERS = rf"{_REGEX}.*\.(?:gate|router|shared_expert_gate)$"
 _INT4 = LinearFormat(storage=PACKED, is_float=False, bits=4, block=(1, _INT4_GROUPS[0]))
 
 
@@ -75,7 +77,8 @@ def quantization_at_load(name: str) -> Quantization:
     format, head = {"fp8": (_FP8_ROWS, None), "int8": (_INT8_ROWS, _INT8_ROWS), "int4": (_INT4, _INT8_ROWS)}[name]
     groups = [FormatGroup(targets=(_ANY_LINEAR,), format=format)]
     groups += [] if head is None else [FormatGroup(targets=(HEAD,), format=head)]
-    return Quantization(method=name, groups=tuple(groups), ignored=() if head is not None else (HEAD,), stored=False)
+    ignored = (_ROUTERS,) if head is not None else (_ROUTERS, HEAD)
+    return Quantization(method=name, groups=tuple(groups), ignored=ignored, stored=False)
 
 
 def check_unquantized(stored: Quantization | None, name: str) -> None:

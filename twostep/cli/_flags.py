@@ -10,7 +10,7 @@ from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _plan_flags
 from twostep.settings.readers import COUNT, KV_CACHE_DTYPES, SECONDS_OR_NONE, Whole
 from twostep.settings.reading import FlagParser, add_config_flag, add_flags
-from twostep.settings.service import DTYPES, MODEL_REVISION
+from twostep.settings.service import ARCHITECTURE, DTYPES, MODEL_REVISION
 from twostep.settings.table import readers_of, settings_of
 from twostep.settings.up import DEFAULT_MODEL, FORWARDED, UpSettings
 from twostep.settings.worker import LOAD_FORMATS, QUANTIZATIONS, WorkerSettings
@@ -100,6 +100,7 @@ def parser() -> FlagParser:
         "name", nargs="?", default="", help="of fetch: ORG/NAME of the Hugging Face hub, or a known name; if not given the default"
     )
     models.flag("--model-revision", default="", metavar="REV", help=MODEL_REVISION)
+    models.flag("--architecture", default="", metavar="NAME", help=ARCHITECTURE)
     models.add_argument("--json", action="store_true", help="as JSON")
     _connection(models, with_model=False)
 

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         print(_resolve(args.name, args.model_revision))
         return 0
     if args.action != "list":
-        return _describe(args.action, args.model_revision, as_json=args.json)
+        return _describe(args.action, args.model_revision, args.architecture, as_json=args.json)
     with client_of(args) as client:
         models = client.models()
     if args.json:
@@ -38,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(name: str, revision: str, *, as_json: bool) -> int:
-    found = describe(_resolve(name, revision))
+def _describe(name: str, revision: str, architecture: str, *, as_json: bool) -> int:
+    found = describe(_resolve(name, revision), architecture=architecture)
     if as_json:
         print(json.dumps(dataclasses.asdict(found)))
         return 0
     print(f"{found.architecture}, {found.num_weights / 1e6:,.1f} M weights, {found.dtype}, {found.method or 'not quantized'}")
+    if (experts := found.experts) is not None:
+        print(f"   a token goes to {experts.top_k} of {experts.num_experts} experts: {found.token_weights / 1e6:,.1f} M weights")
     for share in found.formats:
         print(f"{share.num_layers:>6} layers  {_megabytes(share.num_bytes)}  {share.format}")
     if found.formats:

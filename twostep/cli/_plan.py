@@ -129,7 +129,7 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
         return replace(model, name=args.model)
     if args.model:
         # Of the hub, without the weights: they are counted from the shape.
-        model = read_model(directory_of(args.model, weights=False), **_formats(args))
+        model = read_model(directory_of(args.model, weights=False), architecture=args.architecture, **_formats(args))
         return replace(model, name=name_of(args.model))
     if preset.model is None:
         raise InvalidRequest(f"which model is not known: give --model DIR, or one of {', '.join(SHAPES)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from twostep.settings.readers import KV_CACHE_DTYPES
 from twostep.settings.reading import FlagParser
+from twostep.settings.service import ARCHITECTURE
 from twostep.settings.table import readers_of
 from twostep.settings.worker import QUANTIZATIONS, WorkerSettings
 
@@ -37,6 +38,7 @@ def add_flags(command: FlagParser) -> None:
         metavar="DIR|SHAPE",
         help="model directory (config.json will do), ORG/NAME of the hub, llama-3.1-8b or llama-3.1-70b; the preset's if not given",
     )
+    command.flag("--architecture", default="", metavar="NAME", help=ARCHITECTURE)
     command.flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights; auto: the model's")
     command.flag("--quantization", default="none", choices=QUANTIZATIONS, help="of an unquantized model, at its load")
     command.flag(

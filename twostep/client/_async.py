@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -15,7 +15,7 @@ from twostep.client._answer import Answer
 from twostep.client._base import ClientBase, Wire
 from twostep.client._pool import HealthProbe
 from twostep.client._status import ClusterStatus
-from twostep.client._types import Completion, Model, Piece, Tokens
+from twostep.client._types import Completion, Embeddings, EmbedOptions, Model, Piece, Tokens
 from twostep.client._wire import Messages
 
 
@@ -114,6 +114,11 @@ class AsyncClient(ClientBase[AsyncGeneration]):
     ) -> Tokens:
         """The token ids that `generate(text)` or `chat(messages)` would send to the model."""
         return await self._tokenize(text, messages, tools, model, timeout)
+
+    async def embed(self, inputs: str | Sequence[str] | Sequence[Sequence[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
+        """Returns a vector for each input: texts, or lists of token ids. Every option is described in EmbedOptions. The first input that
+        fails ends all of them; what was refused for want of room, or lost, is asked again, as often as the client may."""
+        return await self._embed(inputs, options)
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """Returns the models that are served here."""

@@ -17,7 +17,17 @@ import grpc
 from twostep.client import _channel, _status, _wire
 from twostep.client._answer import Answer
 from twostep.client._pool import ConnectionLease, HealthProbe, Pool, RouterEndpoint
-from twostep.client._types import ChatOptions, Compression, Model, RequestOptions, RouterState, Tokens, read_message
+from twostep.client._types import (
+    ChatOptions,
+    Compression,
+    Embeddings,
+    EmbedOptions,
+    Model,
+    RequestOptions,
+    RouterState,
+    Tokens,
+    read_message,
+)
 from twostep.client._wire import Messages
 from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -147,6 +157,13 @@ class ClientBase(ABC, Generic[AnswerT]):
         request = _wire.tokenize_request(text, messages, model=model, tools=tools)
         return read_message(await self._unary(lambda wire: wire.inference.Tokenize, request, timeout), Tokens)
 
+    async def _embed(self, inputs: str | Sequence[str] | Sequence[Sequence[int]], options: EmbedOptions) -> Embeddings:
+        request = _wire.embed_request(inputs, options)
+        found = await self._unary(
+            lambda wire: wire.inference.Embed, request, options.get("timeout"), most=self._timeout, traceparent=options.get("traceparent")
+        )
+        return _wire.embeddings(found)
+
     async def _models(self, timeout: float | None) -> list[Model]:
         found = await self._unary(lambda wire: wire.inference.ListModels, pb.ListModelsRequest(), timeout)
         return [read_message(model, Model) for model in found.models]
@@ -154,11 +171,19 @@ class ClientBase(ABC, Generic[AnswerT]):
     async def _cluster(self, timeout: float | None) -> _status.ClusterStatus:
         return _status.cluster_status(await self._unary(lambda wire: wire.status.GetStatus, status_pb2.StatusRequest(), timeout))
 
-    async def _unary(self, method: Callable[[Wire], Any], request: Any, timeout: float | None) -> Any:
+    async def _unary(
+        self,
+        method: Callable[[Wire], Any],
+        request: Any,
+        timeout: float | None,
+        *,
+        most: float = _channel.UNARY_TIMEOUT_S,
+        traceparent: str | None = None,
+    ) -> Any:
+        """`most`: nobody waits longer, unless told to."""
         how = _channel.compression_for(request.ByteSize(), self._compression)
-        about = (*self._key, *_channel.trace_of(None))
-        # Nobody waits long for these, unless told to.
-        limit = _channel.checked_timeout(timeout, min(self._timeout, _channel.UNARY_TIMEOUT_S))
+        about = (*self._key, *_channel.trace_of(traceparent))
+        limit = _channel.checked_timeout(timeout, min(self._timeout, most))
         attempts, tried = _channel.Attempts(limit, self._max_retries), set[str]()
         while True:
             lease = self._lease(tried)

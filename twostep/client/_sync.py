@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -15,7 +15,7 @@ from twostep.client._answer import Answer, finished
 from twostep.client._base import ClientBase, Wire
 from twostep.client._pool import ConnectionLease, HealthProbe
 from twostep.client._status import ClusterStatus
-from twostep.client._types import Completion, Model, Piece, Tokens
+from twostep.client._types import Completion, Embeddings, EmbedOptions, Model, Piece, Tokens
 from twostep.client._wire import Messages
 from twostep.errors import InvalidRequest
 
@@ -122,6 +122,11 @@ class Client(ClientBase[Generation]):
     ) -> Tokens:
         """The token ids that `generate(text)` or `chat(messages)` would send to the model."""
         return finished(self._tokenize(text, messages, tools, model, timeout))
+
+    def embed(self, inputs: str | Sequence[str] | Sequence[Sequence[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
+        """Returns a vector for each input: texts, or lists of token ids. Every option is described in EmbedOptions. The first input that
+        fails ends all of them; what was refused for want of room, or lost, is asked again, as often as the client may."""
+        return finished(self._embed(inputs, options))
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """Returns the models that are served here."""

@@ -94,6 +94,26 @@ class RequestOptions(SamplingOptions, total=False):
     """W3C trace context to go on with. Left out: OpenTelemetry's current span, if the program has loaded opentelemetry."""
 
 
+class EmbedOptions(TypedDict, total=False):
+    """Lists the options of a request for embeddings beside its inputs. Those that RequestOptions has too mean the same."""
+
+    dimensions: int
+    """The vectors' first numbers alone, where the model's are trained to be cut."""
+    normalize: bool
+    """Whether vectors are brought to a length of 1; left out: as the model's files say, which is so as a rule."""
+    truncate_prompt_tokens: int
+    """Longer inputs are cut to so many tokens: of a text the first are kept, of token ids the last. -1: to the model's context."""
+    model: str
+    timeout: float | None
+    request_id: str
+    cache_salt: str
+    request_class: RequestClass
+    ttft_ms: float | None
+    """Sets the time within which each vector is needed."""
+    tenant: str
+    traceparent: str
+
+
 class ChatOptions(RequestOptions, total=False):
     """Lists the options of a chat beside its messages."""
 
@@ -277,6 +297,14 @@ class Completion(Choice):
     """All answers, in the order of their indices."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One of each of the prompt's tokens if they were asked for, None of the first; empty where tokens were resumed after."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embeddings:
+    """A vector for each input, in their order, and the tokens of all of them."""
+
+    vectors: tuple[tuple[float, ...], ...] = field(repr=False)
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

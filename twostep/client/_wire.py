@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from twostep.client._types import (
     ChatOptions,
+    Embeddings,
+    EmbedOptions,
     FinishReason,
     Message,
     Piece,
@@ -18,6 +20,8 @@ from twostep.client._types import (
     ToolCall,
     ToolCallDelta,
     TopLogprob,
+    Usage,
+    read_message,
 )
 from twostep.errors import InternalError, InvalidRequest
 from twostep.request_class import MAX_TARGET_MS
@@ -73,6 +77,46 @@ def chat_request(messages: Messages, options: ChatOptions) -> pb.GenerateRequest
     if tool_use is not None:
         request.chat.tool_use.CopyFrom(tool_use)
     return request
+
+
+def embed_request(inputs: str | Sequence[str] | Sequence[Sequence[int]], options: EmbedOptions) -> pb.EmbedRequest:
+    """Raises as generate_request does."""
+    unknown = options.keys() - EmbedOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"there is no option {', '.join(sorted(unknown))}; there are {', '.join(EmbedOptions.__annotations__)}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    many: list[str | Sequence[int]] = [inputs] if isinstance(inputs, str) else list(inputs)
+    if not many:
+        raise InvalidRequest("inputs is empty; give at least one")
+    request = pb.EmbedRequest(
+        model=text("model", given.get("model", "")),
+        inputs=[_embed_input(i, each) for i, each in enumerate(many)],
+        request_id=text("request_id", given.get("request_id", "")),
+        cache_salt=text("cache_salt", given.get("cache_salt", "")),
+        request_class=_request_class(given.get("request_class", "standard")),
+        ttft_ms=_milliseconds("ttft_ms", given.get("ttft_ms")),
+        tenant=text("tenant", given.get("tenant", "")),
+    )
+    for name in ("dimensions", "normalize", "truncate_prompt_tokens"):
+        if name in given:
+            try:
+                setattr(request, name, given[name])
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"{name} is {given[name]!r:.100}: {error}") from error
+    return request
+
+
+def _embed_input(index: int, given: str | Sequence[int]) -> pb.EmbedInput:
+    name = f"inputs[{index}]"
+    if isinstance(given, str):
+        return pb.EmbedInput(text=text(name, given))
+    if isinstance(given, int):
+        raise InvalidRequest(f"{name} is {given!r:.100}; every input is a text, or a list of token ids")
+    return pb.EmbedInput(token_ids=pb.TokenIds(ids=_token_ids(name, given)))
+
+
+def embeddings(response: pb.EmbedResponse) -> Embeddings:
+    return Embeddings(vectors=tuple(tuple(each.values) for each in response.embeddings), usage=read_message(response.usage, Usage))
 
 
 def _tool_use(options: ChatOptions) -> pb.ToolUse | None:

@@ -1,14 +1,15 @@
 """Which pairs of KV layouts can be joined by converting on the way. Pure; free of numpy, so that the router can refuse a pair by it.
 
     may differ      block_size, tp_rank and tp_size (parts of the heads), dtype, quantization
-    must be equal   model_fingerprint, num_layers, head_dim, and the number of KV heads over all parts
+    must be equal   model_fingerprint, num_layers, head_dim, num_planes, and the number of KV heads over all parts; where sequences have a
+                    state besides their KV, all of it
 
 A record's blocks hold `num_kv_heads` heads: those of rank r are [r * num_kv_heads, (r + 1) * num_kv_heads) of num_kv_heads * tp_size.
 """
 
 from __future__ import annotations
 
-from twostep.cluster.records import LayoutRecord
+from twostep.cluster.records import KEYS_AND_VALUES, LayoutRecord
 from twostep.errors import Incompatible
 
 # Transports that pass through the reader's host memory, where blocks can be cut anew.
@@ -22,11 +23,13 @@ SLOTS_TOGETHER = 4
 def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
     """All that stands against turning KV of `source` into KV of `target`; empty: nothing does."""
     reasons = []
-    for name in ("model_fingerprint", "num_layers", "head_dim"):
+    for name in ("model_fingerprint", "num_layers", "head_dim", "num_planes"):
         if getattr(source, name) != getattr(target, name):
             reasons.append(f"{name} is {getattr(source, name)!r:.40} there and {getattr(target, name)!r:.40} here")
     if (there := source.num_kv_heads * source.tp_size) != (here := target.num_kv_heads * target.tp_size):
         reasons.append(f"{there} KV heads in {source.tp_size} parts there are not the {here} in {target.tp_size} parts here")
+    if (source.num_state_blocks or target.num_state_blocks) and source != target:
+        reasons.append("the model's state is handed over as it is: block size, dtype and format must be the same")
     for side, layout in (("there", source), ("here", target)):
         reasons += [f"{reason} {side}" for reason in _faults(layout)]
     return reasons
@@ -43,6 +46,8 @@ def _faults(layout: LayoutRecord) -> list[str]:
     faults = []
     if min(layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.tp_size) < 1:
         faults.append("a size is not positive")
+    if layout.num_planes not in (1, KEYS_AND_VALUES):
+        faults.append(f"num_planes {layout.num_planes}")
     if not 0 <= layout.tp_rank < max(1, layout.tp_size):
         faults.append(f"tp_rank {layout.tp_rank} of {layout.tp_size}")
     if layout.dtype not in DTYPES:

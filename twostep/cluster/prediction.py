@@ -124,7 +124,7 @@ class Snapshot:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
     """Describes what a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from
-    now; None: as soon as can be."""
+    now; None: as soon as can be. `embeds`: the prompt is all there is, and none of its KV is wanted."""
 
     request_id: str
     num_tokens: int
@@ -133,6 +133,7 @@ class PlacementRequest:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     gap_ms: float | None = None
+    embeds: bool = False
 
 
 # ---- what would become of it ---------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Decoding:
 
 def token_bytes(layout: LayoutRecord) -> float:
     """Returns the size of one token's KV, over all layers, heads and parts."""
-    vectors = 2 * layout.num_layers * layout.num_kv_heads * layout.tp_size
+    vectors = layout.num_planes * layout.num_layers * layout.num_kv_heads * layout.tp_size
     if layout.quantization != "none":
         return float(vectors * (layout.head_dim + 2))
     return float(vectors * layout.head_dim * _DTYPE_BYTES.get(layout.dtype, 4))

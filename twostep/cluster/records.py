@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, with_config
 
@@ -65,6 +65,10 @@ Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Curve = Annotated[StepCurve | None, AfterValidator(_finite)]
 
 
+# Planes of a block of most models.
+KEYS_AND_VALUES = 2
+
+
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRecord:
@@ -80,6 +84,18 @@ class LayoutRecord:
     tp_rank: Int = 0
     tp_size: Int = 1
     quantization: str = "none"
+    num_planes: Int = KEYS_AND_VALUES  # or 1: latent attention's, whose keys are its values
+    num_state_blocks: Int = 0  # those of a sequence's state, after its KV's
+
+    def said(self) -> dict[str, Any]:
+        """Returns its fields by name, as they are written for others: what older versions do not know is left out where it is what they
+        take for granted, and they refuse it where it is not."""
+        named = dataclasses.asdict(self)
+        if self.num_planes == KEYS_AND_VALUES:
+            del named["num_planes"]
+        if not self.num_state_blocks:
+            del named["num_state_blocks"]
+        return named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +192,7 @@ class WorkerRecord:
     # Watch says what the decode worker holds (as a prefill worker, it listens to that; as a decode worker, it says it): Run need not wait
     # for Reserve.
     cached_at_watch: bool = False
+    embeds: bool = False  # as a prefill worker, it takes Embed; 0.1 did not
     engine_pid: Int = 0  # of its engine's process; 0: the engine has none of its own
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
@@ -195,7 +212,7 @@ class WorkerRecord:
         return self.ready and not self.not_ready_reason and not self.draining
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json.dumps(dataclasses.asdict(self) | {"layout": self.layout.said()}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerRecord:

@@ -75,6 +75,18 @@ class ScoredRows:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a step's tokens whose hidden states after the last norm are added up, to one vector for each of P prompts.
+
+    rows    int64 [N], of the batch's T
+    counts  int64 [P], of so many rows, one after the other, each vector is made; at least 1 each, N in all
+    """
+
+    rows: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """T tokens of S sequences, prompt chunks and decode tokens alike, in one flat row each.
@@ -92,6 +104,9 @@ class Batch:
     masks          which tokens the rows of constrained sequences may become; None: there are none. Nothing is carried to such a row
     mark_layers    after how many layers the step is to be marked (see InFlight.layer_marks), ascending
     scored         prompt tokens whose log probabilities are wanted; None: there are none
+    state_tables   int32 [S, KvShape.num_state_blocks]: where each sequence's state lies, read and written in place. It begins with the
+                   sequence's position 0, whatever the blocks hold
+    pooled         prompt tokens whose hidden states are wanted; None: there are none
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -106,6 +121,8 @@ class Batch:
     masks: TokenMasks | None = None
     mark_layers: Sequence[int] = ()
     scored: ScoredRows | None = None
+    state_tables: npt.NDArray[np.int32] | None = None
+    pooled: PooledRows | None = None
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
         """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
@@ -135,6 +152,7 @@ class Sampled:
 
     scores  float64 [N, 2 + 2 * num_top], of Batch.scored: each target's logprob and its rank (1: none is likelier), the likeliest tokens'
             logprobs and their ids, best first; None: none were wanted
+    pooled  float32 [P, hidden_size], of Batch.pooled; None: none were wanted
     """
 
     token_ids: Sequence[int]
@@ -143,6 +161,9 @@ class Sampled:
     # When the host saw that the device was done, before it made anything of what it found, in monotonic seconds; None: just now.
     ready_at: float | None = field(default=None, compare=False)
     scores: npt.NDArray[np.float64] | None = field(default=None, compare=False)
+    pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+    # Of a mixture of experts, now and then: how many times the mean its busiest expert has had since the last time.
+    expert_imbalance: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +184,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """Shape of the pool's one tensor, [block, layer, K/V, kv_head, slot, head_dim], and of its bytes."""
+    """Shape of the pool's one tensor, [block, layer, plane, kv_head, slot, head_dim], and of its bytes."""
 
     num_blocks: int
     block_size: int
@@ -172,19 +193,35 @@ class KvShape:
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
     quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/model/step/kv_quantization.py)
+    num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
+    # Blocks that a sequence takes beside those of its tokens: what layers without KV remember of it, of a size that does not grow.
+    num_state_blocks: int = 0
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V, scales included."""
-        vectors = self.num_layers * 2 * self.num_kv_heads * self.block_size
+        """Bytes of one block over all layers and planes, scales included."""
+        vectors = self.num_layers * self.vectors * self.block_size
         if self.quantization != "none":
             return vectors * (self.head_dim + 2)
         return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
 
     @property
+    def vectors(self) -> int:
+        """Vectors of `head_dim` numbers that a token takes in a layer."""
+        return self.num_planes * self.num_kv_heads
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
         return self.block_bytes // self.num_layers
+
+    def trial_states(self, num_seqs: int) -> npt.NDArray[np.int32] | None:
+        """Returns the state tables of a step of so many sequences that nobody owns: the pool's last blocks, some of them more than once
+        where there are too few. None without a state."""
+        if not self.num_state_blocks:
+            return None
+        blocks = self.num_blocks - 1 - np.arange(num_seqs * self.num_state_blocks) % self.num_blocks
+        return blocks.astype(np.int32).reshape(num_seqs, -1)
 
     def bytes_of(self, layers: LayerRange) -> slice:
         """Returns where the layers lie in a block's bytes. Raises ValueError if there are no such layers."""
@@ -251,6 +288,16 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether the model has an output layer. Without one its hidden states can be pooled, and what is sampled means nothing."""
+        ...
+
+    @property
+    def reach(self) -> int:
+        """Returns how far back any step reads: the token at position p reads no block that lies wholly before p + 1 - reach. 0: all."""
+        ...
 
     @property
     def overlaps(self) -> bool:

@@ -3,8 +3,15 @@
     found in the pool (block_pool.py) │ found in the host tier (host_tier.py) │ new
     shared with others                │ copied to new blocks of its own       │ computed
 
+A sequence's state, where the model has one, takes blocks of the same pool: what moves, counts and frees blocks serves both.
+
 Blocks are owned for the tokens there are, and one more is taken whenever the last one is full. Whatever a planned step may read or write
-keeps an owner until that step is settled. Shared blocks are never written to: of a prompt that is there to its end, the last block is
+keeps an owner until that step is settled. Where all layers have windows, a sequence that runs leaves behind what no token to come sees:
+
+    blocks    0 1 2 3 4 5 6 7 8      num_left = 4: the first four are others', or cached; they keep their places in the table
+              · · · · ▓ ▓ ▓ ▓ ▓
+
+Shared blocks are never written to: of a prompt that is there to its end, the last block is
 computed again, since one token at least is computed, for its logits.
 """
 
@@ -23,11 +30,14 @@ class BlockManager:
     """Owns which blocks each sequence has: nothing else changes that. Not thread-safe: the engine's lock guards it, and pool and tier
     too."""
 
-    def __init__(self, pool: BlockPool, tier: HostTier, *, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, tier: HostTier, *, block_size: int, num_state_blocks: int = 0, reach: int = 0) -> None:
+        """`reach`: of the runner."""
         self.pool = pool
         self.tier = tier
         self.tables = BlockTables()
         self.block_size = block_size
+        self.num_state_blocks = num_state_blocks
+        self.reach = reach
         # Prompt tokens looked up among cached prefixes and found there, ever; of these, those found in the host tier. What comes back after
         # giving way does not count again.
         self.num_queried_tokens = 0
@@ -41,11 +51,19 @@ class BlockManager:
     def num_to_admit(self, sequence: EngineSequence) -> int:
         """Returns the blocks that there must be to let it in: room for one more if it will grow."""
         num_blocks = self.num_now(sequence)
-        return num_blocks + (sequence.end_blocks > num_blocks)
+        return num_blocks + self.num_state_blocks + (sequence.end_blocks > num_blocks)
+
+    def num_to_grow(self, sequence: EngineSequence) -> int:
+        """Returns how many blocks more it may come to own."""
+        most = sequence.end_blocks
+        if self.reach and not sequence.hold:
+            # Those in reach begin and end anywhere, and one is taken before another is left.
+            most = min(most, self.reach // self.block_size + 3)
+        return max(0, most - (len(sequence.blocks) - sequence.num_left))
 
     def num_exclusive(self, sequence: EngineSequence) -> int:
         """Returns how many blocks come free with it."""
-        return self.first_to_free([sequence], len(sequence.blocks))[1]
+        return self.first_to_free([sequence], len(sequence.owned))[1]
 
     def first_to_free(self, sequences: Sequence[EngineSequence], wanted: int) -> tuple[list[EngineSequence], int]:
         """Returns the first of the sequences that together free `wanted` blocks, or all of them, and how many blocks they free."""
@@ -56,7 +74,7 @@ class BlockManager:
             if num_freed >= wanted:
                 break
             taken.append(sequence)
-            for block in sequence.blocks:
+            for block in sequence.owned:
                 num_uses[block] += 1
                 num_freed += num_uses[block] == self.pool.num_owners(block)
         return taken, num_freed
@@ -94,7 +112,8 @@ class BlockManager:
     def _fill(self, sequence: EngineSequence, found: list[int], in_host: Sequence[bytes], *, is_new: bool) -> None:
         """Takes new blocks after those found, some of them to be loaded from the host tier."""
         sequence.num_registered = len(found)
-        new = self.pool.allocate(self.num_now(sequence) - len(found))
+        new = self.pool.allocate(self.num_now(sequence) - len(found) + self.num_state_blocks)
+        sequence.state_blocks = [new.pop() for _ in range(self.num_state_blocks)]
         sequence.table = self.tables.take()
         self._own(sequence, found + new)
         self.tier.load(sequence, len(found), in_host, is_new=is_new)
@@ -137,6 +156,16 @@ class BlockManager:
                 self.tables.write(sequence.table, i, [found])
         sequence.num_registered = num_full
 
+    def leave(self, sequence: EngineSequence) -> None:
+        """Frees blocks of a running sequence that are out of reach of all tokens to come; findable ones stay so for a while. One that is
+        handed over keeps all: they are read by others."""
+        num_behind = max(0, sequence.num_computed + 1 - self.reach) // self.block_size
+        if sequence.hasher is not None:
+            num_behind = min(num_behind, sequence.num_registered)
+        if num_behind > sequence.num_left and not sequence.hold:
+            self.pool.free(sequence.blocks[sequence.num_left : num_behind])
+            sequence.num_left = num_behind
+
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
         """Notes that what was found in the host tier is copied. Not `ok`: it is not, and is to be computed."""
         self.tier.loaded(load, ok=ok)
@@ -154,11 +183,12 @@ class BlockManager:
 
     def free(self, sequence: EngineSequence) -> None:
         """Takes all its blocks. It begins anew."""
-        self.pool.free(sequence.blocks)
+        self.pool.free(sequence.owned)
         if sequence.table >= 0:
             self.tables.give_back(sequence.table, len(sequence.blocks))
         sequence.table = -1
-        sequence.blocks = []
+        sequence.blocks, sequence.state_blocks = [], []
+        sequence.num_left = 0
         sequence.num_slots = 0
         sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
         sequence.num_matched = 0

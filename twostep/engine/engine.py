@@ -69,7 +69,9 @@ class Engine:
             self._pool, config.host_cache_bytes // shape.block_bytes, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share
         )
         self._constrained = ConstrainedSequences()
-        blocks = BlockManager(self._pool, self._tier, block_size=shape.block_size)
+        blocks = BlockManager(
+            self._pool, self._tier, block_size=shape.block_size, num_state_blocks=shape.num_state_blocks, reach=runner.reach
+        )
         self._scheduler = Scheduler(blocks, self._constrained, config)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
@@ -82,6 +84,7 @@ class Engine:
         self._pacing = Pacing()
         self._ended_at = 0.0
         self._end_seen = True
+        self._expert_imbalance = 0.0
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
 
@@ -100,7 +103,7 @@ class Engine:
     # ---- work in ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
-        """Queues a prompt. `hold=False`: prefill and decode here to the end; when the pool runs out it may have to give way to
+        """Queues a prompt. `hold=False`: prefill and decode, or pool, here to the end; when the pool runs out it may have to give way to
         more urgent or older ones for a while. `hold=True` (prefill role): it never gives way; after the first token is sampled the sequence
         leaves the batch and keeps its blocks until `release`, also if that token ended the request. `mark_layers`, of one with `hold`:
         after how many layers of its steps it is to be told that they are done, ascending (see follow_layers).
@@ -108,6 +111,8 @@ class Engine:
         Raises ResourceExhausted (queue full), InvalidRequest (it can never fit the pool or the context; a duplicate seq_id).
         """
         assert hold or not mark_layers
+        assert not (hold and request.pooling), "a vector is all that is left of a pooled prompt"
+        self._check_generates(request)
         sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
         sequence.mark_layers = mark_layers
         with self._changed:
@@ -121,14 +126,15 @@ class Engine:
                 sequence.mark_layers = mark_layers
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
-        """Returns the blocks of a sequence in its own order; none while it waits. Blocks below num_computed_tokens // block_size do not
-        change any more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does
-        not either. Raises NotFound."""
+        """Returns the blocks of a sequence in its own order, then those of its state; none while it waits. Blocks below
+        num_computed_tokens // block_size do not change any more (before that, a computed block may be exchanged for one of the same
+        prefix); the last one of a held sequence does not either. Of one without `hold` the first may be others' by now (see
+        Runner.reach). Raises NotFound."""
         with self._changed:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
-            return list(sequence.blocks)
+            return sequence.handed_over
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation
@@ -148,6 +154,7 @@ class Engine:
         Raises ResourceExhausted (no room now beside what others will need; with `retry_after_s` if batch sequences give way for it, which
         takes a step), InvalidRequest (with max_tokens it can never fit; a
         duplicate seq_id)."""
+        self._check_generates(request)
         sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
         with self._changed:
             try:
@@ -297,6 +304,8 @@ class Engine:
             begin_seen, self._end_seen = self._end_seen or launched.since > self._ended_at, collected.blocked_s >= UNSEEN_S
             self._ended_at = ended_at
             if sampled is not None:
+                if sampled.expert_imbalance is not None:
+                    self._expert_imbalance = sampled.expert_imbalance
                 self._pacing.settled(launched.workload, ended_at - since, collected.blocked_s)
         return StepOutput(
             step=launched.step,
@@ -304,6 +313,7 @@ class Engine:
             progress=result.progress,
             failures=[*result.failures, *failures],
             scores=result.scores,
+            pooled=result.pooled,
             workload=launched.workload,
             duration_s=ended_at - since,
             ended_at=ended_at,
@@ -331,7 +341,8 @@ class Engine:
         with self._changed:
             since = self._busy_since
             stalled_s = 0.0 if since is None else self._clock() - since
-            return self._scheduler.stats(steps=self._steps, stalled_s=stalled_s)
+            stats = self._scheduler.stats(steps=self._steps, stalled_s=stalled_s)
+            return replace(stats, expert_imbalance=self._expert_imbalance)
 
     @property
     def makes_masks(self) -> bool:
@@ -369,6 +380,12 @@ class Engine:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
+    def _check_generates(self, request: EngineRequest) -> None:
+        if request.pooling is None and not self._runner.generates:
+            raise InvalidRequest(
+                "this model's checkpoint has no output layer (lm_head), so that it gives no tokens; ask for embeddings (/v1/embeddings)"
+            )
+
     def _make(self, request: EngineRequest, *, hold: bool, state: SequenceState) -> EngineSequence:
         """Without the lock: hashing a long prompt takes about a millisecond."""
         return make_sequence(
@@ -378,7 +395,8 @@ class Engine:
             vocab_size=self._runner.vocab_size,
             max_model_len=self._runner.max_model_len,
             block_size=self._runner.kv_shape.block_size,
-            prefix_caching=self._config.enable_prefix_caching,
+            # A prefix is of use with the state at its end only, which nobody keeps.
+            prefix_caching=self._config.enable_prefix_caching and not self._runner.kv_shape.num_state_blocks,
         )
 
     def _end(self, sequence: EngineSequence) -> bool:

@@ -7,6 +7,11 @@ sequence's blocks, never from the batch. A block that was lost, swapped, stale o
 
     tokens 5, 7, 2 with a vocabulary of 100:   5*1 + 7*2 + 2*3 + 3 = 28        next is 28
     then   5, 7, 2, 28:                        25 + 28*4 + 4 = 141             next is 41
+    with a window of 2                         2*3 + 28*4 + 4 = 122            next is 22: the sum is over the last two
+
+With a state, as models have it whose layers remember without KV, the state of all tokens so far is added to that:
+
+    state = (31 * state + token + 1) mod 2**31 - 1, from 0 on             read and written in place, in every state block
 
 Every (layer, K/V, head) of a slot holds the same two int32, token and position + 1, repeated over head_dim. The sum takes
 tokens from the first of these planes and positions from the last, so that a half-moved block does not pass either.
@@ -22,13 +27,43 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import NO_TOKEN, Batch, InFlight, KvShape, LayerMark, LayerRange, Sampled, SamplingRow, ScoredRows, TopToken
+from twostep.engine.batch import (
+    NO_TOKEN,
+    Batch,
+    InFlight,
+    KvShape,
+    LayerMark,
+    LayerRange,
+    PooledRows,
+    Sampled,
+    SamplingRow,
+    ScoredRows,
+    TopToken,
+)
 from twostep.errors import InvalidRequest
 
+_STATE_MODULUS = 2**31 - 1
 
-def fake_next_token(token_ids: Sequence[int], vocab_size: int) -> int:
+
+def fake_next_token(token_ids: Sequence[int], vocab_size: int, window: int = 0, *, stateful: bool = False) -> int:
     """Returns what FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
-    return (sum(token * (i + 1) for i, token in enumerate(token_ids)) + len(token_ids)) % vocab_size
+    first = max(0, len(token_ids) - window) if window else 0
+    state = state_after(0, token_ids) if stateful else 0
+    return (sum(token * (i + 1) for i, token in enumerate(token_ids[first:], first)) + len(token_ids) + state) % vocab_size
+
+
+def state_after(state: int, token_ids: Sequence[int]) -> int:
+    """Returns the state after these tokens more."""
+    for token in token_ids:
+        state = (31 * state + token + 1) % _STATE_MODULUS
+    return state
+
+
+def fake_states(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.float32]:
+    """Returns the hidden states of FakeRunner, float32 [len(token_ids), 4]: of each token what would be sampled after it, the token itself,
+    how many there are up to it, and 1."""
+    nexts = [fake_next_token(token_ids[: i + 1], vocab_size) for i in range(len(token_ids))]
+    return np.array([[each, token, i + 1, 1] for i, (each, token) in enumerate(zip(nexts, token_ids, strict=True))], np.float32)
 
 
 def next_allowed(token: int, allowed: npt.NDArray[np.int64]) -> int:
@@ -54,16 +89,20 @@ class FakeRunner:
         num_layers: int = 1,
         num_kv_heads: int = 1,
         head_dim: int = 4,
+        num_planes: int = 2,
         dtype: str = "float32",
         marks_layers: bool = False,
         broken_token: int | None = None,
+        num_state_blocks: int = 0,
+        generates: bool = True,
+        window: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, heads and head_dim only
-        make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in any row, as on
-        a device whose memory is damaged. With `marks_layers` a step's time is spread over its layers, whose KV is written as late as any
-        device may.
+        """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, planes, heads and
+        head_dim only make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in
+        any row, as on a device whose memory is damaged. `window`: on how many tokens the next one depends; 0: all. With `marks_layers` a
+        step's time is spread over its layers, whose KV is written as late as any device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
             num_blocks=num_blocks,
@@ -72,8 +111,10 @@ class FakeRunner:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
+            num_planes=num_planes,
+            num_state_blocks=num_state_blocks,
         )
-        if self._shape.block_bytes % (num_layers * 2 * num_kv_heads * block_size * 8):
+        if self._shape.block_bytes % (num_layers * num_planes * num_kv_heads * block_size * 8):
             raise InvalidRequest(f"head_dim {head_dim} of {dtype} is no multiple of 8 bytes; give a multiple of 4")
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -81,16 +122,18 @@ class FakeRunner:
         self.per_token_s = per_token_s
         self.broken = False
         self._broken_token = broken_token
+        self.generates = generates
+        self._window = window
         self._clock = clock
         self._sleep = sleep
         self._marks_layers = marks_layers
         self._marks: Sequence[FakeMark] = ()  # of the step that runs
         self._last_token_ids: Sequence[int] = ()
-        # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, K/V, kv_head, slot, word].
+        # uint8 [block, block_bytes], and the same bytes as int32 [block, layer, plane, kv_head, slot, word].
         self._bytes = np.zeros((num_blocks, self._shape.block_bytes), np.uint8)
-        self._words = self._bytes.view(np.int32).reshape(num_blocks, num_layers, 2, num_kv_heads, block_size, -1)
+        self._words = self._bytes.view(np.int32).reshape(num_blocks, num_layers, num_planes, num_kv_heads, block_size, -1)
         self._tokens = self._words[:, 0, 0, 0, :, 0]
-        self._places = self._words[:, -1, 1, -1, :, -1]
+        self._places = self._words[:, -1, -1, -1, :, -1]
 
     @property
     def kv_shape(self) -> KvShape:
@@ -103,6 +146,10 @@ class FakeRunner:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    @property
+    def reach(self) -> int:
+        return self._window
 
     @property
     def overlaps(self) -> bool:
@@ -139,6 +186,10 @@ class FakeRunner:
         else:
             self._write(batch, slice(None))
         token_ids = self._next_tokens(batch)
+        if batch.state_tables is not None:
+            states = self._next_states(batch, batch.state_tables)
+            seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
+            token_ids = [(token + states[seq]) % self._vocab_size for token, seq in zip(token_ids, seqs, strict=True)]
         masked = {} if batch.masks is None else dict(zip(batch.masks.rows.tolist(), batch.masks.allowed(self._vocab_size), strict=True))
         for i, allowed in masked.items():
             token_ids[i] = next_allowed(token_ids[i], np.flatnonzero(allowed))
@@ -153,6 +204,7 @@ class FakeRunner:
             logprobs=[None if row.params.logprobs is None else 0.0 for row in batch.sampling],
             top_logprobs=[self._top(token, row) for token, row in zip(token_ids, batch.sampling, strict=True)],
             scores=None if batch.scored is None else self._scores(batch, batch.scored),
+            pooled=None if batch.pooled is None else self._pooled(batch, batch.pooled),
         )
         pause = self.step_s + self.per_token_s * len(batch.token_ids) - (self._clock() - start)
         if pause > 0:
@@ -208,8 +260,24 @@ class FakeRunner:
         first = np.cumsum(num_blocks) - num_blocks
         # What lies behind a sequence's end in its last block is not its own.
         values[first + num_blocks - 1] *= np.arange(size) < (lens - (num_blocks - 1) * size)[:, None]
+        if self._window:
+            places = (np.arange(len(blocks)) - np.repeat(first, num_blocks))[:, None] * size + np.arange(size)
+            values *= places >= np.repeat(lens, num_blocks)[:, None] - self._window
         sums = np.add.reduceat(values.sum(axis=1), first)
         return [int(token) for token in (sums + lens) % self._vocab_size]
+
+    def _next_states(self, batch: Batch, tables: npt.NDArray[np.int32]) -> list[int]:
+        """Returns each sequence's state after the step, which it leaves in the sequence's blocks. All of them must agree before."""
+        states = []
+        for blocks, start, stop in zip(tables, batch.query_start[:-1], batch.query_start[1:], strict=True):
+            words = self._bytes[blocks].view(np.int64)
+            before = int(words[0, 0]) if batch.positions[start] else 0
+            # A block of another's state, or one that was not handed over, spoils all tokens to come.
+            torn = bool(batch.positions[start]) and not bool((words == before).all())
+            state = state_after(before, batch.token_ids[start:stop].tolist()) + torn
+            self._bytes[blocks] = np.full_like(words, state).view(np.uint8)
+            states.append(state)
+        return states
 
     def _read_by_row(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Returns the blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
@@ -226,7 +294,11 @@ class FakeRunner:
             return ()
         blocks, num_blocks, lens = self._read_by_row(batch)
         of_row = np.split(self._tokens[blocks], np.cumsum(num_blocks)[:-1])
-        return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[: lens[i]] == self._broken_token).any()]
+        return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[self._seen(int(lens[i]))] == self._broken_token).any()]
+
+    def _seen(self, num_tokens: int) -> slice:
+        """What the last of so many tokens sees."""
+        return slice(max(0, num_tokens - self._window) if self._window else 0, num_tokens)
 
     def _scores(self, batch: Batch, scored: ScoredRows) -> npt.NDArray[np.float64]:
         """Scores each token against what would have been sampled there, from KV that is read back, too."""
@@ -237,10 +309,25 @@ class FakeRunner:
             num_tokens = int(batch.positions[row]) + 1
             blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
             products = self._tokens[blocks].astype(np.int64) * self._places[blocks]
-            predicted = int(products.reshape(-1)[:num_tokens].sum() + num_tokens) % self._vocab_size
+            predicted = int(products.reshape(-1)[self._seen(num_tokens)].sum() + num_tokens) % self._vocab_size
             above = int(target - predicted) % self._vocab_size
             values[i] = [-above, above + 1, *-ranks, *(predicted + ranks) % self._vocab_size]
         return values
+
+    def _pooled(self, batch: Batch, pooled: PooledRows) -> npt.NDArray[np.float32]:
+        """Adds up `fake_states`, of KV that is read back. A broken token has none that are finite."""
+        states = np.empty((len(pooled.rows), 4), np.float32)
+        seqs = np.searchsorted(batch.query_start, pooled.rows, side="right") - 1
+        for i, (row, seq) in enumerate(zip(pooled.rows, seqs, strict=True)):
+            num_tokens = int(batch.positions[row]) + 1
+            blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
+            seen = self._seen(num_tokens)
+            tokens = self._tokens[blocks].reshape(-1)[seen].astype(np.int64)
+            places = self._places[blocks].reshape(-1)[seen]
+            states[i] = [int((tokens * places).sum() + num_tokens) % self._vocab_size, tokens[-1], places[-1], 1]
+            if self.broken or (tokens == self._broken_token).any():
+                states[i] = np.nan
+        return np.add.reduceat(states, np.cumsum(pooled.counts) - pooled.counts)
 
     def _top(self, token: int, row: SamplingRow) -> tuple[TopToken, ...]:
         return tuple(TopToken((token + k) % self._vocab_size, -float(k)) for k in range(row.params.logprobs or 0))

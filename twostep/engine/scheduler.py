@@ -57,6 +57,7 @@ from twostep.engine.step_work import StepResult, StepWork, plan_chunks
 from twostep.engine.types import (
     EngineStats,
     FailureKind,
+    PooledPrompt,
     PrefillProgress,
     PromptScores,
     Reservation,
@@ -65,6 +66,7 @@ from twostep.engine.types import (
     TokenExtras,
 )
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
+from twostep.pooling import Pooling
 from twostep.request_class import RequestClass
 from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, promised_step_s
 
@@ -74,6 +76,10 @@ _KEPT_S = 1.0
 _RETRY_S = 0.02
 _BATCH = int(RequestClass.BATCH)
 _ANY_RANK = _BATCH + 1
+_NOT_FINITE = (
+    "the model's hidden states of the input are not finite, so that there is no embedding; repeating the request does not help. Some token "
+    "of it has broken weights, or values too large for this dtype (another --dtype may help)"
+)
 
 
 def no_token_message(position: int) -> str:
@@ -222,7 +228,7 @@ class Scheduler:
         self._arrive(sequence)
         if sequence.promise is not None and sequence.promise.gap_s and sequence.priority.rank < _BATCH:
             self._coming_gaps[sequence.seq_id] = sequence.promise.gap_s
-        return Reservation(seq_id=sequence.seq_id, block_ids=list(sequence.blocks), num_cached_tokens=sequence.num_cached)
+        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.handed_over, num_cached_tokens=sequence.num_cached)
 
     def commit(self, seq_id: str, output_ids: Sequence[int], now: float, *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
@@ -273,7 +279,7 @@ class Scheduler:
     def _check_new(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
-        num_blocks = sequence.end_blocks
+        num_blocks = sequence.end_blocks + self._blocks.num_state_blocks
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
                 f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
@@ -512,7 +518,7 @@ class Scheduler:
         seats, num_growing, num_wanted = self._max_num_seqs, 0, 0
         for sequence in self._sequences.values():
             if sequence.priority.rank < below and (sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.RESERVED):
-                more = sequence.end_blocks - len(sequence.blocks)
+                more = self._blocks.num_to_grow(sequence)
                 seats -= 1
                 num_growing += more > 0
                 num_wanted += more
@@ -630,17 +636,19 @@ class Scheduler:
         progress: list[PrefillProgress] = []
         failures: list[SequenceFailure] = []
         scores: list[PromptScores] = []
+        pooled: list[PooledPrompt] = []
         exchanged = self._planned[-1].exchanged if self._planned else []
         asked = [(row, value) for row, value in enumerate(sampled.logprobs) if value is not None]
         extras = {row: TokenExtras(logprob=value, top_logprobs=sampled.top_logprobs[row]) for row, value in asked}
-        block_size = self._blocks.block_size
-        row, scored_end, ended = -1, 0, SequenceState.ENDED
+        block_size, reach = self._blocks.block_size, self._blocks.reach
+        row, scored_end, pooled_row, ended = -1, 0, -1, SequenceState.ENDED
         # Of each token of each step: what it costs here, it costs some ten thousand times a second.
-        for sequence, start, count, complete, num_scored in zip(
-            work.sequences, work.starts, work.num_tokens, work.sampled, work.scored, strict=True
+        for sequence, start, count, complete, num_scored, num_pooled in zip(
+            work.sequences, work.starts, work.num_tokens, work.sampled, work.scored, work.pooled, strict=True
         ):
             row += complete
             scored_end += num_scored
+            pooled_row += num_pooled > 0
             sequence.num_steps -= 1
             sequence.num_pending -= complete
             if sequence.state is ended:
@@ -648,22 +656,30 @@ class Scheduler:
                     self._forget(sequence)
                 continue
             if complete and sampled.token_ids[row] < 0:
-                failures.append(self._fail_row(sequence))
+                failures.append(self._fail_row(sequence, no_token_message(sequence.position)))
                 continue
             sequence.num_computed += count
             if num_scored and sampled.scores is not None:
                 scores += self._score(sequence, start, sampled.scores[scored_end - num_scored : scored_end])
             if sequence.num_computed >= (sequence.num_registered + 1) * block_size:
                 self._blocks.register(sequence, exchanged)
+            if reach and sequence.num_computed + 1 - reach >= (sequence.num_left + 1) * block_size:
+                self._blocks.leave(sequence)
             # After a preemption, what was reported before is not reported again.
             if sequence.num_reported < len(sequence.given) and sequence.num_reported < sequence.num_computed:
                 progress.append(self._progress(sequence))
             if complete:
                 self._append(sequence, sampled.token_ids[row], extras.get(row) if extras else None, tokens)
+            elif num_pooled and sampled.pooled is not None:
+                match self._pool_rows(sequence, sampled.pooled[pooled_row]):
+                    case PooledPrompt() as told:
+                        pooled.append(told)
+                    case SequenceFailure() as failure:
+                        failures.append(failure)
             if sequence.gives_way and not sequence.num_steps:
                 self._preempt(sequence)
         self._constrained.follow(work)
-        return StepResult(tokens=tokens, progress=progress, failures=failures, scores=scores)
+        return StepResult(tokens=tokens, progress=progress, failures=failures, scores=scores, pooled=pooled)
 
     def _progress(self, sequence: EngineSequence) -> PrefillProgress:
         """Returns what is new of its given tokens."""
@@ -689,6 +705,19 @@ class Scheduler:
         columns = (new[:, : 2 + asked], new[:, 2 + num_top : 2 + num_top + asked])
         return [PromptScores(seq_id=sequence.seq_id, first=first, values=np.concatenate(columns, axis=1))]
 
+    def _pool_rows(self, sequence: EngineSequence, states: npt.NDArray[np.float32]) -> PooledPrompt | SequenceFailure | None:
+        """Adds what a step has of a sequence's states; what all of them come to ends it."""
+        total = states.astype(np.float64) if sequence.pooled is None else sequence.pooled + states
+        num_tokens = len(sequence.tokens)
+        if sequence.num_computed < num_tokens:
+            sequence.pooled = total
+            return None
+        vector = (total / num_tokens if sequence.request.pooling is Pooling.MEAN else total).astype(np.float32)
+        if not np.isfinite(vector).all():
+            return self._fail_row(sequence, _NOT_FINITE)
+        self.end(sequence)
+        return PooledPrompt(seq_id=sequence.seq_id, vector=vector)
+
     def fail(self, work: StepWork, message: str) -> StepResult:
         """Ends the step planned first, which did not run to its end: all its sequences are over."""
         self._take_off(work)
@@ -708,11 +737,11 @@ class Scheduler:
         self._pool.free(work.exchanged)
         self._blocked = False
 
-    def _fail_row(self, sequence: EngineSequence) -> SequenceFailure:
-        """Ends a sequence whose row has no token. Its KV is likely not finite either: it is kept from others."""
+    def _fail_row(self, sequence: EngineSequence, message: str) -> SequenceFailure:
+        """Ends a sequence whose row has no token, or no vector. Its KV is likely not finite either: it is kept from others."""
         self._blocks.withdraw(sequence)
         self.end(sequence)
-        return SequenceFailure(seq_id=sequence.seq_id, message=no_token_message(sequence.position), kind=FailureKind.NO_TOKEN)
+        return SequenceFailure(seq_id=sequence.seq_id, message=message, kind=FailureKind.NO_TOKEN)
 
     def _append(self, sequence: EngineSequence, token_id: int, extras: TokenExtras | None, told: StepTokens) -> None:
         """Adds a sampled token to its sequence, which goes on, is held, or has ended, and to what the step tells."""
@@ -739,7 +768,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises InternalError if pool, queues and counts disagree."""
         sequences = self._sequences.values()
-        self._pool.check_integrity([*(sequence.blocks for sequence in sequences), *(work.exchanged for work in self._planned)])
+        self._pool.check_integrity([*(sequence.owned for sequence in sequences), *(work.exchanged for work in self._planned)])
         self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
         for sequence in sequences:
             num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading

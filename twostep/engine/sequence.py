@@ -13,6 +13,7 @@ from twostep.engine.grammar import Constraint
 from twostep.engine.step_bound import Promise
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.errors import ContextExceeded, InvalidRequest
+from twostep.pooling import Pooling
 from twostep.prefix import PrefixHasher, token_bytes
 
 
@@ -84,8 +85,12 @@ class EngineSequence:
     end_blocks: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
-    # In order: for all its tokens, more are taken as it grows.
+    # In order, for all its tokens; more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
+    # What its state takes, where the model has one.
+    state_blocks: list[int] = field(default_factory=list)
+    # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
+    num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0
     table: int = -1
@@ -115,6 +120,10 @@ class EngineSequence:
     num_reported: int = 0
     # Prompt tokens after the first whose log probabilities were reported.
     num_scored: int = 0
+    # Where its prompt is pooled: of how many of its first tokens launched steps have added up the hidden states, or will, and what is
+    # there of the sum.
+    num_pooled: int = 0
+    pooled: npt.NDArray[np.float64] | None = None
     # Place in the order of arrival: of those equally urgent, the one that came later gives way.
     arrival: int = 0
     priority: Priority
@@ -131,6 +140,17 @@ class EngineSequence:
     @property
     def seq_id(self) -> str:
         return self.request.seq_id
+
+    @property
+    def owned(self) -> list[int]:
+        """The blocks that it owns, in order, those of its state last."""
+        blocks = self.blocks[self.num_left :] if self.num_left else self.blocks
+        return blocks + self.state_blocks if self.state_blocks else blocks
+
+    @property
+    def handed_over(self) -> list[int]:
+        """The blocks of all its tokens, then those of its state: the order in which they are handed over."""
+        return self.blocks + self.state_blocks
 
     @property
     def is_plannable(self) -> bool:
@@ -192,14 +212,16 @@ def make_sequence(
         raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary: {error.message}") from error
     if given.max() >= vocab_size:
         raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary; found {given.max()}")
-    if len(tokens) >= max_model_len:
-        told, advice = f"{len(tokens)} leave no room to answer", "shorten the prompt"
+    if len(tokens) >= max_model_len + (request.pooling is not None):
+        told = f"{len(tokens)} leave no room to answer" if request.pooling is None else f"the prompt has {len(tokens)}"
+        advice = "shorten the prompt"
         raise ContextExceeded.of(told, advice, max_model_len=max_model_len, prompt_tokens=len(tokens))
     params = request.sampling
     if request.num_prior_tokens >= params.max_tokens:
         raise InvalidRequest(f"all {params.max_tokens} tokens of max_tokens were generated before; there is nothing left to do")
     hasher = None
-    if prefix_caching and request.prefix_key:
+    # What is pooled whole is computed whole.
+    if prefix_caching and request.prefix_key and request.pooling is not Pooling.MEAN:
         hasher = request.hasher or PrefixHasher(request.prefix_key, block_size)
         assert hasher.unit == block_size, "blocks are what is hashed"
         hasher.extend(tokens[hasher.num_tokens :])

@@ -110,6 +110,9 @@ class StepLauncher:
             num_rows = sum(launched.work.sampled)
             if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.top_logprobs) == num_rows:
                 raise InternalError(f"the runner returned {len(sampled.token_ids)} tokens for {num_rows} rows")
+            num_vectors = sum(count > 0 for count in launched.work.pooled)
+            if num_vectors != (0 if sampled.pooled is None else len(sampled.pooled)):
+                raise InternalError(f"the runner did not return the {num_vectors} vectors that were wanted")
         except Exception as error:
             log.exception("step %d failed: its %d sequences are given up", launched.step, len(launched.work.sequences))
             message = f"the device failed in this step: {type(error).__name__}: {error}"

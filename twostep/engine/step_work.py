@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, SamplingRow, ScoredRows, TokenMasks
+from twostep.engine.batch import Batch, PooledRows, SamplingRow, ScoredRows, TokenMasks
 from twostep.engine.block_tables import BlockTables
 from twostep.engine.sequence import EngineSequence
-from twostep.engine.types import PrefillProgress, PromptScores, SequenceFailure, StepTokens
+from twostep.engine.types import PooledPrompt, PrefillProgress, PromptScores, SequenceFailure, StepTokens
+from twostep.pooling import Pooling
 from twostep.step_curve import StepWorkload, chunk_pairs
 
 
@@ -24,6 +25,8 @@ class StepWork:
     carried     row of the step planned before that samples the chunk's only token, or -1: the tokens are known
     sampled     whether a token is sampled after the chunk: rows count through these, in order
     scored      of how many of its first tokens the successors' log probabilities are wanted
+    pooled      of how many of its last tokens the hidden states are added up; where the chunk ends a prompt, the pooling is over, and
+                nothing is sampled
     """
 
     sequences: Sequence[EngineSequence]
@@ -32,6 +35,7 @@ class StepWork:
     carried: Sequence[int]
     sampled: Sequence[bool]
     scored: Sequence[int]
+    pooled: Sequence[int]
     num_decodes: int
     # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
@@ -59,6 +63,7 @@ class StepResult:
     progress: Sequence[PrefillProgress] = ()
     failures: Sequence[SequenceFailure] = ()
     scores: Sequence[PromptScores] = ()
+    pooled: Sequence[PooledPrompt] = ()
 
 
 def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int]) -> StepWork:
@@ -68,16 +73,21 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
     num_tokens = [1] * num_decodes + list(prompt_tokens)
     starts, carried, sampled, masks = [], [], [], []
     scored = [0] * num_decodes + list(map(_num_scored, sequences[num_decodes:], prompt_tokens))
+    pooled = [0] * num_decodes + list(map(_num_pooled, sequences[num_decodes:], prompt_tokens))
     row = 0
-    for sequence, count in zip(sequences, num_tokens, strict=True):
+    for sequence, count, num_pooled in zip(sequences, num_tokens, pooled, strict=True):
         start = sequence.num_planned
         starts.append(start)
         carried.append(sequence.pending_row if sequence.num_pending else -1)
         sequence.num_planned = start + count
         sequence.num_steps += 1
         complete = start + count == len(sequence.tokens) + sequence.num_pending
-        sampled.append(complete)
-        if complete:
+        sampled.append(complete and not num_pooled)
+        if num_pooled:
+            sequence.num_pooled = start + count
+            # In place of a token: nothing more is planned of it.
+            sequence.num_pending += complete
+        elif complete:
             sequence.num_pending += 1
             sequence.pending_row = row
             if sequence.constraint is not None:
@@ -90,6 +100,7 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         carried=carried,
         sampled=sampled,
         scored=scored,
+        pooled=pooled,
         num_decodes=num_decodes,
         masks=masks,
     )
@@ -98,6 +109,18 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
 def _num_scored(sequence: EngineSequence, count: int) -> int:
     """Returns how many of a prompt's next `count` tokens are scored: the last one's successor is sampled, or no part of the prompt."""
     return max(0, min(count, sequence.request.num_prompt_tokens - 1 - sequence.num_planned)) if sequence.wants_scores else 0
+
+
+def _num_pooled(sequence: EngineSequence, count: int) -> int:
+    """Returns how many of a prompt's next `count` tokens are pooled: after a preemption some were before."""
+    end = sequence.num_planned + count
+    match sequence.request.pooling:
+        case Pooling.LAST:
+            return int(end == len(sequence.tokens))
+        case Pooling.MEAN:
+            return min(count, max(0, end - sequence.num_pooled))
+        case None:
+            return 0
 
 
 def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
@@ -163,6 +186,8 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
         mark_layers=mark_layers,
         scored=_scored_rows(work, query_start) if any(work.scored) else None,
+        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if work.sequences[0].state_blocks else None,
+        pooled=_pooled_rows(work, query_start) if any(work.pooled) else None,
     )
 
 
@@ -174,3 +199,9 @@ def _scored_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> ScoredRo
             targets.append(sequence.given[start + 1 : start + 1 + count])
             num_top = max(num_top, sequence.request.sampling.prompt_logprobs or 0)
     return ScoredRows(np.concatenate(rows), np.concatenate(targets), num_top)
+
+
+def _pooled_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> PooledRows:
+    ends = query_start[1:].tolist()
+    rows = [np.arange(end - count, end) for end, count in zip(ends, work.pooled, strict=True) if count]
+    return PooledRows(np.concatenate(rows), np.array([count for count in work.pooled if count], np.int64))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from twostep.engine.batch import TopToken
 from twostep.errors import InvalidRequest, NonFiniteLogits, TwostepError, Unavailable
+from twostep.pooling import Pooling
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 from twostep.step_curve import StepWorkload
@@ -50,6 +51,8 @@ class EngineRequest:
     gap_s: float | None = None
     # sampling.grammar, compiled, after the tokens generated before (twostep/engine/grammar.py). None: the answer is any text.
     grammar: GrammarState | None = None
+    # Its prompt's hidden states are pooled to a vector, and nothing is sampled. None: tokens are.
+    pooling: Pooling | None = None
 
     @property
     def num_prior_tokens(self) -> int:
@@ -145,6 +148,14 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledPrompt:
+    """What a prompt was pooled to, float32 [hidden_size], as long as it came out. The sequence is over, its blocks are free."""
+
+    seq_id: str
+    vector: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProgress:
     """In the step under way: of a sequence's first `num_computed_tokens` tokens, KV of layers [0, num_layers) is in the pool and does
     not change any more. (Of the tokens before the step, all layers are.) The step may fail yet."""
@@ -190,6 +201,7 @@ class StepOutput:
     failures: Sequence[SequenceFailure] = ()
     # Of prompts whose log probabilities were asked for, each token once.
     scores: Sequence[PromptScores] = ()
+    pooled: Sequence[PooledPrompt] = ()
     workload: StepWorkload = field(default_factory=StepWorkload)
     # From its launch, or from the end of the step before it, to its result.
     duration_s: float = 0.0
@@ -263,6 +275,8 @@ class EngineStats:
     # The host tier below the pool: blocks there now; of the tokens found, those that came from it.
     num_host_blocks: int = 0
     num_host_hit_tokens: int = 0
+    # Of a mixture of experts: how many times the mean of its layer the busiest has had of late, in the least even layer; 0: not known yet.
+    expert_imbalance: float = 0.0
     # Seconds since the last finished step while there was work, 0 when idle: what liveness looks at.
     stalled_s: float = field(default=0.0)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from twostep.checkpoint.agreement import check_formats
+from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
-from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.model_name import name_of
 from twostep.checkpoint.parts import check_parts
 from twostep.engine.config import check_pool
@@ -459,7 +459,7 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
         if not (model_dir / name).is_file():
             raise SetupError(f"{model_dir} has no {name}; give a model directory, ORG/NAME of the hub or a known name")
     worker, config = options.worker, model_dir / "config.json"
-    raw = read_json(config)
+    raw = read_config(model_dir, worker.architecture)
 
     def length() -> None:
         if worker.max_model_len and worker.max_model_len > (longest := context_of(raw, config)):
@@ -470,15 +470,20 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
     kv_bytes = worker.kv_cache_memory_bytes or (0 if on_gpu else CPU_KV_BYTES)
     checks: list[_Check] = [length, lambda: check_formats(model_dir, worker)]
     try:
-        model = read_model(model_dir, dtype=worker.dtype, kv_cache_dtype=worker.kv_cache_dtype, quantization=worker.quantization)
+        model = read_model(
+            model_dir,
+            dtype=worker.dtype,
+            kv_cache_dtype=worker.kv_cache_dtype,
+            quantization=worker.quantization,
+            architecture=worker.architecture,
+        )
     except SetupError:
         # Of a kind that only who loads it knows.
         pass
     else:
-        num_heads, num_kv_heads, features = model.num_heads, model.num_kv_heads, model.intermediate_size
-        checks.append(
-            lambda: check_parts(worker.tensor_parallel_size, num_heads=num_heads, num_kv_heads=num_kv_heads, intermediate_size=features)
-        )
+        num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
+        cut = model.cut_in_mlps(whole_experts=worker.enable_expert_parallel)
+        checks.append(lambda: check_parts(worker.tensor_parallel_size, num_heads=num_heads, num_kv_heads=num_kv_heads, **cut))
         block_bytes = model.kv_token_bytes * worker.block_size
         num_blocks = worker.num_blocks or kv_bytes // block_bytes
         if worker.num_blocks or kv_bytes:

@@ -25,6 +25,12 @@ PREFIX_QUERIES = counter("twostep_prefix_cache_queries_total", "Prompt tokens lo
 PREFIX_HITS = counter("twostep_prefix_cache_hits_total", "Prompt tokens whose KV was found there.", _ROLE)
 HOST_BLOCKS = gauge("twostep_prefix_cache_host_blocks", "KV blocks of prefixes kept in host memory, below the KV cache.", _ROLE)
 HOST_HITS = counter("twostep_prefix_cache_host_hits_total", "Of the prompt tokens found, those copied back from host memory.", _ROLE)
+EXPERTS = gauge(
+    "twostep_expert_imbalance_ratio",
+    "Of a mixture of experts, over the last few hundred steps: tokens of the busiest expert over the mean of its layer, in the least even "
+    "layer. 1 is even; 0: not known yet, or the model has no experts.",
+    _ROLE,
+)
 STEP_TOKENS = counter("twostep_engine_tokens_total", "Tokens computed, by kind: prefill, decode.", ["role", "kind"])
 FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up because a step of theirs failed.", _ROLE)
 NO_TOKEN = counter(
@@ -34,7 +40,7 @@ NO_TOKEN = counter(
 )
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
-_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS)
+_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS, EXPERTS)
 _READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS)
 
 
@@ -88,6 +94,7 @@ class EngineMetrics:
             KV_USAGE: used / stats.num_blocks if stats.num_blocks else 0.0,
             STALLED: stats.stalled_s,
             HOST_BLOCKS: stats.num_host_blocks,
+            EXPERTS: stats.expert_imbalance,
         }
         yield from (MetricSample(family, value, role) for family, value in values.items())
         for of_role, counts in (others | {self._role: _less(_counters(stats), others)}).items():

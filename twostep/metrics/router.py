@@ -67,7 +67,7 @@ PHASES = histogram(
     REQUEST_SECONDS,
     ["phase"],
 )
-PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token.")
+PROMPT_TOKENS = counter("twostep_prompt_tokens_total", "Prompt tokens of requests that got a first token, or an embedding.")
 CACHED_TOKENS = counter("twostep_prompt_tokens_cached_total", "Those of them found in the prefix cache of the worker that computed them.")
 GENERATION_TOKENS = counter("twostep_generation_tokens_total", "Tokens sent to clients.")
 PROMPT_SIZES = histogram("twostep_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from twostep.errors import InvalidRequest
+from twostep.pooling import Pooling, PoolingParams
 from twostep.request_class import RequestClass
-from twostep.rpc.v1 import inference_pb2
+from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 
 # Plain numbers, copied as they are. Stop strings never leave the router.
@@ -35,6 +36,21 @@ def class_from_proto(number: inference_pb2.RequestClass.ValueType) -> RequestCla
 
 def class_to_proto(request_class: RequestClass) -> inference_pb2.RequestClass.ValueType:
     return _CLASS_NUMBERS[request_class]
+
+
+_POOLING_KINDS = {Pooling.LAST: prefill_pb2.POOLING_LAST, Pooling.MEAN: prefill_pb2.POOLING_MEAN}
+
+
+def pooling_to_proto(params: PoolingParams) -> prefill_pb2.PoolingParams:
+    return prefill_pb2.PoolingParams(kind=_POOLING_KINDS[params.kind], dimensions=params.dimensions, normalize=params.normalize)
+
+
+def pooling_from_proto(proto: prefill_pb2.PoolingParams) -> PoolingParams:
+    """Raises InvalidRequest for a kind that is not known here."""
+    kind = next((kind for kind, number in _POOLING_KINDS.items() if number == proto.kind), None)
+    if kind is None:
+        raise InvalidRequest(f"pooling.kind is {int(proto.kind)}; give one of {', '.join(map(str, _POOLING_KINDS.values()))}")
+    return PoolingParams(kind=kind, dimensions=proto.dimensions, normalize=proto.normalize)
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:

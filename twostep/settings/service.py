@@ -19,6 +19,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 HASH_UNIT = 64
 ROUTER_LEASE_S = 5.0
 MODEL_REVISION = "branch, tag or commit of a model of the hub; main if not given"
+ARCHITECTURE = (
+    "what the model is, in place of config.json's `architectures`: for one that is a known one by another name, such as LlamaForCausalLM"
+)
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 DEFAULT_HTTP_PORT = 8000
 _LAST_PORT = 65535
@@ -79,6 +82,7 @@ class TracedServiceSettings(ServiceSettings):
     """Holds what routers and workers may be told: they have spans to send, and a model."""
 
     model_revision: str = setting("", MODEL_REVISION, metavar="REV")
+    architecture: str = setting("", ARCHITECTURE, metavar="NAME")
     otlp_endpoint: str = setting(
         "",
         "send traces to this OpenTelemetry collector's gRPC port, http://HOST:4317; OTEL_EXPORTER_OTLP_ENDPOINT says so too, and without "

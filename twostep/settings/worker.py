@@ -71,6 +71,9 @@ class WorkerSettings(TracedServiceSettings):
     tensor_parallel_size: int = setting(
         1, "devices that one model is cut over: --device and those after it, a process each", Whole(1, 64), aliases=("-tp",)
     )
+    enable_expert_parallel: bool = setting(
+        False, "of a mixture of experts cut over devices, each holds whole experts instead of a part of each", aliases=("-ep",)
+    )
     load_format: str = setting("auto", "dummy: random weights, only config.json is read", choices=LOAD_FORMATS)
     block_size: int = setting(
         16,
@@ -220,5 +223,9 @@ class WorkerSettings(TracedServiceSettings):
         Rule(
             lambda worker: worker.tensor_parallel_size > 1 and worker.runner == "fake",
             "{tensor-parallel-size} cuts a model over devices, and {runner} has none; leave one of them out",
+        ),
+        Rule(
+            lambda worker: worker.enable_expert_parallel and worker.tensor_parallel_size == 1,
+            "{enable-expert-parallel} spreads experts over the devices of {tensor-parallel-size}; raise that, or leave it out",
         ),
     )

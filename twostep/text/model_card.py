@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
-from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_json, read_optional_json, read_text
+from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_optional_json, read_text
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import SamplingParams
 
@@ -42,11 +43,12 @@ class ModelCard:
     special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, model_dir: Path) -> ModelCard:
-        """Reads config.json, generation_config.json, tokenizer_config.json and the chat template wherever it stands.
+    def load(cls, model_dir: Path, architecture: str = "") -> ModelCard:
+        """Reads config.json, generation_config.json, tokenizer_config.json and the chat template wherever it stands. `architecture`: what
+        it is, if config.json has another name for it.
         Raises SetupError naming the file and the key."""
         config_path = model_dir / "config.json"
-        config = read_json(config_path)
+        config = read_config(model_dir, architecture)
         generation = read_optional_json(model_dir / "generation_config.json")
         tokenizer_config = read_optional_json(model_dir / "tokenizer_config.json")
         special_tokens = _special_tokens(tokenizer_config, read_optional_json(model_dir / "special_tokens_map.json"))

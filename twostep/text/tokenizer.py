@@ -88,6 +88,7 @@ MAX_INLINE_CHARS = 4096
 # A text is only encoded whole if it may have so many tokens for each that fits, and else looked at piece by piece.
 _MAX_CHARS_PER_TOKEN = 16
 _LEAST_PIECE = 1 << 16
+_CUT_TOKENS = 64
 
 
 class Tokenizer:
@@ -155,6 +156,20 @@ class Tokenizer:
         those that the tokenizer would put around it (a chat template writes them itself). Raises InvalidRequest for text that is
         not valid Unicode (lone surrogates), or that the tokenizer cannot read."""
         ids: list[int] = _encoded(self._inner, text, add_special_tokens).ids
+        return ids
+
+    def encode_first(self, text: str, num_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """The first ids of a text, so many at most, as `encode` gives them: of those that the tokenizer puts around it none is cut off. Of
+        a long text only as much is looked at as is needed. Raises InvalidRequest as `encode` does."""
+        num_added = self._inner.num_special_tokens_to_add(False) if add_special_tokens else 0
+        wanted, num_chars = max(0, num_tokens - num_added), max(_LEAST_PIECE, _MAX_CHARS_PER_TOKEN * num_tokens)
+        encoding = _encoded(self._inner, text[:num_chars], False)
+        # Where it was cut tokens may be others.
+        while num_chars < len(text) and len(encoding) < wanted + _CUT_TOKENS:
+            num_chars *= 4
+            encoding = _encoded(self._inner, text[:num_chars], False)
+        encoding.truncate(wanted)
+        ids: list[int] = self._inner.post_process(encoding, None, add_special_tokens).ids
         return ids
 
     def encode_chat(self, text: str, clients: Collection[int] = ()) -> list[int]:

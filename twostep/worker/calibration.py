@@ -79,7 +79,8 @@ class StepProbe:
     def fits(self, runner: Runner) -> bool:
         """Returns whether context and pool have room for it, each block owned by one sequence."""
         shape = runner.kv_shape
-        return max(self.lengths) < runner.max_model_len and self.num_blocks(shape.block_size) <= shape.num_blocks
+        num_blocks = self.num_blocks(shape.block_size) + len(self.counts) * shape.num_state_blocks
+        return max(self.lengths) < runner.max_model_len and num_blocks <= shape.num_blocks
 
 
 def calibrate(
@@ -270,4 +271,5 @@ def _batch(runner: Runner, probe: StepProbe) -> Batch:
         slots=tables[rows, positions // size].astype(np.int64) * size + positions % size,
         sample_rows=query_start[1:].astype(np.int64) - 1,
         sampling=[SamplingRow(params=_PARAMS, position=0, history=[0], num_prompt_tokens=1, stop_ids=frozenset()) for _ in probe.counts],
+        state_tables=runner.kv_shape.trial_states(len(probe.counts)),
     )

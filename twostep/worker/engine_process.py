@@ -78,7 +78,7 @@ class EngineServer:
     def step(self, output: StepOutput, stopped: Callable[[], bool]) -> None:
         with self._link.order:
             record = encode(output, self._handles)
-            for seq_id in ended(output.tokens):
+            for seq_id in ended(output):
                 if seq_id not in self._held:
                     self._forget(seq_id)
             for failure in output.failures:

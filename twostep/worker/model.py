@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostep.checkpoint.agreement import check_formats
-from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint, quantized_fingerprint
+from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint, quantized_fingerprint, turned_fingerprint
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import CapturedSteps, KvShape, Runner
 from twostep.engine.config import check_pool
@@ -84,7 +84,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
             f"{config.served_model_name} gives no token for any prompt in {runner.kv_shape.dtype}: its logits are not finite. Another "
             "--dtype (bfloat16, float32) may hold its values; else its files are damaged, or the device is"
         )
-    eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir).eos_token_ids
+    eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir, config.architecture).eos_token_ids
     curve = None
     shape = runner.kv_shape
     log.info(
@@ -109,7 +109,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     return ServedModel(
         name=config.served_model_name,
         runner=runner,
-        layout=layout_of(shape, _fingerprint(config, model_dir)),
+        layout=layout_of(shape, _fingerprint(config, model_dir, runner.max_model_len)),
         eos_token_ids=eos,
         ranks=ranks,
         curve=curve,
@@ -169,14 +169,21 @@ def _gpu_ids(config: WorkerConfig) -> tuple[str, ...]:
     return gpu_ids(config.device, config.tensor_parallel_size)
 
 
-def _fingerprint(config: WorkerConfig, model_dir: Path | None) -> str:
+def _fingerprint(config: WorkerConfig, model_dir: Path | None, max_model_len: int) -> str:
     if model_dir is None:
         return "fake"
     if config.dummy_weights:
-        found = dummy_fingerprint(model_dir, f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}")
+        kind = f"{config.device.partition(':')[0]}-{config.tensor_parallel_size}" + ("-ep" if config.enable_expert_parallel else "")
+        found = dummy_fingerprint(model_dir, kind, config.architecture)
     else:
-        found = model_fingerprint(model_dir)
-    return quantized_fingerprint(found, config.quantization)
+        found = model_fingerprint(model_dir, config.architecture)
+    found = quantized_fingerprint(found, config.quantization)
+    if config.runner == "fake":
+        return found
+    from twostep.model.families.registry import parse_config  # noqa: PLC0415
+
+    rope = parse_config(model_dir, config.architecture).rope
+    return found if rope is None else turned_fingerprint(found, rope.factors(max_model_len))
 
 
 def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
@@ -188,6 +195,8 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         quantization=shape.quantization,
+        num_planes=shape.num_planes,
+        num_state_blocks=shape.num_state_blocks,
     )
 
 
@@ -218,7 +227,7 @@ def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
 
     if config.runner == "fake" or model_dir is None:
         return ""
-    stored = parse_config(model_dir).quantization
+    stored = parse_config(model_dir, config.architecture).quantization
     method = config.quantization if config.quantization != "none" else stored.method if stored is not None else ""
     return f"weights as {method}, " if method else ""
 
@@ -230,7 +239,7 @@ def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
 
     if config.device != "cpu":
         return
-    model = parse_config(model_dir)
+    model = parse_config(model_dir, config.architecture)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     num_blocks = _pool(config, model_dir)
     assert isinstance(num_blocks, int), "only a GPU's pool is measured"
@@ -254,6 +263,8 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
         "num_threads": config.cpu_threads or None,
         "load_format": config.load_format,
         "quantization": config.quantization,
+        "enable_expert_parallel": config.enable_expert_parallel,
+        "architecture": config.architecture,
         "max_num_seqs": config.max_num_seqs,
         "max_graph_tokens": config.max_cudagraph_capture_size,
     }
@@ -274,13 +285,15 @@ def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
         )
     num_blocks, num_bytes = config.num_blocks, config.kv_cache_memory_bytes or _CPU_CACHE_BYTES
     if not num_blocks:
-        num_blocks = num_blocks_for(parse_config(model_dir), config.dtype, config.block_size, num_bytes, config.kv_cache_dtype)
+        num_blocks = num_blocks_for(
+            parse_config(model_dir, config.architecture), config.dtype, config.block_size, num_bytes, config.kv_cache_dtype
+        )
     check_pool(num_blocks, config.block_size, config.max_model_len)
     return num_blocks
 
 
 def _fake_runner(config: WorkerConfig, model_dir: Path | None) -> Runner:
-    card = None if model_dir is None else ModelCard.load(model_dir)
+    card = None if model_dir is None else ModelCard.load(model_dir, config.architecture)
     longest = _FAKE_MODEL_LEN if card is None else card.max_model_len
     if config.max_model_len > longest:
         raise SetupError(f"--max-model-len {config.max_model_len} is more than the {longest} of the model; lower it")

@@ -23,6 +23,7 @@ from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import KvShape
 from twostep.engine.types import EngineRequest, EngineStats, LayerProgress, PrefixDelta, Reservation
 from twostep.errors import InternalError, SetupError, TwostepError, Unavailable
+from twostep.pooling import Pooling
 from twostep.process.ending import how_it_ended, oom_kills
 from twostep.process.startup import Progress
 from twostep.request_class import RequestClass
@@ -39,7 +40,7 @@ from twostep.worker.step_record import decode, ended
 log = logging.getLogger(__name__)
 
 known(EngineFacts, EngineLook, EngineRequest, EngineStats, Grammar, GrammarKind, KvShape, LayoutRecord, PrefixDelta, RequestClass)
-known(Reservation, SamplingParams, StepCurve, TlsFiles, WorkerConfig)
+known(Pooling, Reservation, SamplingParams, StepCurve, TlsFiles, WorkerConfig)
 
 # How often figures come while steps are made.
 FIGURES_EVERY_S = 0.1
@@ -236,7 +237,7 @@ class RemoteEngine:
         for failure in output.failures:
             self._forget(failure.seq_id)
         self._events.on_step(output)
-        for seq_id in ended(output.tokens):
+        for seq_id in ended(output):
             if seq_id not in self._held:
                 self._forget(seq_id)
 

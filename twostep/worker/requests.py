@@ -13,6 +13,7 @@ import numpy.typing as npt
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.types import EngineRequest, FinishReason, PromptScores, TokenOutput
 from twostep.errors import InvalidRequest
+from twostep.pooling import Pooling
 from twostep.prefix import derive_key
 from twostep.rpc.convert import class_from_proto, sampling_from_proto
 from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
@@ -48,18 +49,23 @@ class RequestReader:
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
 
-    async def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest) -> EngineRequest:
+    async def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest, *, pooling: Pooling | None = None) -> EngineRequest:
         """At once, but for a long prompt. Raises InvalidRequest naming the field."""
         if not proto.token_ids:
             raise InvalidRequest("token_ids is empty; give the prompt's tokens")
         seq_id, sampling = attempt_id(proto.request_id, proto.attempt), sampling_from_proto(proto.sampling)
-        prefix_key = derive_key(
-            self.secret,
-            tenant=proto.tenant,
-            salt=proto.cache_salt,
-            model_fingerprint=self.layout.model_fingerprint,
-            dtype=self.layout.dtype,
-            quantization=self.layout.quantization,
+        # The mean is over tokens that are all computed: nothing is looked up for it, or hashed.
+        prefix_key = (
+            b""
+            if pooling is Pooling.MEAN
+            else derive_key(
+                self.secret,
+                tenant=proto.tenant,
+                salt=proto.cache_salt,
+                model_fingerprint=self.layout.model_fingerprint,
+                dtype=self.layout.dtype,
+                quantization=self.layout.quantization,
+            )
         )
         # A slice is a list, made in half the time that going through the field takes.
         long = len(proto.token_ids) > _MAX_INLINE_TOKENS
@@ -74,6 +80,7 @@ class RequestReader:
             tpot_s=_promised_s(proto, "tpot_ms"),
             gap_s=_promised_s(proto, "gap_ms"),
             prefix_key=prefix_key,
+            pooling=pooling,
         )
 
 

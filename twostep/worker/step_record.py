@@ -2,7 +2,7 @@
 
     head      step, workload, times, count
     tokens    n x ( u32 handle | i32 token | i32 position ), column by column: 12 bytes a token
-    rest      last tokens, logprobs, progress, failures, scores, packed (plain.py); empty where there are none
+    rest      last tokens, logprobs, progress, failures, scores, vectors, packed (plain.py); empty where there are none
 
 A handle is the number that the edge gave to a sequence, from 1 on. What was cancelled has none any more: its tokens have no name.
 """
@@ -19,6 +19,7 @@ from twostep.engine.types import (
     FailureKind,
     FinishReason,
     LayerProgress,
+    PooledPrompt,
     PrefillProgress,
     PromptScores,
     SequenceFailure,
@@ -29,7 +30,7 @@ from twostep.engine.types import (
 from twostep.step_curve import StepWorkload
 from twostep.worker.plain import known, pack, unpack
 
-known(FailureKind, FinishReason, LayerProgress, PrefillProgress, PromptScores, SequenceFailure, StepWorkload, TopToken)
+known(FailureKind, FinishReason, LayerProgress, PooledPrompt, PrefillProgress, PromptScores, SequenceFailure, StepWorkload, TopToken)
 
 _HEAD = struct.Struct("<QddddBI")
 
@@ -45,7 +46,7 @@ def encode(output: StepOutput, handles: Mapping[str, int]) -> bytes:
         np.array(tokens.token_ids, np.int32),
         np.array(tokens.positions, np.int32),
     )
-    few = [each for kind in (output.progress, output.failures, output.scores) for each in kind if each.seq_id in handles]
+    few = [each for kind in (output.progress, output.failures, output.scores, output.pooled) for each in kind if each.seq_id in handles]
     rest = b""
     if tokens.extras or few:
         extras = tokens.extras.values()
@@ -74,6 +75,7 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
     progress: list[PrefillProgress] = []
     failures: list[SequenceFailure] = []
     scores: list[PromptScores] = []
+    pooled: list[PooledPrompt] = []
     if at < len(record):
         rows, reasons, logprobs, tops, others, few = unpack(memoryview(record)[at:])
         for row, reason, logprob, top in zip(rows, reasons, logprobs, tops, strict=True):
@@ -86,6 +88,8 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
                     progress.append(each)
                 case SequenceFailure():
                     failures.append(each)
+                case PooledPrompt():
+                    pooled.append(each)
                 case _:
                     scores.append(each)
     return StepOutput(
@@ -94,6 +98,7 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
         progress=progress,
         failures=failures,
         scores=scores,
+        pooled=pooled,
         workload=StepWorkload(prompt_tokens=prompt_tokens, pairs=pairs, decodes=decodes, context=context),
         duration_s=duration_s,
         ended_at=ended_at,
@@ -102,6 +107,8 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
     )
 
 
-def ended(tokens: StepTokens) -> Iterator[str]:
-    """Yields the sequences whose last tokens are among these."""
-    return (tokens.seq_ids[row] for row, extras in tokens.extras.items() if extras.finish_reason is not None)
+def ended(output: StepOutput) -> Iterator[str]:
+    """Yields the sequences that came to their end in this step, by their last tokens or vectors."""
+    tokens = output.tokens
+    yield from (tokens.seq_ids[row] for row, extras in tokens.extras.items() if extras.finish_reason is not None)
+    yield from (each.seq_id for each in output.pooled)

@@ -139,6 +139,7 @@ class Worker:
             pod_owner=config.pod_owner,
             sampling=NEWER_PARAMETERS,
             cached_at_watch=True,
+            embeds=True,
             engine_pid=self.engine.pid,
         )
 

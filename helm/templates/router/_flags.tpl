@@ -12,6 +12,7 @@
   "target-tpot-ms" .Values.autoscaling.slo.tpotMs
 -}}
 {{- with .Values.model.name }}{{ $_ := set $flags "served-model-name" . }}{{ end -}}
+{{- with .Values.model.architecture }}{{ $_ := set $flags "architecture" . }}{{ end -}}
 {{- if eq .Values.auth.apiKeys "file" -}}
 {{- $_ := set $flags "api-keys-file" (printf "/etc/twostep/api-keys/%s" .Values.auth.secretKey) -}}
 {{- else if eq .Values.auth.apiKeys "redis" -}}

@@ -51,6 +51,7 @@ cuda_ipc{{ if $values.colocated.besidePools }},nixl{{ end }}
   "drain-timeout" $root.Values.workers.drainSeconds
 -}}
 {{- with $root.Values.model.name }}{{ $_ := set $flags "served-model-name" . }}{{ end -}}
+{{- with $root.Values.model.architecture }}{{ $_ := set $flags "architecture" . }}{{ end -}}
 {{- with $root.Values.workers.kvRingBytes }}{{ $_ := set $flags "kv-ring-bytes" . }}{{ end -}}
 {{- if eq (include "twostep.rayJoined" $root) "true" }}{{ $_ := set $flags "ray-address" (include "twostep.rayAddress" $root) }}{{ end -}}
 {{- toYaml (merge (deepCopy $root.Values.workers.flags) $flags) -}}

@@ -5,19 +5,21 @@
     MBU         model bandwidth utilization: bytes / (seconds * the card's bytes per second)
     verdict     roofline (Williams, Waterman, Patterson, 2009): with fewer FLOPs per byte than the card's own ratio, memory sets the pace
 
-Counted are FLOPs of matrix products and attention (a multiply and an add are two), and bytes of weights, read once a step, and of keys and
-values. Activations, norms and sampling are left out: small, and nothing that a model must move through memory.
+Counted are FLOPs of matrix products and attention (a multiply and an add are two), and bytes of weights, read once a step (of experts
+those that its tokens choose), and of keys and values. Activations, norms and sampling are left out: small, and nothing that a model
+must move through memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
+from twostep.checkpoint.expert_sizes import expected_experts
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.engine.batch import KvShape
 from twostep.model.families.config import ModelConfig
@@ -68,6 +70,15 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class _Matrices:
+    """`shapes`, [out, in], so many times; `is_dense`: whatever the others' format is."""
+
+    count: float
+    shapes: Sequence[tuple[int, int]]
+    is_dense: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The parameters that matrix products read, and what a token's keys and values take."""
 
@@ -80,18 +91,39 @@ class ModelShape:
         """`dtype` is that of the weights in memory, a name."""
         return cls(config, dtype, kv.block_bytes / kv.block_size)
 
-    @property
-    def layer_shapes(self) -> list[tuple[int, int]]:
-        """One layer's matrices, [out, in]. Llama's MLP has three, opt's two."""
+    def _matrices(self, experts: float) -> Iterator[_Matrices]:
+        """All layers', counted where of each layer's experts so many are."""
         c = self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        num_in = 1 if c.architecture == "opt" else 2
-        mlp = [*[(c.intermediate_size, c.hidden_size)] * num_in, (c.hidden_size, c.intermediate_size)]
-        return [(q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q), *mlp]
+        num_states = 0
+        if (delta := c.gated_delta) is not None:
+            num_states, heads = sum(delta.layers), delta.num_value_heads
+            yield _Matrices(num_states, [(delta.num_inputs + 2 * heads, c.hidden_size), (c.hidden_size, heads * delta.value_dim)])
+        yield _Matrices(c.num_layers - num_states, self._attention())
+        num_sparse = 0 if c.experts is None else sum(c.experts.layers)
+        yield _Matrices(c.num_layers - num_sparse, self._mlp(c.intermediate_size))
+        if c.experts is not None:
+            yield _Matrices(num_sparse * experts, self._mlp(c.experts.intermediate_size))
+            if c.experts.shared_size:
+                yield _Matrices(num_sparse, self._mlp(c.experts.shared_size))
+            routers = [(c.experts.router.num_experts, c.hidden_size), *[(1, c.hidden_size)] * c.experts.shared_gated]
+            yield _Matrices(num_sparse, routers, is_dense=True)
 
-    @property
-    def layer_params(self) -> int:
-        return sum(rows * columns for rows, columns in self.layer_shapes)
+    def _attention(self) -> list[tuple[int, int]]:
+        c = self.config
+        if (dims := c.latent) is not None:
+            queries = [(c.num_heads * dims.query, c.q_lora_rank or c.hidden_size)]
+            queries += [(c.q_lora_rank, c.hidden_size)] if c.q_lora_rank else []
+            up = (c.num_heads * (dims.nope + dims.value), dims.latent)
+            return [*queries, (dims.kept, c.hidden_size), up, (c.hidden_size, c.num_heads * dims.value)]
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return [((1 + c.gated_attention) * q, c.hidden_size), (kv, c.hidden_size), (kv, c.hidden_size), (c.hidden_size, q)]
+
+    def _mlp(self, width: int) -> list[tuple[int, int]]:
+        hidden_size, num_in = self.config.hidden_size, 2 if self.config.gated_mlp else 1
+        return [*[(width, hidden_size)] * num_in, (hidden_size, width)]
+
+    def _layer_params(self, experts: float) -> float:
+        return sum(each.count * sum(rows * columns for rows, columns in each.shapes) for each in self._matrices(experts))
 
     @property
     def head_params(self) -> int:
@@ -99,29 +131,40 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """Read by a step that samples; the embedding is looked up, not multiplied."""
-        return self.config.num_layers * self.layer_params + self.head_params
+        """All there are, but for the embedding, which is looked up, not multiplied."""
+        experts = self.config.experts
+        return int(self._layer_params(0 if experts is None else experts.router.num_experts)) + self.head_params
 
     @property
-    def weight_bytes(self) -> int:
-        """What products read of them, in their bits where a GPU's do so."""
-        c, item_bytes = self.config, _ITEM_BYTES[self.dtype]
-        layers = c.num_layers * held_in_layers(c.quantization, self.layer_shapes, item_bytes=item_bytes)
+    def token_params(self) -> int:
+        """What one token is multiplied with, the output layer left out."""
+        experts = self.config.experts
+        return int(self._layer_params(0 if experts is None else experts.router.top_k))
+
+    def weight_bytes(self, num_tokens: float) -> float:
+        """What products of a step of so many tokens read of them, in their bits where a GPU's do so: of experts as many as tokens choose
+        independently and uniformly."""
+        c, item_bytes, touched = self.config, _ITEM_BYTES[self.dtype], 0.0
+        if c.experts is not None:
+            router = c.experts.router
+            touched = expected_experts(router.num_experts, router.top_k, num_tokens)
+        layers = 0.0
+        for each in self._matrices(touched):
+            layers += each.count * held_in_layers(None if each.is_dense else c.quantization, each.shapes, item_bytes=item_bytes)
         return layers + held_in_head(c.quantization, c.vocab_size, c.hidden_size, item_bytes=item_bytes)
 
     def decode(self, contexts: Sequence[int]) -> Work:
         """One step of as many sequences; a context counts the keys attended to, the new token's own included."""
         keys = sum(self._keys(context) for context in contexts)
-        flops = 2.0 * self.num_params * len(contexts) + self._attention_flops(keys)
-        return Work(flops, self.weight_bytes + self._kv_bytes(keys))
+        flops = 2.0 * (self.token_params + self.head_params) * len(contexts) + self._attention_flops(keys, absorbed=True)
+        return Work(flops, self.weight_bytes(len(contexts)) + self._kv_bytes(keys))
 
     def prefill(self, lengths: Sequence[int], num_steps: int) -> Work:
         """Whole prompts in `num_steps` steps, each sampled once at its end. Keys and values are written and, at the least, read once."""
         num_tokens = sum(lengths)
         keys = sum(self._causal_keys(length) for length in lengths)
-        layers = 2.0 * self.config.num_layers * self.layer_params * num_tokens
-        head = 2.0 * self.head_params * len(lengths)
-        return Work(layers + head + self._attention_flops(keys), num_steps * self.weight_bytes + 2.0 * num_tokens * self.kv_token_bytes)
+        flops = 2.0 * (self.token_params * num_tokens + self.head_params * len(lengths)) + self._attention_flops(keys)
+        return Work(flops, num_steps * self.weight_bytes(num_tokens / num_steps) + 2.0 * num_tokens * self.kv_token_bytes)
 
     def _keys(self, context: int) -> int:
         """Keys that a query attends to, over all layers."""
@@ -131,8 +174,12 @@ class ModelShape:
         """The same for all queries of a prompt together."""
         return sum(_causal(min(length, window) if window else length, length) for window in self.config.windows)
 
-    def _attention_flops(self, keys: int) -> float:
-        return 4.0 * self.config.num_heads * self.config.head_dim * keys
+    def _attention_flops(self, keys: int, *, absorbed: bool = False) -> float:
+        """`absorbed`: of latent attention, which makes no keys for a few queries."""
+        c = self.config
+        if (dims := c.latent) is not None:
+            return 2.0 * c.num_heads * (dims.kept + dims.latent if absorbed else dims.query + dims.value) * keys
+        return 4.0 * c.num_heads * c.head_dim * keys
 
     def _kv_bytes(self, keys: int) -> float:
         return self.kv_token_bytes / self.config.num_layers * keys

@@ -87,6 +87,7 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
+        num_planes=layout.num_planes,
         weight_bytes=0,
         item_bytes=_ITEM_BYTES.get(layout.dtype, 2) if layout.quantization == "none" else 1,
         scale_bytes=0 if layout.quantization == "none" else 2,

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.description import describe
-from twostep.checkpoint.directory import read_json
+from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
+from twostep.checkpoint.usual_keys import mlp_products, num_kv_layers, usual_keys
 from twostep.errors import InvalidRequest, SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,8 +30,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """`item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides (quantized KV only). `num_heads` and
-    `intermediate_size` say into how many parts it can be cut."""
+    """`num_layers` counts those with KV. `item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides
+    (quantized KV only). `num_planes` is 1 where a token keeps one vector for keys and values (latent attention). `num_heads`,
+    `intermediate_size` and `experts` say into how many parts it can be cut."""
 
     name: str
     num_layers: int
@@ -38,27 +41,45 @@ class PlannedModel:
     weight_bytes: int
     item_bytes: int = 2
     scale_bytes: int = 0
+    num_planes: int = 2
     num_heads: int = 0
-    intermediate_size: int = 0
+    intermediate_size: int = 0  # of dense layers; 0: there are none
+    experts: ExpertSizes | None = None
 
     @property
     def kv_token_bytes(self) -> int:
-        """2 · layers · kv_heads · head_dim · bytes, and for quantized KV the scales."""
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.item_bytes + self.scale_bytes)
+        """planes · layers · kv_heads · head_dim · bytes, and for quantized KV the scales."""
+        return self.num_planes * self.num_layers * self.num_kv_heads * (self.head_dim * self.item_bytes + self.scale_bytes)
+
+    def kv_token_bytes_of_rank(self, tensor_parallel_size: int) -> int:
+        """Returns what each of several ranks holds of it: its KV heads, or one that others hold too."""
+        return self.kv_token_bytes // self.num_kv_heads * -(-self.num_kv_heads // tensor_parallel_size)
+
+    def cut_in_mlps(self, *, whole_experts: bool) -> dict[str, int]:
+        """Returns what check_parts asks of MLPs."""
+        if self.experts is None:
+            return {"intermediate_size": self.intermediate_size}
+        cut = {"intermediate_size": self.intermediate_size, "shared_expert_intermediate_size": self.experts.shared_width}
+        return cut | ({"num_experts": self.experts.num_experts} if whole_experts else {"moe_intermediate_size": self.experts.width})
 
     @property
     def formula(self) -> str:
         """How kv_token_bytes comes about, with numbers."""
         vector = f"{self.head_dim} · {self.item_bytes}"
         vector = f"({vector} + {self.scale_bytes})" if self.scale_bytes else vector
+        if self.num_planes == 1:
+            names = "layers · " + ("(latent · bytes + scale)" if self.scale_bytes else "latent · bytes")
+            return f"{names} = {self.num_layers} · {vector} = {self.kv_token_bytes:,} bytes"
         names = "2 · layers · kv_heads · " + ("(head_dim · bytes + scale)" if self.scale_bytes else "head_dim · bytes")
         return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
 
 
-def read_model(model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none") -> PlannedModel:
+def read_model(
+    model_dir: Path, *, dtype: str = "auto", kv_cache_dtype: str = "auto", quantization: str = "none", architecture: str = ""
+) -> PlannedModel:
     """Weights in `dtype` ("auto": as config.json says) and as --quantization says, on a GPU. Raises SetupError, naming the file and what is
     missing in it."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir, architecture)
     return model_of(config, model_dir, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization)
 
 
@@ -76,6 +97,7 @@ def model_of(
 ) -> PlannedModel:
     """`config` is that of `model_dir`, whose weight files are looked at if they are there, and else counted from the shape."""
     path = model_dir / "config.json"
+    config = usual_keys(config)
 
     def number(*names: str, default: int | None = None) -> int:
         value = next((config[name] for name in names if config.get(name) is not None), default)
@@ -92,13 +114,34 @@ def model_of(
     if stored not in _ITEM_BYTES:
         raise SetupError(f"{path} says dtype {stored}; planned can be {', '.join(_ITEM_BYTES)}: use the unquantized model")
     item_bytes = _ITEM_BYTES[stored if dtype == "auto" else dtype]
-    intermediate = number("intermediate_size", "ffn_dim")
-    # OPT's MLP has two matrices, Llama's and its relatives' three.
-    num_mlp = 2 if "ffn_dim" in config else 3
+    intermediate = number("intermediate_size")
+    num_mlp = mlp_products(config)
     attention = [(num_heads * head_dim, hidden), *[(num_kv_heads * head_dim, hidden)] * 2, (hidden, num_heads * head_dim)]
-    mlp = [*[(intermediate, hidden)] * (num_mlp - 1), (hidden, intermediate)]
-    # What transformers takes for granted: an OPT's are tied.
-    tied = bool(config.get("tie_word_embeddings", "ffn_dim" in config))
+    num_planes = 2
+    if config.get("kv_lora_rank") is not None:
+        latent, rope, nope, value = map(number, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        num_planes, num_kv_heads, head_dim = 1, 1, latent + rope
+        queries = [(num_heads * (nope + rope), hidden)]
+        if config.get("q_lora_rank") is not None:
+            rank = number("q_lora_rank")
+            queries = [(rank, hidden), (num_heads * (nope + rope), rank)]
+        attention = [*queries, (head_dim, hidden), (num_heads * (nope + value), latent), (hidden, num_heads * value)]
+
+    num_kept, linear = num_kv_layers(config, num_layers), list[tuple[int, int]]()
+    if num_kept < num_layers:
+        # Gated delta nets beside gated attention (qwen3_next).
+        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+        heads = number("linear_num_value_heads")
+        values = heads * number("linear_value_head_dim")
+        linear = [(2 * keys + 2 * values + 2 * heads, hidden), (hidden, values)]
+        attention.append((num_heads * head_dim, hidden))
+
+    def mlp(width: int) -> list[tuple[int, int]]:
+        return [*[(width, hidden)] * (num_mlp - 1), (hidden, width)]
+
+    experts = read_expert_sizes(config)
+    num_dense = num_layers if experts is None else num_layers - experts.num_layers
+    tied = bool(config.get("tie_word_embeddings"))
     found = read_quantization(model_dir, config)
     if quantization != "none":
         check_unquantized(found, quantization)
@@ -107,20 +150,28 @@ def model_of(
         weight_bytes = describe(model_dir, dtype=stored if dtype == "auto" else dtype, quantization=quantization).loaded_bytes
     else:
         head = number("vocab_size"), hidden
-        weight_bytes = num_layers * held_in_layers(found, attention + mlp, item_bytes=item_bytes) + math.prod(head) * item_bytes
+        weight_bytes = num_kept * held_in_layers(found, attention, item_bytes=item_bytes) + math.prod(head) * item_bytes
+        weight_bytes += (num_layers - num_kept) * held_in_layers(found, linear, item_bytes=item_bytes)
+        weight_bytes += num_dense * held_in_layers(found, mlp(intermediate), item_bytes=item_bytes)
+        if experts is not None:
+            each = experts.num_experts * held_in_layers(found, mlp(experts.width), item_bytes=item_bytes)
+            each += held_in_layers(found, mlp(experts.shared_width), item_bytes=item_bytes) + experts.num_experts * hidden * item_bytes
+            weight_bytes += experts.num_layers * each
         if not tied or (found is not None and found.format_of(HEAD) is not None):
             weight_bytes += held_in_head(found, *head, item_bytes=item_bytes)
     quantized = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config)) != "none"
     return PlannedModel(
         name=model_dir.name,
-        num_layers=num_layers,
+        num_layers=num_kept,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         weight_bytes=weight_bytes,
         item_bytes=1 if quantized else item_bytes,
         scale_bytes=_SCALE_BYTES if quantized else 0,
+        num_planes=num_planes,
         num_heads=num_heads,
-        intermediate_size=intermediate,
+        intermediate_size=intermediate if num_dense else 0,
+        experts=experts,
     )
 
 
@@ -166,7 +217,7 @@ def worker_memory(
         utilization=utilization,
         weight_bytes=-(-model.weight_bytes // tensor_parallel_size),
         runtime_bytes=runtime_bytes,
-        kv_token_bytes=-(-model.kv_token_bytes // tensor_parallel_size),
+        kv_token_bytes=model.kv_token_bytes_of_rank(tensor_parallel_size),
         block_size=block_size,
     )
     if memory.num_blocks < 1:

@@ -1,14 +1,15 @@
-"""The skeleton of every decoder served here: layers of attention and MLP, each behind a norm, around one residual.
+"""The skeleton of every decoder served here: layers of attention and MLP around one residual.
 
     embedded ─ norm ─ qkv ─ KV write ─ attention ─ o ─ + ─ norm ─ MLP ─ + ─ … ─ norm ─ lm_head
 
-A family says what its norms, its MLP and its embedding are, what a checkpoint calls them, and how its config.json is read. q, k and v
-are one product, their weights in that order of rows.
+A family says what its layers are made of (layers.py, attention.py, mlp.py), what a checkpoint calls them, and how its config.json is
+read.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -17,71 +18,35 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.quantization import HEAD
 from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
-from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
+from twostep.model.families.experts import ExpertsMlp
+from twostep.model.families.fused import Fused
+from twostep.model.families.layers import DecoderLayer
+from twostep.model.families.modules import Cut, Maker, Norm, Place, Places
 from twostep.model.families.rope import rope_tables
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.prompt_scores import PromptScorer
+from twostep.model.step.prompt_reader import PromptReader
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class DecoderLayer(ABC):
-    """One layer's weights. Families add an MLP."""
-
-    def __init__(self, index: int, config: ModelConfig, make: Maker, input_norm: Norm, post_norm: Norm) -> None:
-        c = config
-        self.index = index
-        self.config = c
-        self.input_norm = input_norm
-        self.post_norm = post_norm
-        self.qkv = make.linear((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, bias=c.qkv_bias)
-        self.o = make.linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.o_bias)
-
-    @abstractmethod
-    def place(self, places: Places, prefix: str) -> None:
-        """Registers all weights under the checkpoint's names."""
-
-    @property
-    @abstractmethod
-    def mlp_in(self) -> Linear:
-        """The MLP up to its last product: [T, anything] from [T, hidden_size]."""
-
-    @property
-    @abstractmethod
-    def mlp_out(self) -> Linear:
-        """The MLP's last product."""
-
-    @abstractmethod
-    def linears(self) -> list[LinearLayer]:
-        """All linear layers, in the order of their use."""
-
-    def attend(self, plan: AttentionPlan, qkv: torch.Tensor) -> torch.Tensor:
-        """[T, num_heads * head_dim] from what `self.qkv` gave; writes the tokens' keys and values."""
-        plan.rotate_and_write(self.index, qkv)
-        return plan.attend(self.index, qkv)
-
-    def _place_attention(self, places: Places, prefix: str, o_name: str) -> None:
-        c = self.config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.qkv.place(
-            places, (f"{prefix}.q_proj", q, Cut.HEADS), (f"{prefix}.k_proj", kv, Cut.KV_HEADS), (f"{prefix}.v_proj", kv, Cut.KV_HEADS)
-        )
-        self.o.place(places, (f"{prefix}.{o_name}", c.hidden_size, Cut.FROM_HEADS))
-
-
 class Decoder(ABC):
     """A model whose KV lives in a KvCache. Use: build, fill the `places()`, `finish_loading()`, then `forward`."""
 
     architecture: str  # config.json's model_type
-    # What a checkpoint calls the embedding, the layers and the last norm.
+    supported: str  # what config.json may ask for, in a line of docs/models.md
+    # What a checkpoint calls the embedding, the layers, the last norm and the output layer.
     embed_name: str
     layers_name: str
     norm_name: str
+    head_name = HEAD
+    # Learned positions, if the config has any: their name, and how many rows stand before that of position 0.
+    positions_name = ""
+    positions_start = 0
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
         """With a `part`, `config` is that rank's, and `ops` add up the ranks' partial sums."""
@@ -89,14 +54,19 @@ class Decoder(ABC):
         self.dtype = dtype
         self._ops = ops
         self._part = part
-        self._make = make = Maker(ops, dtype, device, config.norm_eps, config.quantization)
+        whole = config if part is None else part.shard.config
+        self._make = make = Maker(ops, dtype, device, config.norm_eps, config.quantization, self.fused(whole))
         self._embed_weight = make.empty(config.vocab_size, config.hidden_size)
+        # In the model's dtype, as transformers multiplies by it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._positions: torch.Tensor | None = None
+        if config.num_positions:
+            self._positions = make.empty(config.num_positions + self.positions_start, config.hidden_size)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._norm = self._last_norm()
         rows = self._head_rows
         self._head = make.linear(rows.stop - rows.start, config.hidden_size, bias=False)
-        cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len, device)
-        self.attention = AttentionSpec(num_heads=config.num_heads, cos=cos, sin=sin, windows=config.windows)
+        self.attention = self._attention_spec(device)
 
     @classmethod
     @abstractmethod
@@ -104,21 +74,62 @@ class Decoder(ABC):
         """Takes the keys of config.json that this family knows; `dtype` is that of the weights. Raises SetupError, naming the key, for what
         cannot be honoured; what is not taken is refused by the caller."""
 
+    @classmethod
+    def fused(cls, config: ModelConfig) -> Mapping[str, Fused]:
+        """Returns the layers that a checkpoint has inside larger ones, by how their names end."""
+        return {}
+
+    @classmethod
+    def stacked(cls, name: str) -> str:
+        """Returns what the tensors are called that one of this name holds, as many as its first side is long, {} for their number; empty:
+        it is one by itself."""
+        return ""
+
+    @classmethod
+    def prefix(cls) -> str:
+        """Returns how all names of a checkpoint begin but that of the output layer, if it was saved with one."""
+        return cls.embed_name.partition(".")[0] + "."
+
     @abstractmethod
     def _layer(self, index: int) -> DecoderLayer: ...
 
     @abstractmethod
     def _last_norm(self) -> Norm: ...
 
+    def _attention_spec(self, device: str) -> AttentionSpec:
+        c = self.config
+        ropes = c.layer_ropes or (c.rope,) * c.num_layers
+        turning = c.head_dim if c.latent is None else c.latent.rope
+        tables = {rope: rope_tables(rope, turning, c.max_model_len, device) for rope in dict.fromkeys(ropes)}
+        return AttentionSpec(
+            num_heads=c.num_heads,
+            rope=[tables[rope] for rope in ropes],
+            windows=c.windows,
+            scale=c.attention_scale,
+            softcap=c.attention_softcap,
+            latent=c.latent,
+        )
+
+    def is_unused(self, name: str) -> bool:
+        """Returns whether a tensor of this name may be in a checkpoint although nothing here reads it."""
+        return False
+
     @property
     def _head_rows(self) -> slice:
         """The part of the vocabulary that the output layer is for."""
         return slice(0, self.config.vocab_size) if self._part is None else self._part.shard.vocabulary.slice
 
+    @property
+    def expert_loads(self) -> list[torch.Tensor]:
+        """Of each layer with experts int64 [num_experts]: how many tokens each has had, on the device."""
+        return [layer.mlp.load for layer in self._layers if isinstance(layer.mlp, ExpertsMlp)]
+
     def places(self) -> Places:
         """Where each tensor of the checkpoint goes."""
         places = {f"{self.embed_name}.weight": Place.whole(self._embed_weight)}
         self._norm.place(places, self.norm_name)
+        if self._positions is not None:
+            places[f"{self.positions_name}.weight"] = Place.whole(self._positions)
         if not self.config.tie_word_embeddings:
             self._head.place(places, (HEAD, self._head_rows.stop - self._head_rows.start, Cut.VOCABULARY))
         for layer in self._layers:
@@ -128,48 +139,54 @@ class Decoder(ABC):
     def finish_loading(self) -> None:
         """Hands the linear weights to the device, layer by layer. What `places` gave out is dead after it."""
         for layer in self._layers:
-            for linear in layer.linears():
-                linear.finish_loading(self._ops)
+            layer.finish_loading(self._ops)
+        self._norm.finish_loading(self._ops)
         if self.config.tie_word_embeddings:
             self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
 
-    def forward(self, batch: Batch, cache: KvCache, scorer: PromptScorer | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReader | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
-        `scorer`: of the batch's scored rows."""
-        return self.compute(self._ops.plan_attention(batch, cache, self.attention), scorer)
+        `reader`: of the batch's rows that are not sampled."""
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader)
 
-    def compute(self, plan: AttentionPlan, scorer: PromptScorer | None = None) -> torch.Tensor:
+    def compute(self, plan: AttentionPlan, reader: PromptReader | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
-        if scorer is not None:
-            assert rows is not None, "captured steps score nothing"
-            rows = torch.cat((scorer.rows, rows))
+        if reader is not None:
+            assert rows is not None, "captured steps are only sampled"
+            rows = torch.cat((reader.rows, rows))
         residual = self._embed(plan)
-        projected = self._layers[0].qkv(self._layers[0].input_norm(residual))
-        last: Linear = self._head.run if scorer is None else _as_it_is
-        following = [(layer.input_norm, layer.qkv.run) for layer in self._layers[1:]] + [(self._norm, last)]
+        projected = self._layers[0].attention.enter(self._layers[0].input_norm(residual))
+        last: Linear = self._head.run if reader is None else _as_it_is
+        following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
-            attended = layer.attend(plan, projected)
+            attended = layer.attention.attend(plan, layer.among_its_kind, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):
                     return residual.new_empty(0, self.config.vocab_size)
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
-            entered = layer.post_norm.join(layer.o.run, attended, residual, layer.mlp_in)
-            projected = next_norm.join(layer.mlp_out, entered, residual, next_linear)
-        if scorer is None:
+            projected = layer.finish(attended, residual, next_norm, next_linear)
+        if reader is None:
             return self._whole(projected)
-        num_scored = len(scorer.rows)
-        scorer.score(projected[:num_scored], self._logits, self.config.vocab_size)
-        return self._logits(projected[num_scored:]) if len(projected) > num_scored else residual.new_empty(0, self.config.vocab_size)
+        num_read = len(reader.rows)
+        reader.read(projected[:num_read], self._logits, self.config.vocab_size)
+        return self._logits(projected[num_read:]) if len(projected) > num_read else residual.new_empty(0, self.config.vocab_size)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: the last norm's output, [R, hidden_size]."""
         return self._whole(self._head(x))
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._part is None else self._part.gather(logits)
+        whole = logits if self._part is None else self._part.gather(logits)
+        cap = self.config.logit_softcap
+        return torch.tanh(whole.float() / cap).mul_(cap).to(whole.dtype) if cap else whole
 
     def _embed(self, plan: AttentionPlan) -> torch.Tensor:
-        return F.embedding(plan.token_ids, self._embed_weight)
+        embedded = F.embedding(plan.token_ids, self._embed_weight)
+        if self._embedding_scale != 1.0:
+            embedded = embedded * self._embedding_scale
+        if self._positions is not None:
+            embedded.add_(F.embedding(plan.positions, self._positions[self.positions_start :]))
+        return embedded

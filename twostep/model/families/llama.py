@@ -1,53 +1,38 @@
-"""The llama family of decoders (Llama, Mistral), and the base of its relatives: RMSNorm, RoPE, a gated MLP.
-
-MLP = down(silu(gate) · up), gate and up one product, their weights in that order of rows
-"""
+"""The llama family of decoders (Touvron et al., LLaMA, 2023; Jiang et al., Mistral 7B, 2023), and the base of its relatives: RMSNorm,
+RoPE, a gated MLP."""
 
 from __future__ import annotations
 
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
-from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig, WindowRule, parse_windows
-from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Places
-from twostep.model.families.rope import parse_rope
-from twostep.model.kernels.ops import Linear
-
-
-class LlamaLayer(DecoderLayer):
-    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        c = config
-        super().__init__(index, c, make, make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size))
-        self.gate_up = make.linear(2 * c.intermediate_size, c.hidden_size, bias=c.mlp_bias, gated=True)
-        self.down = make.linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-
-    def place(self, places: Places, prefix: str) -> None:
-        c = self.config
-        self._place_attention(places, f"{prefix}.self_attn", "o_proj")
-        features = c.intermediate_size
-        self.gate_up.place(places, (f"{prefix}.mlp.gate_proj", features, Cut.FEATURES), (f"{prefix}.mlp.up_proj", features, Cut.FEATURES))
-        self.down.place(places, (f"{prefix}.mlp.down_proj", c.hidden_size, Cut.FROM_FEATURES))
-        self.input_norm.place(places, f"{prefix}.input_layernorm")
-        self.post_norm.place(places, f"{prefix}.post_attention_layernorm")
-
-    def linears(self) -> list[LinearLayer]:
-        return [self.qkv, self.o, self.gate_up, self.down]
-
-    @property
-    def mlp_in(self) -> Linear:
-        return self.gate_up.run
-
-    @property
-    def mlp_out(self) -> Linear:
-        return self.down.run
+from twostep.model.families.attention import Attention
+from twostep.model.families.config import (
+    DEFAULT_WINDOW,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ModelConfig,
+    WindowRule,
+    parse_windows,
+)
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.experts import ExpertNames, ExpertsMlp
+from twostep.model.families.layers import AttentionPart, DecoderLayer
+from twostep.model.families.mlp import GatedMlp, Mlp
+from twostep.model.families.modules import Norm
+from twostep.model.families.rope import Rope, parse_rope
+from twostep.model.kernels.ops import Activation
 
 
 class Llama(Decoder):
     architecture = "llama"
+    supported = "grouped heads, `head_dim`, `attention_bias`, `mlp_bias`, tied embeddings"
     embed_name = "model.embed_tokens"
     layers_name = "model.layers"
     norm_name = "model.norm"
+    expert_names = ExpertNames()
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -62,8 +47,18 @@ class Llama(Decoder):
             mlp_bias=fields.boolean("mlp_bias", False),
         )
 
-    def _layer(self, index: int) -> LlamaLayer:
-        return LlamaLayer(index, self.config, self._make)
+    def _layer(self, index: int) -> DecoderLayer:
+        c, make = self.config, self._make
+        return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), self._mlp(index))
+
+    def _attention(self) -> AttentionPart:
+        return Attention(self.config, self._make)
+
+    def _mlp(self, index: int) -> Mlp:
+        """Of the layer of this number."""
+        experts = self.config.experts
+        has_experts = experts is not None and experts.layers[index]
+        return ExpertsMlp(self.config, self._make, self.expert_names) if has_experts else GatedMlp(self.config, self._make)
 
     def _last_norm(self) -> Norm:
         return self._make.rms_norm(self.config.hidden_size)
@@ -73,6 +68,7 @@ class Mistral(Llama):
     """Differs from Llama by what its config.json may say."""
 
     architecture = "mistral"
+    supported = "as Llama, without biases; `sliding_window` (in all layers) or null"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -85,19 +81,29 @@ def parse_relative(
     dtype: str,
     *,
     windows: WindowRule = WindowRule.NONE,
+    window: int | None = DEFAULT_WINDOW,
+    period: int = 1,
     names_kv_heads: bool = True,
     head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    norm_key: str = "rms_norm_eps",
+    tied: bool = False,
+    rope: Rope | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    activation: Activation | None = None,
 ) -> ModelConfig:
-    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `head_dim`: the default."""
-    fields.expect("hidden_act", "silu", default="silu")
+    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `window`, `head_dim`, `norm_eps`,
+    `tied`: where the file does not say. `rope`, `activation`: if they are taken already."""
+    if activation is None:
+        fields.expect("hidden_act", "silu", default="silu")
     hidden_size = fields.positive_int("hidden_size", MAX_WIDTH)
     num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
     num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
-    rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN))
+    longest = fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
+    if rope is None:
+        rope = parse_rope(fields, longest)
     max_model_len = context_of(fields.whole, fields.path)
     num_kv_heads = num_heads
     if names_kv_heads or fields.peek("num_key_value_heads") is not None:
@@ -113,18 +119,25 @@ def parse_relative(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(fields, head_dim, hidden_size, num_heads),
-        norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
+        norm_eps=fields.positive_float(norm_key, norm_eps),
         rope=rope,
         num_positions=0,
-        windows=parse_windows(fields, architecture, windows, num_layers, max_model_len),
+        windows=parse_windows(fields, architecture, windows, num_layers, max_model_len, default=window, period=period),
         max_model_len=max_model_len,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", tied),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
+        activation=activation or "silu",
         dtype=dtype,
     )
+
+
+def coming_head_dim(fields: Fields) -> int:
+    """Returns a head's size without taking it. Raises SetupError, naming the key."""
+    copy = Fields(fields.path, fields.whole)
+    hidden_size, num_heads = copy.positive_int("hidden_size", MAX_WIDTH), copy.positive_int("num_attention_heads", MAX_HEADS)
+    return _head_dim(copy, None, hidden_size, num_heads)
 
 
 def _head_dim(fields: Fields, default: int | None, hidden_size: int, num_heads: int) -> int:

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
+from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
-from twostep.model.families.decoder import Decoder, DecoderLayer
-from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
-from twostep.model.families.sharding import ModelPart
-from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
-
-# The first rows of a checkpoint's position table stand for padding: position p is row p + 2.
-_POSITION_OFFSET = 2
-
-
-class OptLayer(DecoderLayer):
-    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        c = config
-        super().__init__(index, c, make, make.layer_norm(c.hidden_size), make.layer_norm(c.hidden_size))
-        self._ops = make.ops
-        self.fc1 = make.linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
-        self.fc2 = make.linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-
-    def place(self, places: Places, prefix: str) -> None:
-        c = self.config
-        self._place_attention(places, f"{prefix}.self_attn", "out_proj")
-        self.fc1.place(places, (f"{prefix}.fc1", c.intermediate_size, Cut.FEATURES))
-        self.fc2.place(places, (f"{prefix}.fc2", c.hidden_size, Cut.FROM_FEATURES))
-        self.input_norm.place(places, f"{prefix}.self_attn_layer_norm")
-        self.post_norm.place(places, f"{prefix}.final_layer_norm")
-
-    def linears(self) -> list[LinearLayer]:
-        return [self.qkv, self.o, self.fc1, self.fc2]
-
-    @property
-    def mlp_in(self) -> Linear:
-        return lambda normed: self._ops.relu(self.fc1(normed))
-
-    @property
-    def mlp_out(self) -> Linear:
-        return self.fc2.run
+from twostep.model.families.decoder import Decoder
+from twostep.model.families.layers import DecoderLayer
+from twostep.model.families.mlp import PlainMlp
+from twostep.model.families.modules import Norm
 
 
 class Opt(Decoder):
     architecture = "opt"
+    supported = "learned positions, LayerNorm first, ReLU, `enable_bias`; not with its own `word_embed_proj_dim` or norms last (opt-350m)"
     embed_name = "model.decoder.embed_tokens"
     layers_name = "model.decoder.layers"
     norm_name = "model.decoder.final_layer_norm"
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
-        super().__init__(config, dtype, ops, device, part)
-        self._positions = self._make.empty(config.num_positions + _POSITION_OFFSET, config.hidden_size)
+    positions_name = "model.decoder.embed_positions"
+    positions_start = 2  # the first rows stand for padding
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -88,18 +54,21 @@ class Opt(Decoder):
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=bias,
-            qk_norm=False,
+            gated_mlp=False,
+            activation="relu",
             dtype=dtype,
         )
 
-    def places(self) -> Places:
-        return super().places() | {"model.decoder.embed_positions.weight": Place.whole(self._positions)}
-
-    def _layer(self, index: int) -> OptLayer:
-        return OptLayer(index, self.config, self._make)
+    def _layer(self, index: int) -> DecoderLayer:
+        c, make = self.config, self._make
+        return DecoderLayer(
+            index,
+            make.layer_norm(c.hidden_size),
+            Attention(c, make, names=("q_proj", "k_proj", "v_proj", "out_proj")),
+            make.layer_norm(c.hidden_size),
+            PlainMlp(c, make, names=("fc1", "fc2")),
+            names=("self_attn_layer_norm", "self_attn", "final_layer_norm", ""),
+        )
 
     def _last_norm(self) -> Norm:
         return self._make.layer_norm(self.config.hidden_size)
-
-    def _embed(self, plan: AttentionPlan) -> torch.Tensor:
-        return super()._embed(plan).add_(F.embedding(plan.positions, self._positions[_POSITION_OFFSET:]))

@@ -3,6 +3,8 @@
 linear   all frequencies divided by `factor` (Chen et al., Extending Context Window via Positional Interpolation, 2023)
 yarn     slow ones divided, fast ones kept, a ramp between, logits sharpened (Peng et al., YaRN, 2023, arXiv 2309.00071)
 llama3   the same idea with bounds on wavelengths (Llama 3.1)
+longrope each frequency divided by a number of its own, of two lists: one for contexts up to the original length, one for longer ones
+         (Ding et al., LongRoPE, 2024). Which one counts is chosen by the longest context that is served, once: keys in the cache turn by it
 
 config.json has them as `rope_parameters` (transformers 5), or as `rope_theta` and `rope_scaling`.
 """
@@ -10,13 +12,15 @@ config.json has them as `rope_parameters` (transformers 5), or as `rope_theta` a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from twostep.checkpoint.context import YarnStretch, rope_kind, rope_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN
 from twostep.checkpoint.fields import Fields
+from twostep.model.kernels.torch_attention import RopeTables
 
 _DEFAULT_THETA = 10000.0
 _PARAMETERS = (
@@ -87,6 +91,11 @@ class YarnScaling:
             return self._sharpening(self.mscale) / self._sharpening(self.mscale_all_dim)
         return self._sharpening(1.0)
 
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek's models multiply products of queries and keys by, beside cos and sin: 1 without mscale_all_dim."""
+        return self._sharpening(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
     def _bounds(self, head_dim: int, theta: float) -> tuple[float, float]:
         def place(turns: float) -> float:
             """Where in the head a pair turns so often: theta ** (-2 * place / head_dim) * context = 2 pi * turns."""
@@ -102,49 +111,107 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """`is_long`: contexts beyond the original length are served, so that all of them turn by the long factors."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    magnitude: float
+    is_long: bool = True
+
+    def scale(self, frequency: torch.Tensor, theta: float) -> torch.Tensor:
+        return frequency / torch.tensor(self.long_factor if self.is_long else self.short_factor, dtype=torch.float32)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
+    """`dim`: how many of a head's numbers turn, from the first on; None: all."""
+
     theta: float
     scaling: Scaling | None = None
+    dim: int | None = None
+
+    def factors(self, num_positions: int) -> str:
+        """Returns which list of several is for a context so long; empty: there is but one way to turn."""
+        if not isinstance(self.scaling, LongRopeScaling):
+            return ""
+        return "long-factors" if num_positions > self.scaling.original_max_position_embeddings else "short-factors"
 
 
-def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * frequency, times the scaling's magnitude, float32 [num_positions, head_dim / 2] each. Without RoPE
-    [num_positions, 0]: nothing turns."""
+def rope_tables(rope: Rope | None, head_dim: int, num_positions: int, device: str) -> RopeTables:
+    """cos and sin of position * frequency, times the scaling's magnitude. Without RoPE nothing turns."""
     if rope is None:
         nothing = torch.empty(num_positions, 0, dtype=torch.float32, device=device)
-        return nothing, nothing
-    frequency = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        return RopeTables(cos=nothing, sin=nothing)
+    dim = head_dim if rope.dim is None else rope.dim
+    frequency = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     magnitude = 1.0
-    if rope.scaling is not None:
-        frequency, magnitude = rope.scaling.scale(frequency, rope.theta), rope.scaling.magnitude
+    scaling = rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        scaling = replace(scaling, is_long=rope.factors(num_positions) == "long-factors")
+    if scaling is not None:
+        frequency, magnitude = scaling.scale(frequency, rope.theta), scaling.magnitude
     angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency)
-    return (angle.cos() * magnitude).to(device), (angle.sin() * magnitude).to(device)
+    return RopeTables(cos=(angle.cos() * magnitude).to(device), sin=(angle.sin() * magnitude).to(device))
 
 
-def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
-    """Takes RoPE out of config.json. Raises SetupError, naming the key, for a type or a parameter that is not supported."""
-    theta = fields.positive_float("rope_theta", _DEFAULT_THETA) if fields.peek("rope_theta") is not None else _DEFAULT_THETA
+def parse_rope(
+    fields: Fields,
+    max_position_embeddings: int,
+    *,
+    head_dim: int | None = None,
+    theta: float = _DEFAULT_THETA,
+    turned: float = 1.0,
+    original: int | None = None,
+) -> Rope:
+    """Takes RoPE out of config.json. `head_dim`: a part of a head may turn, `turned` of it if the file does not say; None: all of it does.
+    `theta`: where the file has none; `original`: max_position_embeddings before longrope. Raises SetupError, naming the key, for a type or
+    a parameter that is not supported."""
+    if fields.peek("rope_theta") is not None:
+        theta = fields.positive_float("rope_theta")
     fields.take("rope_theta", None)
+    if head_dim is not None and fields.peek("partial_rotary_factor") is not None:
+        turned = fields.positive_float("partial_rotary_factor")
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     name, raw = rope_of({"rope_parameters": new, "rope_scaling": old})
     if new is not None and old is not None and new != old:
         fields.refuse("rope_scaling", old, "it contradicts rope_parameters; keep one of them")
     if raw is None:
-        return Rope(theta=theta)
+        return Rope(theta=theta, dim=_turning(fields, "partial_rotary_factor", turned, head_dim))
+    return parse_parameters(fields, name, raw, max_position_embeddings, head_dim=head_dim, theta=theta, turned=turned, original=original)
+
+
+def parse_parameters(
+    fields: Fields,
+    name: str,
+    raw: Any,
+    max_position_embeddings: int,
+    *,
+    head_dim: int | None = None,
+    theta: float = _DEFAULT_THETA,
+    turned: float = 1.0,
+    original: int | None = None,
+) -> Rope:
+    """The same of an object of parameters, `raw`, called `name`."""
     if not isinstance(raw, dict):
         fields.refuse(name, raw, "it must be an object or null")
-    rope = Fields(fields.path, raw, prefix=f"{name}.")
+    rope = fields.inner(name, raw)
     kind = rope_kind(raw)
     for key in ("type", "rope_type"):
         rope.take(key, None)
     if rope.peek("rope_theta") is not None:
         theta = rope.positive_float("rope_theta")
     rope.take("rope_theta", None)
-    rope.expect("partial_rotary_factor", 1.0, default=1.0)
+    if head_dim is None:
+        rope.expect("partial_rotary_factor", 1.0, default=1.0)
+    elif rope.peek("partial_rotary_factor") is not None:
+        turned = rope.positive_float("partial_rotary_factor")
+    dim = _turning(rope, "partial_rotary_factor", turned, head_dim)
     scaling: Scaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor=rope.positive_float("factor"))
@@ -152,14 +219,46 @@ def parse_rope(fields: Fields, max_position_embeddings: int) -> Rope:
         scaling = _llama3(rope)
     elif kind == "yarn":
         scaling = _yarn(rope, theta, YarnStretch.of(raw, name, max_position_embeddings, fields.path))
+    elif kind in ("longrope", "su"):
+        scaling = _longrope(rope, max_position_embeddings, original, dim or head_dim)
     elif kind == "default":
         # Parameters of a scaling that is not applied change nothing.
         for key in _PARAMETERS:
             rope.take(key, None)
     else:
-        rope.refuse("rope_type", kind, "supported are default, linear, yarn and llama3")
+        rope.refuse("rope_type", kind, "supported are default, linear, yarn, llama3 and longrope")
     rope.refuse_rest()
-    return Rope(theta=theta, scaling=scaling)
+    return Rope(theta=theta, scaling=scaling, dim=dim)
+
+
+def _turning(fields: Fields, key: str, part: float, head_dim: int | None) -> int | None:
+    """How many of a head's numbers turn; None: all."""
+    if head_dim is None or part == 1.0:
+        return None
+    dim = int(head_dim * part)
+    if part > 1 or dim < 2 or dim % 2:
+        fields.refuse(key, part, f"of heads of {head_dim} numbers an even number must turn, at least 2")
+    return dim
+
+
+def _longrope(rope: Fields, max_position_embeddings: int, original: int | None, dim: int | None) -> LongRopeScaling:
+    """Takes longrope's parameters. What stands beside them goes before what they say of the original length, as in transformers."""
+    given = rope.positive_int("original_max_position_embeddings", MAX_MODEL_LEN) if rope.has("original_max_position_embeddings") else None
+    original = original or given or max_position_embeddings
+    factor, magnitude = rope.optional_float("factor"), rope.optional_float("attention_factor")
+    factor = factor or max_position_embeddings / original
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    lists = []
+    for key in ("short_factor", "long_factor"):
+        value = rope.take(key, None)
+        numbers = isinstance(value, list) and all(
+            isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf for n in value
+        )
+        if not numbers or (dim is not None and len(value) != dim // 2):
+            rope.refuse(key, value, "it must be a list of positive numbers, one for each pair of a head's numbers that turn")
+        lists.append(tuple(map(float, value)))
+    return LongRopeScaling(short_factor=lists[0], long_factor=lists[1], original_max_position_embeddings=original, magnitude=magnitude)
 
 
 def _llama3(rope: Fields) -> Llama3Scaling:

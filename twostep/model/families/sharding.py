@@ -2,8 +2,9 @@
 
     q, k, v, gate, up, fc1     rows     rank r holds its heads, its part of the MLP: nothing to exchange
     o, down, fc2               columns  a rank's result is one of `size` terms of a sum; their bias is rank 0's
+    experts                    cut as MLPs are, or whole ones on each rank: either way its result is a term of the same sum
     lm_head                    rows     a rank has the logits of its part of the vocabulary; a tied one is those rows of the embedding
-    embedding, norms           whole on every rank
+    embedding, norms, routers  whole on every rank
 
 A family says how each of its weights is cut where it places it (`Cut`, modules.py). Fewer KV heads than ranks: each head is on
 size / num_kv_heads ranks, beside the query heads that read it.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from twostep.checkpoint.parts import check_parts
+from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.modules import Cut, Place, Places
 
@@ -51,7 +53,21 @@ class Shard:
     @property
     def local(self) -> ModelConfig:
         """The shape of this rank's layers. The vocabulary stays whole: embeddings are looked up everywhere."""
-        return replace(self.config, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), intermediate_size=len(self.features))
+        experts = self.config.experts
+        if experts is not None:
+            experts = replace(
+                experts,
+                intermediate_size=experts.intermediate_size // (1 if experts.whole else self.size),
+                shared_size=experts.shared_size // self.size,
+                part=(self.rank, self.size) if experts.whole else (0, 1),
+            )
+        return replace(
+            self.config,
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=self.config.intermediate_size // self.size,
+            experts=experts,
+        )
 
     @property
     def heads(self) -> ShardRange:
@@ -71,11 +87,6 @@ class Shard:
         return self.rank == 0 or shard_of(self.config, self.rank - 1, self.size).kv_heads != self.kv_heads
 
     @property
-    def features(self) -> ShardRange:
-        """This rank's part of the MLP, between its two products."""
-        return self._part(self.config.intermediate_size)
-
-    @property
     def vocabulary(self) -> ShardRange:
         """Rows of the output layer. The last ranks may have fewer, or none."""
         whole = self.config.vocab_size
@@ -90,24 +101,31 @@ class Shard:
     def _place(self, place: Place) -> Place:
         if place.cut is Cut.WHOLE:
             return place
-        part = self._range(place.cut)
-        if place.cut not in (Cut.FROM_HEADS, Cut.FROM_FEATURES):
-            assert len(place.tensor) == len(part)
+        from_columns = place.cut in (Cut.FROM_HEADS, Cut.FROM_FEATURES)
+        if not from_columns:
+            part = self._range(place.cut, len(place.tensor))
             return replace(place, shape=(part.whole, *place.shape[1:]), start=(part.start, *place.start[1:]))
         if place.tensor.dim() == 2:
-            assert place.tensor.shape[1] == len(part)
+            part = self._range(place.cut, place.tensor.shape[1])
             return replace(place, shape=(place.shape[0], part.whole), start=(0, part.start))
         if self.rank == 0:
             return place
         place.tensor.zero_()
         return replace(place, tensor=place.tensor[:0])
 
-    def _range(self, cut: Cut) -> ShardRange:
+    def _range(self, cut: Cut, size: int) -> ShardRange:
+        """Which rows or columns this rank's `size` of them are. What is cut by heads has as many for each; MLPs of one model may be of
+        several widths."""
         if cut is Cut.VOCABULARY:
-            return self.vocabulary
-        if cut in (Cut.HEADS, Cut.FROM_HEADS):
-            return self.heads.times(self.config.head_dim)
-        return self.kv_heads.times(self.config.head_dim) if cut is Cut.KV_HEADS else self.features
+            part = self.vocabulary
+        elif cut in (Cut.HEADS, Cut.FROM_HEADS):
+            part = self.heads.times(size // len(self.heads))
+        elif cut is Cut.KV_HEADS:
+            part = self.kv_heads.times(size // len(self.kv_heads))
+        else:
+            return ShardRange(start=self.rank * size, stop=(self.rank + 1) * size, whole=self.size * size)
+        assert len(part) == size
+        return part
 
     def _part(self, whole: int) -> ShardRange:
         each = whole // self.size
@@ -124,6 +142,29 @@ class ModelPart:
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
-    check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size)
+    if config.gated_delta is not None and size > 1:
+        raise SetupError(f"{config.architecture} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
+    check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **_cut_in_mlps(config))
     assert 0 <= rank < size
     return Shard(config=config, rank=rank, size=size)
+
+
+def _cut_in_mlps(config: ModelConfig) -> dict[str, int]:
+    """Arguments of check_parts, by config.json's names."""
+    experts = config.experts
+    if experts is None:
+        return {"intermediate_size": config.intermediate_size}
+    cut = {
+        "shared_expert_intermediate_size": experts.shared_size,
+        "intermediate_size": 0 if all(experts.layers) else config.intermediate_size,
+    }
+    if experts.whole:
+        return cut | {"num_experts": experts.router.num_experts}
+    return cut | {"moe_intermediate_size": experts.intermediate_size}
+
+
+def with_whole_experts(config: ModelConfig) -> ModelConfig:
+    """Returns `config` with whole experts on each rank (--enable-expert-parallel). Raises SetupError."""
+    if config.experts is None:
+        raise SetupError(f"--enable-expert-parallel is for mixtures of experts, and {config.architecture} has none: leave it out")
+    return replace(config, experts=replace(config.experts, whole=True))

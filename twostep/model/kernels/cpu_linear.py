@@ -1,18 +1,24 @@
 """Linear layers of quantized weights on CPUs, through torch's own products of whole numbers.
 
-    int8 for each channel   oneDNN's product of 8-bit numbers. A token's numbers are split in parts of 8 bits, 256 · high + low, two for
-                            bfloat16 and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough.
-                            A token's result depends on no other's
-    int4 in groups          torch's kernel for few rows, in bfloat16. Many rows unpack the weight, some of it at a time
+    rows     int8 for each channel                                  int4 in groups
+    1        small weights: a sum of the weight's columns           torch's kernel for few rows, in bfloat16
+    to 63    oneDNN's product of 8-bit numbers                      the same
+    from 64  unpacked, some of the weight at a time, and multiplied in x's dtype
 
-Neither keeps a second copy of the weight. The operators are torch's own but not public: where they are missing, have changed, or
+oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two for bfloat16 and three for float32, so that nothing is lost; where
+the format rounds them to 8 bits, one is enough. A token's result depends on no other's then.
+
+A small weight's product takes less time than what prepares it. For one row, where that is most of a step, int8 keeps such a weight once
+more, by its columns; nothing else is kept twice. The operators are torch's own but not public: where they are missing, have changed, or
 compute something else on this CPU, and for all other formats, weights are unpacked once and for all (Ops.prepare_quantized).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -23,16 +29,17 @@ Packed = torch.Tensor
 
 # Of int4: what torch's kernel takes, the largest first. The scales are those of fewer groups then.
 _GROUPS = (256, 128, 64, 32)
-# Rows that int8 takes at a time: what comes between stays in the cache.
-_INT8_ROWS = 64
-# From so many rows on, unpacking an int4 weight takes less time than doing without (one core with AMX), and of so many numbers at a time.
+# From so many rows on, unpacking a weight takes less time than doing without (one core with AMX), and of so many numbers at a time.
 _UNPACK_FROM = 64
 _UNPACKED_AT_ONCE = 1 << 19
+# An int8 weight up to this size is kept by its columns, too: from there on its product at one row takes longer than what prepares it.
+_KEPT_BY_COLUMNS = 1 << 22
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
 _PACKED_AT_ONCE = 1 << 21  # bytes
 _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _PER_TOKEN = Activations(is_float=False, dynamic=True)
 _BASE = 256  # of parts that follow each other
+_HALF = _BASE // 2  # what parts have more than the numbers they stand for
 
 
 def pack(weight: QuantizedWeight, bias: torch.Tensor | None) -> Int8Linear | Int4Linear | None:
@@ -57,26 +64,28 @@ class Int8Linear:
         self._bias = bias
         self._activations = weight.activations
         self._in_one = weight.activations is not None and weight.activations.how == _PER_TOKEN
+        kept = weight.values.numel() <= _KEPT_BY_COLUMNS and not self._in_one and columns_work()
+        self._columns = WeightColumns(weight.values, torch.get_num_threads()) if kept else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._activations is not None and not self._in_one:
             x = self._activations(x)
-        y = self._in_8_bits(x) if self._in_one else self._product(x)
+        if len(x) >= _UNPACK_FROM and not self._in_one:
+            y = self._unpacked_product(x)
+        elif self._in_one:
+            y = self._in_8_bits(x)
+        elif len(x) == 1 and self._columns is not None:
+            y = self._columns(x).mul_(self._scales)
+        else:
+            y = self._in_parts(x)
+        y = y.to(x.dtype)
         return y if self._bias is None else y.add_(self._bias)
 
     def _in_8_bits(self, x: torch.Tensor) -> torch.Tensor:
         scale = _scale(x, 127)
-        return self._multiply((x / scale).round_().to(torch.int8)).mul_(scale).to(x.dtype)
+        return self._multiply((x / scale).round_().add_(_HALF).to(torch.uint8)).mul_(scale)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= _INT8_ROWS:
-            return self._few(x).to(x.dtype)
-        y = x.new_empty(len(x), len(self._scales))
-        for start in range(0, len(x), _INT8_ROWS):
-            y[start : start + _INT8_ROWS] = self._few(x[start : start + _INT8_ROWS])
-        return y
-
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
+    def _in_parts(self, x: torch.Tensor) -> torch.Tensor:
         parts, scale = split(x)
         *lower, highest = self._multiply(parts).view(-1, len(x), len(self._scales))
         y: torch.Tensor = highest
@@ -85,27 +94,63 @@ class Int8Linear:
         return y.mul_(scale)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x int8 [M, K]. Returns float32 [M, N]."""
+        """x uint8 [M, K], _HALF more than the numbers. Returns float32 [M, N]."""
         return _multiply_int8(x, self._packed, self._scales, self._zeros)
+
+    def _unpacked_product(self, x: torch.Tensor) -> torch.Tensor:
+        columns: torch.Tensor = self._packed.to_dense()  # int8 [K, N]
+        y = x.new_empty(len(x), columns.shape[1])
+        at_once = max(1, _UNPACKED_AT_ONCE // len(columns))
+        for start in range(0, columns.shape[1], at_once):
+            rows = slice(start, start + at_once)
+            y[:, rows] = x @ columns[:, rows].float().mul_(self._scales[rows]).to(x.dtype)
+        return y
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 [parts · M, K], the lowest parts of all rows first, and float32 [M, 1], such that x [M, K] is the parts' number to the
-    base of 256 times that: three of float32, to one part in 2^24 of a row's largest number, two of others, to one in 2^16."""
-    high, whole = (_BASE**2, torch.int32) if x.dtype == torch.float32 else (_BASE, torch.int16)
-    scale = _scale(x, 127 * high)
-    # Half of a part more, so that the highest byte is rounded, and the others are theirs less 128.
-    numbers = (x / scale).round_().to(whole).add_((high - 1) // (_BASE - 1) * (_BASE // 2))
-    parts = torch.empty(3 if high > _BASE else 2, *x.shape, dtype=torch.int8)
-    parts.copy_(numbers.view(torch.int8).view(*x.shape, whole.itemsize).permute(2, 0, 1)[: len(parts)])
-    parts[:-1].bitwise_xor_(-128)
-    return parts.flatten(0, 1), scale
+    """Returns uint8 [parts · M, K], the lowest parts of all rows first, and float32 [M, 1], such that x [M, K] is the parts' number to the
+    base of 256 times that, each part less 128: three of float32, to one part in 2^24 of a row's largest number, two of others, to one in
+    2^16."""
+    parts = 3 if x.dtype == torch.float32 else 2
+    # In numpy: of few numbers each of torch's operators takes several times as long.
+    wide = x.float().numpy()
+    scale = np.maximum(np.abs(wide).max(-1, keepdims=True) / np.float32(127 * _BASE ** (parts - 1)), np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore"):  # of a row with NaN or infinity, whose scale says so
+        numbers = np.rint(wide / scale).astype("<i4")
+    # With half of a part more in each place no part is negative, and the highest is rounded.
+    numbers += sum(_HALF * _BASE**place for place in range(parts))
+    places = numbers.view(np.uint8).reshape(*x.shape, 4)[..., :parts]
+    return torch.from_numpy(np.ascontiguousarray(places.transpose(2, 0, 1))).flatten(0, 1), torch.from_numpy(scale)
 
 
 def _scale(x: torch.Tensor, largest: int) -> torch.Tensor:
     """Returns float32 [M, 1], by which the largest of a row's numbers becomes `largest`; a row of zeros stays one."""
     most: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32)
     return most.div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+class WeightColumns:
+    """The product with one row as the sum of an int8 weight's columns, each times a number of the row. A callable x [1, K] -> float32
+    [1, N].
+
+    The operator is that of embeddings, which adds up rows of a table in 8 bits. A row of it is a part of a column, uint8 [N / parts], then
+    a scale and what is added to the scaled numbers, float32 each. Parts are computed by a thread each.
+    """
+
+    def __init__(self, values: torch.Tensor, num_threads: int) -> None:
+        rows, columns = values.shape
+        self._parts = parts = num_threads if rows % num_threads == 0 else 1
+        numbers = (values.t().contiguous() ^ -_HALF).view(torch.uint8).view(columns * parts, rows // parts)
+        ends = torch.tensor([1.0, -_HALF]).view(torch.uint8).expand(columns * parts, -1)
+        self._table = torch.cat((numbers, ends), -1)
+        self._index = torch.arange(columns * parts, dtype=torch.int32).view(columns, parts).t().flatten()
+        self._starts = torch.arange(parts, dtype=torch.int32) * columns
+        self._run = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        factors = x.float().flatten() if self._parts == 1 else x.float().expand(self._parts, -1).flatten()
+        y: torch.Tensor = self._run(self._table, self._index, self._starts, False, 0, False, factors, None, False)
+        return y.view(1, -1)
 
 
 class Int4Linear:
@@ -126,14 +171,17 @@ class Int4Linear:
         self._scales_and_zeros = F.pad(both, (0, 0, 0, 0, 0, padding)).transpose(0, 1).to(torch.bfloat16).contiguous()
         self._symmetric = weight.zeros is None
         self._bias = bias
+        self._padded = padding > 0
+        self._multiply = _int4_product()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) >= _UNPACK_FROM:
             y = self._unpacked_product(x)
         else:
-            y = _multiply_int4(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
-        y = y[:, : self._rows]
-        return y.contiguous() if self._bias is None else y + self._bias
+            y = self._multiply(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
+        if self._padded:
+            y = y[:, : self._rows].contiguous()
+        return y if self._bias is None else y + self._bias
 
     def _unpacked_product(self, x: torch.Tensor) -> torch.Tensor:
         columns, together = x.shape[1], int4_rows_together()
@@ -199,8 +247,9 @@ def _pack_int8(values: torch.Tensor) -> Packed:
 
 
 def _multiply_int8(x: torch.Tensor, packed: Packed, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """x uint8 [M, K], _HALF more than the numbers. Returns float32 [M, N]."""
     run = torch.ops.onednn.qlinear_pointwise.default
-    y: torch.Tensor = run(x, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    y: torch.Tensor = run(x, 1.0, _HALF, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
     return y
 
 
@@ -209,9 +258,9 @@ def _pack_int4(numbers: torch.Tensor) -> Packed:
     return packed
 
 
-def _multiply_int4(x: torch.Tensor, packed: Packed, group: int, scales_and_zeros: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales_and_zeros)
-    return y
+def _int4_product() -> Callable[[torch.Tensor, Packed, int, torch.Tensor], torch.Tensor]:
+    product: Callable[[torch.Tensor, Packed, int, torch.Tensor], torch.Tensor] = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return product
 
 
 @functools.cache
@@ -224,8 +273,19 @@ def int8_works() -> bool:
         weight = torch.full((33, 70), 127, dtype=torch.int8)
         weight[1::3], weight[2::3] = -127, torch.arange(70) * 3 - 100
         packed = _pack_int8(weight.clone())
-        y = _multiply_int8(x, packed, torch.ones(33), torch.zeros(33, dtype=torch.int32))
+        y = _multiply_int8((x.short() + _HALF).to(torch.uint8), packed, torch.ones(33), torch.zeros(33, dtype=torch.int32))
         return torch.equal(y.long(), x.long() @ weight.long().T) and torch.equal(packed.to_dense(), weight.t())
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+@functools.cache
+def columns_work() -> bool:
+    """Returns whether this build adds up a table's rows as WeightColumns wants them."""
+    try:
+        weight = (torch.arange(66 * 40) % 256 - _HALF).to(torch.int8).view(66, 40)
+        x = torch.arange(40.0).view(1, 40) - 13
+        return all(torch.equal(WeightColumns(weight, threads)(x), x @ weight.float().T) for threads in (1, 2))
     except (AttributeError, RuntimeError, TypeError):
         return False
 
@@ -238,7 +298,7 @@ def int4_rows_together() -> int:
         numbers = torch.randint(0, 16, (128, 64), generator=generator, dtype=torch.int32)
         packed = _pack_int4(numbers)
         scales = torch.stack((torch.full((2, 128), 0.25), torch.full((2, 128), 0.5)), -1).to(torch.bfloat16)
-        y = _multiply_int4(torch.eye(64, dtype=torch.bfloat16), packed, 32, scales)
+        y = _int4_product()(torch.eye(64, dtype=torch.bfloat16), packed, 32, scales)
         if not torch.equal(y.float(), ((numbers - 8) * 0.25 + 0.5).T):
             return 0
         for together in (_ROWS_TOGETHER, _ROWS_TOGETHER // 2):

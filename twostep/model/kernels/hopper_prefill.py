@@ -17,7 +17,6 @@ Written in Gluon, Triton's lower language, which its interpreter does not run: t
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS
+from twostep.model.kernels.triton_scores import LOG2_E, log2_scale
 from twostep.model.step.kv_cache import KvCache
 
 _NUM_KEYS = 128
@@ -48,6 +48,8 @@ class HopperProgram:
     block_size: int
     block_rows: int
     window: int
+    softcap: float
+    sinks: bool
     num_keys: int
     stages: int
     turned: bool
@@ -68,6 +70,9 @@ def hopper_attention(
     num_programs: int,
     blocks: TensorDescriptor | None = None,
     window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """triton_prefill.prefill_attention for shapes that triton_prefill.uses_hopper allows: tiles of HOPPER_ROWS // share tokens, no
     TileShape. Slots past a sequence's end in its last block are read and have to be finite: clear_tails comes before.
@@ -82,11 +87,12 @@ def hopper_attention(
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert block_tables.stride(1) == 1
-    program = program_of(kv, num_heads, window)
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    program = program_of(kv, num_heads, window, softcap, sinks is not None)
     _attention_kernel[(min(most_items, num_programs),)](
         qkv, out, pool_blocks(cache) if blocks is None else blocks, tiles, query_start, seq_lens, block_tables, qkv.stride(0),
         out.stride(0), block_tables.stride(0), layer * _rows_of_layer(kv), kv.num_blocks * program.block_rows,
-        math.log2(math.e) / math.sqrt(kv.head_dim), P=program, num_warps=4, maxnreg=168,
+        log2_scale(kv.head_dim, scale, softcap), sinks, P=program, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -99,7 +105,7 @@ def pool_blocks(cache: KvCache) -> TensorDescriptor:
 
 
 @functools.cache
-def program_of(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
+def program_of(kv: KvShape, num_heads: int, window: int, softcap: float, sinks: bool) -> HopperProgram:
     share = num_heads // kv.num_kv_heads
     return HopperProgram(
         num_kv_heads=kv.num_kv_heads,
@@ -109,6 +115,8 @@ def program_of(kv: KvShape, num_heads: int, window: int) -> HopperProgram:
         block_size=kv.block_size,
         block_rows=kv.num_layers * _rows_of_layer(kv),
         window=window,
+        softcap=softcap,
+        sinks=sinks,
         num_keys=_NUM_KEYS,
         stages=_NUM_STAGES,
         turned=kv.quantization != "none",
@@ -205,6 +213,10 @@ def _values(v_smem, stage, P: gl.constexpr):
 @gluon.jit
 def _softmax(score, best, total, position, key_start, scale_log2, P: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
     """Weights of a tile's scores under the new maximum, and by how much the old sums shrink."""
+    if P.softcap > 0:
+        # As triton_scores.capped has it, which Gluon cannot call.
+        score = P.softcap * LOG2_E - 2.0 * P.softcap * LOG2_E / (gl.exp2(score * scale_log2) + 1.0)
+        scale_log2 = 1.0
     if MASKED:
         key = (key_start + gl.arange(0, P.num_keys, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
         seen = key <= position[:, None]
@@ -245,7 +257,7 @@ def _fold(
 
 
 @gluon.jit
-def attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, GROUP: gl.constexpr, P: gl.constexpr):
+def attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, sinks_ptr, GROUP: gl.constexpr, P: gl.constexpr):
     """A warp group: 64 rows of each item."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
     num_items = gl.load(step[0]) * P.num_kv_heads
@@ -278,6 +290,10 @@ def attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2,
             position = context + first + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) // P.share
             best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+            if P.sinks:
+                head = kv_head * P.share + (GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))) % P.share
+                best = gl.load(sinks_ptr + head) * LOG2_E
+                total = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
 
             # Tiles from `masked_to` on have keys that some row does not see yet, those before `masked_from` keys out of some window.
@@ -329,7 +345,7 @@ def attend(q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2,
 @gluon.jit(do_not_specialize=["stride_table", "layer_row", "num_rows"])
 def _attention_kernel(
     q_ptr, out_ptr, blocks, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
-    layer_row, num_rows, scale_log2, P: gl.constexpr,
+    layer_row, num_rows, scale_log2, sinks_ptr, P: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = P.head_dim // 64
     STAGES: gl.constexpr = P.stages
@@ -350,8 +366,8 @@ def _attention_kernel(
     step = (tiles_ptr, query_start_ptr, seq_lens_ptr)
     gl.warp_specialize(
         [
-            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
-            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 1, P)),
+            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, sinks_ptr, 0, P)),
+            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, sinks_ptr, 1, P)),
             (_fill, (blocks, ring, step, tables_ptr, stride_table, layer_row, num_rows, P)),
         ],
         [4, 1],

@@ -14,21 +14,14 @@ Written in Gluon: under test on a Hopper GPU only, as hopper_prefill.py.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from twostep.engine.batch import KvShape
-from twostep.model.kernels import triton_prefill
 from twostep.model.kernels.hopper_prefill import attend, item_of, program_of, tile_of
-from twostep.model.kernels.triton_launch import num_sms_of
+from twostep.model.kernels.triton_scores import log2_scale
 from twostep.model.step.kv_cache import KvCache
 
 # Four bytes of e4m3 as two words of two bfloat16 each, times words of two scales. Sign, exponent and digits come to the places that
@@ -63,38 +56,6 @@ _INT8 = gl.constexpr("""{
     mul.rn.bf16x2 $0, a, $3;
     mul.rn.bf16x2 $1, b, $4;
 }""")
-# Of the trial: tokens of a chunk, and of all up to its end; and how far apart sums in another order may be.
-_TRIAL_CHUNK, _TRIAL_KEYS, _TRIAL_DIFFERENCE = 300, 700, 2e-2
-
-
-def trial(kv: KvShape, num_heads: int, device: torch.device) -> str:
-    """Attends a chunk over random blocks of this kind, beside the portable kernel. Empty, or what is wrong."""
-    num_blocks = -(-_TRIAL_KEYS // kv.block_size)
-    cache = KvCache(replace(kv, num_blocks=num_blocks, num_layers=1), str(device))
-    cache.fill_random(num_blocks)
-    generator = torch.Generator(device).manual_seed(0)
-    columns = (num_heads + 2 * kv.num_kv_heads) * kv.head_dim
-    qkv = torch.randn(_TRIAL_CHUNK, columns, generator=generator, device=device).to(torch.bfloat16)
-    share = num_heads // kv.num_kv_heads
-    portable = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, _TRIAL_CHUNK, quantized=True)
-    outs = [qkv.new_empty(_TRIAL_CHUNK, num_heads * kv.head_dim) for _ in range(2)]
-
-    def inputs(tokens: int) -> dict[str, Any]:
-        tiles = triton_prefill.plan_tiles(np.array([_TRIAL_CHUNK], np.int64), np.array([_TRIAL_KEYS], np.int64), tokens)
-        given = {"query_start": [0, _TRIAL_CHUNK], "seq_lens": [_TRIAL_KEYS], "block_tables": [list(range(num_blocks))]}
-        sent = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in given.items()}
-        return sent | {"tiles": torch.from_numpy(tiles).to(device)}
-
-    try:
-        triton_prefill.prefill_attention(qkv, outs[0], cache, 0, num_heads=num_heads, shape=portable, **inputs(portable.num_rows // share))
-        hopper_quantized_attention(
-            qkv, outs[1], cache, 0, num_heads=num_heads, num_programs=num_sms_of(device), **inputs(triton_prefill.HOPPER_ROWS // share)
-        )
-        want, got = (out.float() for out in outs)
-        difference = float((got - want).norm() / want.norm())
-    except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises: this card does without
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return "" if difference < _TRIAL_DIFFERENCE else f"it differs from the portable kernel by {difference:.1e}"
 
 
 def hopper_quantized_attention(
@@ -110,6 +71,9 @@ def hopper_quantized_attention(
     block_tables: torch.Tensor,
     num_programs: int,
     window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """hopper_prefill.hopper_attention over quantized KV of a bfloat16 model. Nothing is read past a sequence's end."""
     kv, quantized = cache.shape, cache.quantized
@@ -120,12 +84,13 @@ def hopper_quantized_attention(
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert block_tables.stride(1) == 1
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     # As words of four bytes; a layer's are a multiple of four words.
     pool, words = cache.tensor.view(torch.int32), quantized.words[:, layer]
     _attention_kernel[(min(most_items, num_programs),)](
         qkv, out, pool[:, layer], words, tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
-        pool.stride(0) // 4, words.stride(0), math.log2(math.e) / math.sqrt(kv.head_dim),
-        P=program_of(kv, num_heads, window), num_warps=4, maxnreg=168,
+        pool.stride(0) // 4, words.stride(0), log2_scale(kv.head_dim, scale, softcap), sinks,
+        P=program_of(kv, num_heads, window, softcap, sinks is not None), num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
@@ -268,7 +233,7 @@ def _fill(pool_ptr, words_ptr, ring, staging, step, tables_ptr, stride_table, st
 @gluon.jit(do_not_specialize=["stride_table"])
 def _attention_kernel(
     q_ptr, out_ptr, pool_ptr, words_ptr, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
-    stride_block, stride_words, scale_log2, P: gl.constexpr,
+    stride_block, stride_words, scale_log2, sinks_ptr, P: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = P.head_dim // 64
     STAGES: gl.constexpr = P.stages
@@ -295,8 +260,8 @@ def _attention_kernel(
     step = (tiles_ptr, query_start_ptr, seq_lens_ptr)
     gl.warp_specialize(
         [
-            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 0, P)),
-            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, 1, P)),
+            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, sinks_ptr, 0, P)),
+            (attend, (q_ptr, out_ptr, q_smem, ring, step, stride_q, stride_out, scale_log2, sinks_ptr, 1, P)),
             (_fill, (pool_ptr, words_ptr, ring, staging, step, tables_ptr, stride_table, stride_block, stride_words, P)),
         ],
         [4, 4],

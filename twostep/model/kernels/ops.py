@@ -7,23 +7,47 @@ Sizes: T tokens of a step, N heads of whatever kind, D head_dim. All tensors sha
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, apply_gate, route
+from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
+from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
+# Most keys that attention reads at once: a tile of them may begin so far before a window.
+KEYS_TOGETHER = 128
+
+
+class LinearInParts(ABC):
+    """A Linear that may leave the last of its additions to what comes next."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] from x [T, K]."""
+
+    @abstractmethod
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
+
+
 # oneDNN asks for how many rows a weight is packed. Measured: the layout and its speed are the same from 1 to 512.
 _PACKED_FOR_ROWS = 16
+# Up to so many, what an operator costs is its call.
+_FEW_NUMBERS = 1 << 13
 
 
 class AttentionPlan(Protocol):
@@ -44,6 +68,11 @@ class AttentionPlan(Protocol):
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
         ...
 
+    @property
+    def states(self) -> SequenceStates | None:
+        """What layers without KV keep of the step's sequences; None: the model has no such layers."""
+        ...
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Applies RoPE (if the model has it) to the query and key heads of `qkv` in place, and writes keys and values to the step's
         slots.
@@ -58,6 +87,15 @@ class AttentionPlan(Protocol):
 
         qkv  as left by rotate_and_write; only the query heads are read
         Returns [T, num_heads * D].
+        """
+        ...
+
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        """Does both over a pool of latents (latent.py): norms, rotates and writes what the tokens keep, and attends.
+
+        query  [T, num_heads * dims.query], rows dense: as the product gave them
+        kv     [T, dims.kept], rows dense: latents, then rope parts, likewise
+        Returns [T, num_heads * dims.value].
         """
         ...
 
@@ -93,19 +131,72 @@ class Ops:
         quantizer = weight.activations
         return linear if quantizer is None else lambda x: linear(quantizer(x))
 
+    def route(
+        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+    ) -> Routing:
+        """Chooses each token's experts (see experts.py). Adds to `load`."""
+        return route(logits, router, correction, load)
+
+    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+        """A callable over the experts that are held here, for inputs of `dtype` that `router` sends. It may keep the weights in another
+        layout: drop yours."""
+        if len(weights.held) and weights.down[0].device.type != "cpu":
+            return EveryExpert(weights)
+        return ExpertLoop([self._expert(weights, number, dtype) for number in range(len(weights.held))], weights.held)
+
+    def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
+        gate_up, down = weights.gate_up[number], weights.down[number]
+        biases = (None, None) if weights.biases is None else (weights.biases[0][number], weights.biases[1][number])
+        clamped = weights.clamped
+        if isinstance(gate_up, QuantizedWeight):
+            enter = self.prepare_quantized(gate_up, biases[0], dtype, gated=clamped is None)
+        else:
+            enter = self.prepare_gated(gate_up, biases[0]) if clamped is None else self.prepare_linear(gate_up, biases[0])
+        if isinstance(down, QuantizedWeight):
+            leave = self.prepare_quantized(down, biases[1], dtype)
+        else:
+            leave = self.prepare_linear(down, biases[1])
+        return (lambda x: leave(enter(x))) if clamped is None else lambda x: leave(apply_gate(enter(x), clamped))
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N]."""
-        return F.rms_norm(x, weight.shape, weight, eps)
+        """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
+        x is not: then the product is rounded once."""
+        if weight.dtype != x.dtype:
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, weight.shape, weight, eps)
+        if x.numel() <= _FEW_NUMBERS:
+            # x and -x have no mean, and the variance of both is x's mean square: one operator, where few rows cost what their operators do.
+            both = x.unsqueeze(-2) * _signs(x.dtype)
+            return F.layer_norm(both, both.shape[-2:], eps=eps)[..., 0, :] * weight
+        # Less memory than F.rms_norm goes through.
+        size: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return x.mul(size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds x to `residual` in place and returns rms_norm(residual)."""
-        return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
         """then(add_rms_norm(linear(x), residual, weight, eps)), in whatever pieces are fastest: what lies between two layers' products."""
         return then(self.add_rms_norm(linear(x), residual, weight, eps))
+
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        """Adds rms_norm(x, w1, eps) to `residual` in place and returns rms_norm(residual, w2, eps): for layers that norm what they add
+        (Gemma 2, OLMo 2).
+
+        x       [T, N]; of one of several ranks its term of a sum, which is summed over the ranks first
+        w1, w2  [N], of x and of the sum; each may be float32 where x is not
+        """
+        return self.rms_norm(residual.add_(self.rms_norm(x, w1, eps)), w2, eps)
+
+    def join_normed(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        """then(add_normed(linear(x), residual, w1, w2, eps)), in whatever pieces are fastest."""
+        return then(self.add_normed(linear(x), residual, w1, w2, eps))
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
@@ -115,17 +206,35 @@ class Ops:
         """Adds x to `residual` in place and returns layer_norm(residual)."""
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
-    def relu(self, x: torch.Tensor) -> torch.Tensor:
-        """max(x, 0). May overwrite x."""
-        return x.relu_()
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """The function of each element; gelu_tanh is the approximation by tanh. May overwrite x."""
+        if activation == "relu":
+            return x.relu_()
+        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [T, 2 * N] (gate first). May overwrite gate_up. Returns [T, N]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up for gate_up [T, 2 * N] (gate first). May overwrite gate_up. Returns [T, N]."""
+        if activation == "silu":
+            return self.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return self.activate(gate, activation) * up
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] from what a layer's last product gave: of several ranks, the sum of their terms; here x itself."""
+        return x
+
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> AttentionPlan:
-        return TorchAttentionPlan(batch, cache, spec)
+        return TorchAttentionPlan(batch, cache, spec) if spec.latent is None else TorchLatentPlan(batch, cache, spec)
+
+
+@functools.cache
+def _signs(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([[1.0], [-1.0]], dtype=dtype)
 
 
 def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -2,7 +2,8 @@
 
 A *tile* is up to 128 consecutive tokens of one sequence (a decode token is a tile of one) and the keys up to its last token, so
 that the early part of a long chunk does not attend to its late part. In a layer with a window its keys begin with the block of the
-first one that its first token sees: blocks behind that are not read. Tiles alike in both lengths are padded and run as one group.
+first one that its first token sees: blocks behind that are not read. Tiles alike in both lengths are padded and run as one group, of
+so many that their keys and values are still in the processor's cache when attention reads them.
 
     slots   the layer as rows of [head_dim]                what a token writes
     blocks  the layer as rows of [block_size * head_dim]   what a tile reads      (see KvCache)
@@ -24,41 +25,61 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
+from twostep.model.kernels.latent import LatentDims, LatentWeights
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 Ints = npt.NDArray[np.int64]
 
 _TILE = 128
 # Decode contexts up to this long share a group whatever their lengths: gathering as much again costs about what a group does.
 _SMALL_CONTEXT = 256
+# Keys and values gathered at once, but for one tile that has more; of half a megabyte, attention reads them from a core's own cache.
+_GATHERED_BYTES = 1 << 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RopeTables:
+    """cos and sin on the device, float32 [max_model_len, R / 2], R <= D even: the first R of a head's numbers turn; 0: none."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Holds what a model's attention needs besides its KV.
 
-    cos, sin  the RoPE tables on the device, float32 [max_model_len, R / 2], R <= D even: the first R of a head's numbers turn; 0: none
-    windows   of each layer: keys that a query sees, its own included; 0: all
+    rope     of each layer; layers share tables, and all turn as many numbers
+    windows  of each layer: keys that a query sees, its own included; 0: all
+    scale    what products of queries and keys are multiplied by; None: head_dim ** -0.5
+    softcap  c: a product x, scaled, counts as c * tanh(x / c); 0: as it is
+    sinks    of each layer, float32 [num_heads]: one more logit of each head, which takes its part of the softmax and adds nothing; empty:
+             there are none (gpt-oss)
+    latent   the numbers of latent attention, which has no windows; None: the pool has keys and values
     """
 
     num_heads: int
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rope: Sequence[RopeTables]
     windows: Sequence[int]
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Sequence[torch.Tensor] = ()
+    latent: LatentDims | None = None
 
     @property
     def rotated(self) -> int:
         """Dimensions of a head that RoPE turns."""
-        return 2 * self.cos.shape[1]
+        return 2 * self.rope[0].cos.shape[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """N tiles attended together, padded to Q queries and C keys; G query heads share each of H KV heads.
 
-    rows   int64 [N * Q] or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
+    rows   int64 [N * Q], slice or None   which of the step's T tokens the queries are (padding repeats one); None: all T, in order
     valid  int64 or None           which of the N * Q results are no padding; None: all
-    index  int64 [2 * N * H * B]   rows of a layer's `blocks` view
+    index  int64 [planes * N * H * B]   rows of a layer's `blocks` view
     mask   [N, 1, Q * G or 1, C] or None: additive, in the model's dtype; None: everything is visible
     behind bool [N, 1, C, 1] or None, with `mask`: keys behind the end of their tile's sequence
     """
@@ -66,7 +87,7 @@ class _Group:
     num_tiles: int
     num_queries: int
     num_keys: int
-    rows: torch.Tensor | None
+    rows: torch.Tensor | slice | None
     valid: torch.Tensor | None
     index: torch.Tensor
     mask: torch.Tensor | None
@@ -92,33 +113,39 @@ class TorchAttentionPlan:
         self.token_ids = torch.from_numpy(batch.token_ids)
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
+        self.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         self._cache = cache
         self._num_heads = spec.num_heads
         self._num_kv_heads = shape.num_kv_heads
         self._head_dim = shape.head_dim
         dtype = cache.dtype
 
-        # rotated = x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
-        c, s = spec.cos.index_select(0, self.positions), spec.sin.index_select(0, self.positions)
-        self._cos = torch.cat((c, c), -1).to(dtype).unsqueeze(1)
-        self._sin = torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
+        self._spec = spec
+        self._turns = {tables: self._turns_of(tables, dtype) for tables in dict.fromkeys(spec.rope)}
 
-        block, slot = np.divmod(batch.slots, shape.block_size)
-        kv_heads = np.arange(2 * shape.num_kv_heads)
-        slot_rows = (_block_rows(shape, block)[:, None] + kv_heads) * shape.block_size + slot[:, None]
-        self._write_index = torch.from_numpy(slot_rows.reshape(-1))
+        self._write_index = torch.from_numpy(write_index(batch, shape))
         self._windows = spec.windows
         share = spec.num_heads // shape.num_kv_heads
         self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
 
+    def _turns_of(self, tables: RopeTables, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[cos cos] and [-sin sin] of the step's tokens, [T, 1, R]."""
+        c, s = tables.cos.index_select(0, self.positions), tables.sin.index_select(0, self.positions)
+        return torch.cat((c, c), -1).to(dtype).unsqueeze(1), torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
-        d, half = self._head_dim, self._head_dim // 2
+        d, half = self._head_dim, self._spec.rotated // 2
         heads = qkv.view(qkv.shape[0], -1, d)
-        if self._cos.numel():
-            rotated = heads[:, : self._num_heads + self._num_kv_heads]
-            swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
-            rotated.mul_(self._cos).addcmul_(swapped, self._sin)
+        if half:
+            # x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
+            cos, sin = self._turns[self._spec.rope[layer]]
+            turning = heads[:, : self._num_heads + self._num_kv_heads, : 2 * half]
+            swapped = torch.cat((turning[..., half:], turning[..., :half]), -1)
+            turning.mul_(cos).addcmul_(swapped, sin)
         self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
+
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        raise AssertionError("the pool keeps keys and values")
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         query = qkv[:, : self._num_heads * self._head_dim]
@@ -127,8 +154,12 @@ class TorchAttentionPlan:
             return self._attend_group(groups[0], layer, query)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in groups:
-            assert group.rows is not None
-            result, rows = self._attend_group(group, layer, query.index_select(0, group.rows)), group.rows
+            rows = group.rows
+            assert rows is not None
+            if isinstance(rows, slice):
+                out[rows] = self._attend_group(group, layer, query[rows])
+                continue
+            result = self._attend_group(group, layer, query.index_select(0, rows))
             if group.valid is not None:
                 result, rows = result.index_select(0, group.valid), rows.index_select(0, group.valid)
             out.index_copy_(0, rows, result)
@@ -138,16 +169,35 @@ class TorchAttentionPlan:
         """[N * Q, num_heads * D] from the group's queries of that shape."""
         n, q, heads, d = group.num_tiles, group.num_queries, self._num_kv_heads, self._head_dim
         share = self._num_heads // heads
-        kv = self._cache.read_rows(layer, group.index).view(2, n, heads, -1, d)[:, :, :, : group.num_keys]
+        kv = self._cache.read_rows(layer, group.index).view(self._cache.shape.num_planes, n, heads, -1, d)[:, :, :, : group.num_keys]
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
-        out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+        out = self._softmax(layer, rows, kv, group.mask)
         if group.behind is not None and not math.isfinite(out.sum(dtype=torch.float32).item()):
             # A slot behind a sequence's end holds what its block's owner before left there, and 0 * NaN is NaN. Looked at afterwards, since
             # clearing all of them beforehand would cost every step a pass over its keys.
             kv = kv.masked_fill(group.behind, 0.0)
-            out = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask)
+            out = self._softmax(layer, rows, kv, group.mask)
         return out.view(n, heads, q, share, d).transpose(1, 2).reshape(n * q, self._num_heads * d)
+
+    def _softmax(self, layer: int, rows: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attention of `rows` [N, H, Q * G, D] over `kv` [planes, N, H, C, D]; of one plane, keys are values."""
+        spec = self._spec
+        if not spec.softcap and not spec.sinks:
+            return F.scaled_dot_product_attention(rows, kv[0], kv[-1], attn_mask=mask, scale=spec.scale)
+        scale = self._head_dim**-0.5 if spec.scale is None else spec.scale
+        logits = (rows @ kv[0].transpose(-1, -2)).float().mul_(scale)
+        if spec.softcap:
+            logits = logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        if mask is not None:
+            logits = logits + mask.float()
+        if not spec.sinks:
+            return logits.softmax(-1).to(rows.dtype) @ kv[-1]
+        # A row's G heads come one after the other for each query.
+        share = self._num_heads // self._num_kv_heads
+        sink = spec.sinks[layer].view(1, self._num_kv_heads, 1, share).expand(len(rows), -1, rows.shape[2] // share, -1)
+        logits = torch.cat((logits, sink.reshape(len(rows), self._num_kv_heads, -1, 1)), -1)
+        return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[-1]
 
 
 def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:
@@ -159,7 +209,14 @@ def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, w
     q_kind = np.ceil(np.log2(tiles.num_queries))
     kinds, member = np.unique(np.stack((q_kind, kv_kind), axis=1), axis=0, return_inverse=True)
     member = member.reshape(-1)
-    return [_plan_group(batch, shape, share, dtype, window, tiles, np.flatnonzero(member == kind)) for kind in range(len(kinds))]
+    groups = []
+    for kind in range(len(kinds)):
+        alike = np.flatnonzero(member == kind)
+        key_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        at_once = max(1, _GATHERED_BYTES // (int(tiles.num_keys[alike].max()) * key_bytes))
+        parts = [alike[start : start + at_once] for start in range(0, len(alike), at_once)]
+        groups += [_plan_group(batch, shape, share, dtype, window, tiles, part) for part in parts]
+    return groups
 
 
 def _cut(batch: Batch, block_size: int, window: int) -> _Tiles:
@@ -188,13 +245,14 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     # Padding repeats a tile's last block.
     nth = np.minimum(np.arange(-(-c // shape.block_size)), -(-num_keys[:, None] // shape.block_size) - 1)
     tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
-    kv = np.arange(2)[:, None, None, None] * shape.num_kv_heads
+    kv = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
     index = _block_rows(shape, tables)[:, None, :] + kv + head
 
     # Padding repeats a tile's last query, which sees at least one key.
     rows = (tiles.start[members, None] + np.minimum(np.arange(q), num_queries[:, None] - 1)).reshape(-1)
-    everything = len(rows) == len(batch.token_ids) and bool((rows == np.arange(len(rows))).all())
+    in_order = bool((rows == np.arange(rows[0], rows[0] + len(rows))).all())
+    which = slice(int(rows[0]), int(rows[0]) + len(rows)) if in_order else torch.from_numpy(rows)
     valid = None if bool((num_queries == q).all()) else torch.from_numpy(np.flatnonzero(np.arange(q) < num_queries[:, None]))
     # Places of the queries among their tile's keys.
     places = batch.positions[rows].reshape(n, q) - first_block[:, None] * shape.block_size
@@ -203,7 +261,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
         num_tiles=n,
         num_queries=q,
         num_keys=c,
-        rows=None if everything else torch.from_numpy(rows),
+        rows=None if in_order and len(rows) == len(batch.token_ids) else which,
         valid=valid,
         index=torch.from_numpy(index.reshape(-1)),
         mask=None if visible else _mask(places, c, share, dtype, window),
@@ -211,9 +269,16 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     )
 
 
+def write_index(batch: Batch, shape: KvShape) -> Ints:
+    """Rows of a layer's `slots` view that the step's tokens write: int64 [T * shape.vectors], token by token."""
+    block, slot = np.divmod(batch.slots, shape.block_size)
+    rows: Ints = (_block_rows(shape, block)[:, None] + np.arange(shape.vectors)) * shape.block_size + slot[:, None]
+    return rows.reshape(-1)
+
+
 def _block_rows(shape: KvShape, blocks: Ints) -> Ints:
     """The `blocks` row of a block's first K head."""
-    return blocks * (shape.num_layers * 2 * shape.num_kv_heads)
+    return blocks * (shape.num_layers * shape.vectors)
 
 
 def _mask(places: Ints, num_keys: int, share: int, dtype: torch.dtype, window: int) -> torch.Tensor:

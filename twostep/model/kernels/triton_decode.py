@@ -22,7 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostep.model.kernels.triton_decode_plan import WORK_COLUMNS, DecodePlan, first_tile, last_tile, load_blocks, sum_first
 from twostep.model.kernels.triton_decode_quantized import attend_quantized
-from twostep.model.kernels.triton_shared_prefix import fold_states, log2_scale
+from twostep.model.kernels.triton_scores import LOG2_E, capped, log2_scale
+from twostep.model.kernels.triton_shared_prefix import fold_states
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -35,6 +36,7 @@ def decode_attention(
     *,
     plan: DecodePlan,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its blocks, its own slot included. Captured in a CUDA graph, it may be replayed
@@ -44,6 +46,7 @@ def decode_attention(
     block_tables  int32 [S, B], rows dense; entries past a sequence's length, or before its window, are not read
     seq_lens      int32 [S], the new token counted; 0 gives zeros. Padding, behind the others, is negative, and its rows stay as they are
     scale         of the scores; D ** -0.5 where it is None
+    sinks         float32 [num_heads], dense: one more logit of each head, where the plan is for such layers
     out           like q
     Returns out, or a new dense tensor.
     """
@@ -52,6 +55,8 @@ def decode_attention(
         out = q.new_empty(q.shape)
     assert q.shape == out.shape == (plan.num_seqs, plan.num_heads, shape.head_dim)
     assert q.dtype == out.dtype == cache.dtype
+    assert (sinks is not None) == plan.program.sinks
+    assert sinks is None or (sinks.shape == (plan.num_heads,) and sinks.is_contiguous())
     for rows in (q, out):
         assert rows.stride()[1:] == (shape.head_dim, 1)
     assert pool.stride(-1) == 1
@@ -59,10 +64,11 @@ def decode_attention(
     assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.int32)
     assert block_tables.shape[0] == plan.num_seqs
     assert block_tables.stride(1) == 1
+    assert shape.block_size % layout.num_keys == 0
     assert (shape.num_kv_heads, shape.head_dim, shape.block_size) == (plan.shape.num_kv_heads, plan.shape.head_dim, plan.shape.block_size)
-    scale_log2 = log2_scale(shape.head_dim, scale)
+    scale_log2 = log2_scale(shape.head_dim, scale, program.softcap)
     if shared is not None:
-        shared.attend(q, cache, layer, block_tables, scale_log2=scale_log2)
+        shared.attend(q, cache, layer, block_tables, scale_log2=scale_log2, softcap=program.softcap)
     # What a plan without a shared prefix, or a pool without scales, has no use for is not read.
     listed, shared_parts, shared_scales = (
         (plan.work, plan.parts, plan.scales) if shared is None else (shared.listed, shared.parts, shared.scales)
@@ -71,23 +77,27 @@ def decode_attention(
     _decode_kernel[(plan.num_groups, plan.num_workers)](
         q, out, pool[:, layer], block_tables, seq_lens, plan.work, plan.parts, plan.scales, plan.counters,
         listed, shared_parts, shared_scales, scale_log2, q.stride(0), out.stride(0), block_tables.stride(0), pool.stride(0),
-        *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
+        *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0), sinks,
         P=program, num_warps=layout.num_warps, num_stages=layout.num_stages, maxnreg=plan.max_registers, launch_pdl=program.pdl,
     )  # fmt: skip
     if not plan.merges_itself:
-        merge_warps = 1 if plan.parts_at_once <= 8 else 4
-        _merge_kernel[(plan.num_heads, plan.num_seqs)](
-            out, plan.work, plan.starts, plan.parts, plan.scales, out.stride(0), plan.num_workers,
-            PARTS=plan.parts_at_once, P=program, num_warps=merge_warps, launch_pdl=program.pdl,
-        )  # fmt: skip
+        merge_parts(out, plan)
     return out
+
+
+def merge_parts(out: torch.Tensor, plan: DecodePlan) -> None:
+    """Writes the rows of those sequences that are in several programs' shares: out [S, num_heads, the plan's head_dim], rows dense."""
+    _merge_kernel[(plan.num_heads, plan.num_seqs)](
+        out, plan.work, plan.starts, plan.parts, plan.scales, out.stride(0), plan.num_workers, PARTS=plan.parts_at_once, P=plan.program,
+        num_warps=1 if plan.parts_at_once <= 8 else 4, launch_pdl=plan.program.pdl,
+    )  # fmt: skip
 
 
 @triton.jit
 def _decode_kernel(
     q_ptr, out_ptr, pool_ptr, tables_ptr, lens_ptr, work_ptr, parts_ptr, scales_ptr, counters_ptr,
     own_ptr, shared_parts_ptr, shared_scales_ptr, scale_log2, stride_q, stride_out, stride_table, stride_block,
-    stride_kv, stride_head, stride_slot, words_ptr, stride_words, P: tl.constexpr,
+    stride_kv, stride_head, stride_slot, words_ptr, stride_words, sinks_ptr, P: tl.constexpr,
 ):  # fmt: skip
     if P.pdl:
         gdc_launch_dependents()
@@ -153,13 +163,22 @@ def _decode_kernel(
         d = tl.arange(0, P.block_d)[None, None, :]
         at = row[:, :, None] * P.head_dim + d
         mask = valid[:, :, None] & (d < P.head_dim)
+        if P.sinks:
+            # Once a sequence: where its first tile is.
+            sink_at = sinks_ptr + group * (P.heads * P.share) + row
+            sink = tl.load(sink_at, mask=valid & (tile == start), other=-1e38) * LOG2_E
+            best_own = best
+            best = tl.maximum(best_own, sink)
+            shrink = tl.exp2(best_own - best)
+            total = total * shrink + tl.exp2(sink - best)
+            acc = acc * shrink[:, :, None]
         if (seq_start >= position) & (seq_end <= end):
             result = acc / tl.where(total > 0, total, 1.0)[:, :, None]
             tl.store(out + at, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            first_worker = _worker_of(seq_start, active, all_tiles)
-            last_worker = _worker_of(seq_end - 1, active, all_tiles)
-            part = _part_row(worker, first_worker, group, P.groups, P.heads * P.share)
+            first_worker = worker_of(seq_start, active, all_tiles)
+            last_worker = worker_of(seq_end - 1, active, all_tiles)
+            part = part_row(worker, first_worker, group, P.groups, P.heads * P.share)
             tl.store(parts_ptr + part * P.head_dim + at, acc, mask=mask)
             tl.store(scales_ptr + part * 2 + row, best, mask=valid)
             tl.store(scales_ptr + part * 2 + P.heads * P.share + row, total, mask=valid)
@@ -227,6 +246,8 @@ def _attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         score = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale_log2
+        if P.softcap > 0:
+            score = capped(score, P.softcap)
         score = tl.where(seen[:, None, :], score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 2))
         weight = tl.exp2(score - new_best[:, :, None])
@@ -262,13 +283,13 @@ def _half(x):
 
 
 @triton.jit
-def _worker_of(tile, active, all_tiles):
+def worker_of(tile, active, all_tiles):
     """Worker w has tiles w * all_tiles // active up to (w + 1) * all_tiles // active."""
     return (((tile + 1).to(tl.int64) * active - 1) // all_tiles).to(tl.int32)
 
 
 @triton.jit
-def _part_row(worker, first_worker, group, GROUPS: tl.constexpr, PART_ROWS: tl.constexpr):
+def part_row(worker, first_worker, group, GROUPS: tl.constexpr, PART_ROWS: tl.constexpr):
     """First row of a worker's part. Two places a worker: for the sequence that it ends or crosses, and for one that it begins."""
     return ((2 * worker + (worker == first_worker)) * GROUPS + group).to(tl.int64) * PART_ROWS
 
@@ -290,7 +311,7 @@ def _merge_parts(out_ptr, parts_ptr, scales_ptr, first_worker, last_worker, grou
         # Unrolled, so that all parts are asked for before the first is used; nothing is exchanged between threads.
         new_best = best
         for j in tl.static_range(AT_ONCE):
-            at = _part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
+            at = part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
             there = valid & (start + j <= last_worker)
             new_best = tl.maximum(new_best, tl.load(scales_ptr + at * 2 + row, mask=there, other=-1e38, cache_modifier=".cg"))
         shrink = tl.exp2(best - new_best)
@@ -298,7 +319,7 @@ def _merge_parts(out_ptr, parts_ptr, scales_ptr, first_worker, last_worker, grou
         acc *= shrink
         best = new_best
         for j in tl.static_range(AT_ONCE):
-            at = _part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
+            at = part_row(start + j, first_worker, group, P.groups, P.heads * P.share)
             there = start + j <= last_worker
             part_best = tl.load(scales_ptr + at * 2 + row, mask=valid & there, other=-1e38, cache_modifier=".cg")
             part_total = tl.load(scales_ptr + at * 2 + P.heads * P.share + row, mask=valid & there, other=0.0, cache_modifier=".cg")
@@ -321,8 +342,8 @@ def _merge_kernel(out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_o
     # The plan is made before what this launch follows began.
     active = tl.load(work_ptr + num_workers * WORK_COLUMNS)
     all_tiles = tl.maximum(tl.load(work_ptr + num_workers * WORK_COLUMNS + 1), 1)
-    first_worker = _worker_of(tl.load(starts_ptr + seq), active, all_tiles)
-    last_worker = _worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
+    first_worker = worker_of(tl.load(starts_ptr + seq), active, all_tiles)
+    last_worker = worker_of(tl.load(starts_ptr + seq + 1) - 1, active, all_tiles)
     if P.pdl:
         gdc_wait()
     d = tl.arange(0, P.block_d)
@@ -332,7 +353,7 @@ def _merge_kernel(out_ptr, work_ptr, starts_ptr, parts_ptr, scales_ptr, stride_o
         acc = tl.full([P.block_d], 0.0, tl.float32)
         for start in tl.range(first_worker, last_worker + 1, PARTS, num_stages=1):
             worker = start + tl.arange(0, PARTS)
-            part = _part_row(worker, first_worker, head // PART_ROWS, P.groups, PART_ROWS)
+            part = part_row(worker, first_worker, head // PART_ROWS, P.groups, PART_ROWS)
             part_scales = scales_ptr + part * 2 + head % PART_ROWS
             best, total, acc = _fold(
                 best, total, acc, parts_ptr + (part + head % PART_ROWS) * P.head_dim, part_scales, part_scales + PART_ROWS,

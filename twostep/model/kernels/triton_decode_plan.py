@@ -29,6 +29,8 @@ _FEW_SEQS = 16
 # Numbers of parts that a warp of the merge has on their way at once; fewer where registers are to leave room for more programs.
 _MERGE_NUMBERS = 2048
 _MERGE_NUMBERS_QUANTIZED = 1024
+# Numbers that a program of the second launch has on their way at once.
+_MERGED_NUMBERS = 8192
 # Of a multiprocessor, for 32 threads.
 _REGISTERS = 2048
 
@@ -100,6 +102,7 @@ class DecodeProgram:
     merge_parts   parts that a merge has on their way at once
     fused         the program that arrives last merges a sequence
     shared        columns of the list of shared prefixes; 0: none. shared_rows: rows of a tile of that pass
+    softcap       of the logits; 0: none. sinks: each head has one more logit
     in_float32    the interpreter multiplies bfloat16 wrongly
     """
 
@@ -120,6 +123,8 @@ class DecodeProgram:
     fused: bool
     shared: int
     shared_rows: int
+    softcap: float
+    sinks: bool
     in_float32: bool
     pdl: bool
 
@@ -129,6 +134,7 @@ class DecodePlan:
 
     window  keys a query sees, its own included; 0: all
     shared  the pass over shared prefixes: what its list says is shared is left to it
+    softcap and sinks: of all layers that it is for (AttentionSpec)
     """
 
     def __init__(
@@ -143,6 +149,8 @@ class DecodePlan:
         layout: DecodeLayout | None = None,
         num_sms: int | None = None,
         shared: SharedPrefix | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
         merges_itself: bool | None = None,
     ) -> None:
         """`num_sms` is read off the device, and `merges_itself` chosen, where they are not given. Raises SetupError for a shape that no
@@ -163,7 +171,6 @@ class DecodePlan:
         chosen = layout or decode_layout(shape, num_heads=num_heads, num_seqs=num_seqs)
         self.layout = fitted(chosen, shape, shared_bytes_of(torch.device(device)))
         assert shape.num_kv_heads % self.layout.num_heads == 0
-        assert shape.block_size % self.layout.num_keys == 0
         self.num_groups = shape.num_kv_heads // self.layout.num_heads
         sms = num_sms or num_sms_of(torch.device(device))
         self.num_workers = max(1, sms * self.layout.programs_per_sm // self.num_groups)
@@ -181,12 +188,13 @@ class DecodePlan:
         rows = num_heads // self.num_groups
         self.merges_itself = self.num_workers * rows <= max(300, 64 * num_seqs) if merges_itself is None else merges_itself
         # Parts that a program of that launch has on their way at once.
-        self.parts_at_once = max(4, min(64, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
-        self.program = self._program(torch.device(device))
+        most = max(4, _MERGED_NUMBERS // triton.next_power_of_2(shape.head_dim))
+        self.parts_at_once = max(4, min(64, most, triton.next_power_of_2(2 + self.num_workers // num_seqs)))
+        self.program = self._program(torch.device(device), softcap, sinks=sinks)
         quantized = shape.quantization != "none"
         self.max_registers = min(255, _REGISTERS // (self.layout.num_warps * self.layout.programs_per_sm) // 8 * 8) if quantized else None
 
-    def _program(self, device: torch.device) -> DecodeProgram:
+    def _program(self, device: torch.device, softcap: float, *, sinks: bool) -> DecodeProgram:
         shape, layout, quantized = self.shape, self.layout, self.shape.quantization != "none"
         share = self.num_heads // shape.num_kv_heads
         share_wide, wide = triton.next_power_of_2(share), max(16, triton.next_power_of_2(shape.head_dim))
@@ -209,6 +217,8 @@ class DecodePlan:
             fused=self.merges_itself,
             shared=0 if self.shared is None else OWN_COLUMNS,
             shared_rows=1 if self.shared is None else self.shared.tile.num_rows,
+            softcap=softcap,
+            sinks=sinks,
             in_float32=device.type != "cuda",
             pdl=overlaps(device),
         )

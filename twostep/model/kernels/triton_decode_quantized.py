@@ -17,6 +17,7 @@ import triton.language as tl
 
 from twostep.model.kernels.triton_decode_plan import load_blocks, sum_first
 from twostep.model.kernels.triton_quantized_kv import number_of_e4m3
+from twostep.model.kernels.triton_scores import capped
 
 # Both scales of a key that is not there: 1 and 1 in bfloat16.
 _ONES = tl.constexpr(0x3F803F80)
@@ -70,6 +71,8 @@ def attend_quantized(
         v_scale = (words & -65536).to(tl.float32, bitcast=True)
         score = tl.dot(_numbers(k, P), columns, input_precision="ieee")
         score = score * k_scale[:, :, None] * row_scale[:, None, :]
+        if P.softcap > 0:
+            score = capped(score, P.softcap)
         score = tl.where(seen[:, :, None], score, float("-inf"))
         exponent = ((words >> 23) & 0xFF) - 127
         new_best = tl.maximum(best, tl.max(score + exponent.to(tl.float32)[:, :, None], 1))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from twostep.model.kernels.input_quantizer import InputQuantizer
+from twostep.model.kernels.ops import Activation
 from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
 from twostep.model.kernels.triton_progress import store_progress
 from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, round_arguments, round_constants, store_rounded
@@ -27,13 +28,13 @@ _ROTATE_WARPS = 4
 _QUANTIZED_HEADS = 4
 # Rows from which on quantized values are written by a kernel of their own: prompts, whose rows lie together.
 _VALUES_APART = 512
-_SILU_TILE = 1024
-_SILU_WARPS = 4
+_GATE_TILE = 1024
+_GATE_WARPS = 4
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension, float32 inside. x [T, N] or [T, H, N] with a dense last dimension (others are copied
-    first), weight [N]. Returns a new dense tensor."""
+    first), weight [N], here and below perhaps float32 where x is not. Returns a new dense tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.contiguous().view(-1, x.shape[-1])
@@ -41,18 +42,28 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, first_weight: torch.Tensor | None = None
+) -> torch.Tensor:
     """Adds x to `residual` in place, rounded to its dtype, and returns rms_norm(residual). x, residual [T, N], dense; weight [N].
-    x may also be float32 [parts, T, N]: their sum is added."""
+    x may also be float32 [parts, T, N]: their sum is added. With `first_weight` [N] what is added is rms_norm(x, first_weight)."""
     out = torch.empty_like(residual)
-    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True)
+    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True, first_weight=first_weight)
     return out
 
 
-def add_rms_norm_rounded(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, how: InputQuantizer) -> RoundedInput:
+def add_rms_norm_rounded(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    how: InputQuantizer,
+    *,
+    first_weight: torch.Tensor | None = None,
+) -> RoundedInput:
     """The same, rounded for the product that comes next; its result in 16 bits is never written."""
     out = RoundedInput.empty(len(residual), residual.shape[1], how, residual.device)
-    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True, how=how)
+    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True, how=how, first_weight=first_weight)
     return out
 
 
@@ -64,15 +75,19 @@ def _checked(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up. gate_up [T, 2 * N], dense, gate first. Returns [T, N]."""
+    return gate(gate_up, "silu")
+
+
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """activation(gate) * up, rounded once. gate_up [T, 2 * N], dense, gate first. Returns [T, N]."""
     assert gate_up.is_contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if out.numel():
         rows = out.numel() // width
         pdl = overlaps(out.device)
-        _silu_mul_kernel[(rows, triton.cdiv(width, _SILU_TILE))](
-            gate_up, out, width, BLOCK=_SILU_TILE, PDL=pdl, num_warps=_SILU_WARPS, launch_pdl=pdl
+        _gate_kernel[(rows, triton.cdiv(width, _GATE_TILE))](
+            gate_up, out, width, ACTIVATION=activation, BLOCK=_GATE_TILE, PDL=pdl, num_warps=_GATE_WARPS, launch_pdl=pdl
         )
     return out
 
@@ -139,10 +154,12 @@ def _launch_norm(
     *,
     has_residual: bool,
     how: InputQuantizer | None = None,
+    first_weight: torch.Tensor | None = None,
 ) -> None:
     width = x.shape[-1]
-    assert weight.shape == (width,)
-    assert weight.is_contiguous()
+    for each in (weight, weight if first_weight is None else first_weight):
+        assert each.shape == (width,)
+        assert each.is_contiguous()
     if not x.numel():
         return
     values = out.values if isinstance(out, RoundedInput) else out
@@ -157,17 +174,18 @@ def _launch_norm(
     rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
     pdl = overlaps(x.device)
     _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
-        x, residual, weight, *rounding, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0, x.stride(1) if heads else 0,
-        eps, values.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once, HAS_RESIDUAL=has_residual,
-        ROUNDS=how is not None, **constants, PDL=pdl, num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
+        x, residual, first_weight, weight, *rounding, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0,
+        x.stride(1) if heads else 0, eps, values.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once,
+        HAS_RESIDUAL=has_residual, NORMS_FIRST=first_weight is not None, ROUNDS=how is not None, **constants, PDL=pdl,
+        num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
+    x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ROUNDS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -175,9 +193,13 @@ def _norm_kernel(
     dense = row * WIDTH + col
     start = (row // inner) * stride_outer + (row % inner) * stride_inner
     weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0)
+    if NORMS_FIRST:
+        first_weight = tl.load(first_ptr + col, mask=col < WIDTH, other=0.0)
     if PDL:
         follow()
     x = sum_parts(x_ptr + start + col, mask, numel, PARTS)
+    if NORMS_FIRST:
+        x = x * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None] * first_weight.to(tl.float32)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + dense, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + dense, total, mask=mask)
@@ -192,7 +214,7 @@ def _norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_kernel(gate_up_ptr, out_ptr, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         follow()
     row = tl.program_id(0).to(tl.int64)
@@ -200,7 +222,22 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
     mask = col < width
     gate = tl.load(gate_up_ptr + row * 2 * width + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + col, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + col, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * width + col, (_activated(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """Of float32, as Ops.activate has it."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2 u).
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["static_ptr"])

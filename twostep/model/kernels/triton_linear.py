@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostep.model.kernels.linear_trial import try_linear
+from twostep.model.kernels.ops import LinearInParts
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import follow, num_sms_of, overlaps, shared_bytes_of, start_next, wait_for_previous
 
@@ -38,7 +39,7 @@ _SHARED_SLACK = 4096
 _TRIAL_TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128)
 
 
-class StreamedLinear:
+class StreamedLinear(LinearInParts):
     """x @ weight.T + bias; or, gated, silu of its first half times the second."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
@@ -48,11 +49,9 @@ class StreamedLinear:
         self._gated = gated
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, N] from x [T, K]."""
         return self._run(x, in_parts=False)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
         return self._run(x, in_parts=not self._gated)
 
     def trial(self) -> str:

@@ -11,14 +11,19 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
-from twostep.model.kernels import triton_elementwise, triton_prefill
-from twostep.model.kernels.ops import Linear, Ops
+from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels.experts import EveryExpert, Experts, ExpertWeights, Router, Routing
+from twostep.model.kernels.latent import LatentWeights, absorb, values_of
+from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_experts import TritonExperts
+from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
+from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
@@ -28,8 +33,13 @@ from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shar
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
+
+
+# How chunks are attended; None: by the Hopper kernel.
+ChunkTile = triton_prefill.TileShape | LatentProgram | None
 
 
 class TritonOps(Ops):
@@ -47,7 +57,7 @@ class TritonOps(Ops):
         self._trouble: dict[tuple[object, ...], str] = {}
         self.decode_workspace = DecodeWorkspace(device)
         self.shared_workspace = DecodeWorkspace(device)
-        self._decode_plans: dict[tuple[KvShape, int, int, int], DecodePlan] = {}
+        self._decode_plans: dict[tuple[object, ...], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._streamed(weight, bias, gated=False) or (lambda x: F.linear(x, weight, bias))
@@ -79,33 +89,77 @@ class TritonOps(Ops):
                 log.warning("quantized layers of %s: %s; they are made dense for every product", list(weight.shape), self._trouble[kind])
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
+    def route(
+        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+    ) -> Routing:
+        return triton_routing.route(logits, router, correction, load)
+
+    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+        if not weights.held:
+            return super().prepare_experts(weights, router, dtype)
+        layer, right = TritonExperts(weights, router, dtype), EveryExpert(weights)
+        kind = ("experts", weights.kind, router, dtype)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = layer.trial(right)
+            if self._trouble[kind]:
+                log.warning("experts of %s: %s; each multiplies all tokens instead", weights.kind, self._trouble[kind])
+        return right if self._trouble.get(kind) else layer
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return triton_elementwise.add_rms_norm(x, residual, weight, eps)
+        return self._add(x, residual, None, weight, eps)
+
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._add(x, residual, w1, w2, eps)
 
     def join_rms_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
     ) -> torch.Tensor:
-        y = linear.parts(x) if isinstance(linear, StreamedLinear | QuantizedLinear) else linear(x)
+        return self._join(linear, x, residual, None, weight, eps, then)
+
+    def join_normed(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float, then: Linear
+    ) -> torch.Tensor:
+        return self._join(linear, x, residual, w1, w2, eps, then)
+
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, first: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """add_rms_norm; with the weight of a `first` norm, of x, add_normed."""
+        return triton_elementwise.add_rms_norm(x, residual, weight, eps, first_weight=first)
+
+    def _join(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        then: Linear,
+    ) -> torch.Tensor:
+        y = linear.parts(x) if isinstance(linear, LinearInParts) else linear(x)
         if isinstance(then, QuantizedLinear) and then.weight.takes_rounded:
-            assert then.weight.activations is not None
-            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, then.weight.activations)
+            how = then.weight.activations
+            assert how is not None
+            rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, how, first_weight=first)
             return then.of_rounded(rounded, residual.dtype)
-        return then(self.add_rms_norm(y, residual, weight, eps))
+        return then(self._add(y, residual, first, weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
 
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return triton_elementwise.gate(gate_up, activation)
+
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
-        kv, num_heads = cache.shape, spec.num_heads
+        kv = cache.shape
         num_queries = np.diff(batch.query_start).astype(np.int64)
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
-        tile, tokens = self._chunk_tile(cache, num_heads, max_queries)
+        tile, tokens = self._chunk_tile(cache, spec, max_queries)
         *sent, number = self.upload.send(
             (
                 batch.token_ids,
@@ -123,49 +177,72 @@ class TritonOps(Ops):
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
+        plan.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
-            plan.decode = {window: self._decode_plan(kv, num_heads, num_decodes, window) for window in dict.fromkeys(spec.windows)}
+            plan.decode = {window: self._decode_plan(cache, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
 
-    def _proven(self, kv: KvShape, num_heads: int) -> bool:
+    def _proven(self, kv: KvShape, spec: AttentionSpec) -> bool:
         """Returns whether the Hopper kernel has passed its trial on this card, or needs none."""
-        if kv.quantization == "none" or not self.tries:
+        plain = kv.quantization == "none" and not spec.softcap and not spec.sinks
+        if plain or not self.tries:
             return True
-        kind = ("attention", kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, num_heads)
+        softcap, sinks = spec.softcap, bool(spec.sinks)
+        kind = ("attention", kv.dtype, kv.quantization, kv.num_kv_heads, kv.head_dim, kv.block_size, spec.num_heads, softcap, sinks)
         if kind not in self._trouble:
             # Gluon is there, and needed, on Hopper only.
-            from twostep.model.kernels.hopper_prefill_quantized import trial  # noqa: PLC0415
+            from twostep.model.kernels.hopper_trial import trial  # noqa: PLC0415
 
-            self._trouble[kind] = trial(kv, num_heads, self._device)
+            self._trouble[kind] = trial(kv, spec.num_heads, self._device, softcap=softcap, sinks=sinks)
             if self._trouble[kind]:
-                log.warning("prompts over quantized KV: %s; the portable kernel attends them", self._trouble[kind])
+                log.warning("attention of prompts: %s; the portable kernel attends them", self._trouble[kind])
         return not self._trouble[kind]
 
-    def _chunk_tile(self, cache: KvCache, num_heads: int, max_queries: int) -> tuple[triton_prefill.TileShape | None, int]:
-        """Returns the tile of the kernel that attends chunks of at most so many tokens, None: the Hopper kernel's, and its tokens."""
-        kv = cache.shape
+    def _chunk_tile(self, cache: KvCache, spec: AttentionSpec, max_queries: int) -> tuple[ChunkTile, int]:
+        """Returns the tile of the kernel that attends chunks of at most so many tokens, and its tokens."""
+        kv, num_heads = cache.shape, spec.num_heads
+        if spec.latent is not None:
+            program = latent_program(cache, spec.latent, num_heads=num_heads, max_queries=max_queries)
+            return program, program.tokens
         share = num_heads // kv.num_kv_heads
-        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, num_heads):
+        if uses_hopper(kv, num_heads=num_heads, max_queries=max_queries, capability=self._capability) and self._proven(kv, spec):
             return None, HOPPER_ROWS // share
         quantized = cache.quantized is not None
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
 
-    def _decode_plan(self, kv: KvShape, num_heads: int, num_seqs: int, window: int) -> DecodePlan:
+    def _decode_plan(self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
-        key = (kv, num_heads, num_seqs, window)
+        key = (cache.shape, spec.num_heads, num_seqs, window, spec.softcap, bool(spec.sinks))
         if key not in self._decode_plans:
-            self._decode_plans[key] = DecodePlan(
-                kv, num_heads=num_heads, num_seqs=num_seqs, device=self._device, workspace=self.decode_workspace, window=window
-            )
+            self._decode_plans[key] = self._new_decode_plan(cache, spec, num_seqs, window)
         return self._decode_plans[key]
 
-    def captured_inputs(self, shape: StepShape, cache: KvCache, num_heads: int) -> StepInputs:
+    def _new_decode_plan(
+        self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int, shared: SharedPrefix | None = None
+    ) -> DecodePlan:
+        if spec.latent is not None:
+            program = latent_program(cache, spec.latent, num_heads=spec.num_heads, max_queries=1)
+            device = cache.tensor.device
+            return latent_decode_plan(cache.shape, program, num_seqs=num_seqs, device=device, workspace=self.decode_workspace)
+        return DecodePlan(
+            cache.shape,
+            num_heads=spec.num_heads,
+            num_seqs=num_seqs,
+            device=cache.tensor.device,
+            workspace=self.decode_workspace,
+            window=window,
+            shared=shared,
+            softcap=spec.softcap,
+            sinks=bool(spec.sinks),
+        )
+
+    def captured_inputs(self, shape: StepShape, cache: KvCache, spec: AttentionSpec) -> StepInputs:
         """Returns the inputs of a captured step, for `plan_captured`."""
-        tile_tokens = self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[1]
+        tile_tokens = self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[1]
         return StepInputs(shape, tile_tokens, self._device, padding_length=-1 if _decodes_apart(cache) else 1)
 
     def plan_captured(
@@ -197,7 +274,7 @@ class TritonOps(Ops):
             block_tables=block_tables,
             tiles=tiles,
         )
-        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, num_heads, shape.rows if shape.chunks else 1)[0])
+        plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
         if shape.chunks:
             plan.progress = self.progress.word, inputs.tensor("number")
         if decodes_apart and shape.decodes:
@@ -206,15 +283,7 @@ class TritonOps(Ops):
                     kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
                 )
             plan.decode = {
-                window: DecodePlan(
-                    kv,
-                    num_heads=num_heads,
-                    num_seqs=shape.decodes,
-                    device=block_tables.device,
-                    workspace=self.decode_workspace,
-                    window=window,
-                    shared=None if window else plan.shared,
-                )
+                window: self._new_decode_plan(cache, spec, shape.decodes, window, None if window else plan.shared)
                 for window in dict.fromkeys(windows)
             }
             plan.num_decodes = shape.decodes
@@ -243,8 +312,7 @@ class StepTensors:
 class TritonAttentionPlan:
     """One step's AttentionPlan (see twostep/model/kernels/ops.py). Looks at no value on the device, so that a step can be captured."""
 
-    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: triton_prefill.TileShape | None) -> None:
-        """`tile_shape` None: the tiles are the Hopper kernel's."""
+    def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: ChunkTile) -> None:
         self.token_ids = step.token_ids
         self.positions = step.positions
         self.sample_rows = step.sample_rows
@@ -255,6 +323,7 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
+        self.states: SequenceStates | None = None
         self.shared: SharedPrefix | None = None
         # Where the step says how far it is, and its number (triton_progress.py); None: nowhere.
         self.progress: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -269,11 +338,12 @@ class TritonAttentionPlan:
             if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(
-            qkv, step.positions, step.slots, spec.cos, spec.sin, self._cache, layer, spec.num_heads, self.progress
+            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads, self.progress
         )
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        step, num_heads, head_dim = self._step, self._spec.num_heads, self._cache.shape.head_dim
+        step, spec, head_dim = self._step, self._spec, self._cache.shape.head_dim
+        num_heads = spec.num_heads
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
         if self.decode:
             some = slice(0, self.num_decodes)
@@ -283,7 +353,9 @@ class TritonAttentionPlan:
                 layer,
                 step.block_tables[some],
                 step.seq_lens[some],
-                plan=self.decode[self._spec.windows[layer]],
+                plan=self.decode[spec.windows[layer]],
+                scale=spec.scale,
+                sinks=spec.sinks[layer] if spec.sinks else None,
                 out=out.view(len(qkv), num_heads, -1)[some],
             )
         if self.num_decodes < len(step.seq_lens):
@@ -292,17 +364,66 @@ class TritonAttentionPlan:
             note_layers(*self.progress, layer + 1)
         return out
 
+    def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        step, spec, cache, dims, scale = self._step, self._spec, self._cache, self._spec.latent, self._spec.scale
+        assert dims is not None
+        assert scale is not None
+        if layer == 0:
+            for plan in self.decode.values():
+                plan.refresh(step.seq_lens[: self.num_decodes])
+        absorbed = absorb(query, weights, dims)
+        tables = spec.rope[layer]
+        write_latent(
+            query, absorbed, kv, step.positions, step.slots, tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
+            progress=self.progress,
+        )  # fmt: skip
+        out = query.new_empty(len(query), spec.num_heads, dims.latent)
+        if self.decode:
+            some = slice(0, self.num_decodes)
+            latent_decode(
+                absorbed[some],
+                out[some],
+                cache,
+                layer,
+                step.block_tables[some],
+                step.seq_lens[some],
+                plan=self.decode[0],
+                program=latent_program(cache, dims, num_heads=spec.num_heads, max_queries=1),
+                scale=scale,
+            )
+        if self.num_decodes < len(step.seq_lens):
+            assert isinstance(self._tile_shape, LatentProgram)
+            latent_chunks(
+                absorbed,
+                out,
+                cache,
+                layer,
+                tiles=step.tiles,
+                query_start=step.query_start,
+                seq_lens=step.seq_lens,
+                block_tables=step.block_tables,
+                program=self._tile_shape,
+                scale=scale,
+            )
+        if self.progress is not None and layer == cache.shape.num_layers - 1:
+            note_layers(*self.progress, layer + 1)
+        return values_of(out, weights, dims)
+
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        step, cache = self._step, self._cache
+        step, cache, spec = self._step, self._cache, self._spec
         inputs: dict[str, Any] = {
-            "num_heads": self._spec.num_heads,
+            "num_heads": spec.num_heads,
             "tiles": step.tiles,
             "query_start": step.query_start,
             "seq_lens": step.seq_lens,
             "block_tables": step.block_tables,
-            "window": self._spec.windows[layer],
+            "window": spec.windows[layer],
+            "scale": spec.scale,
+            "softcap": spec.softcap,
+            "sinks": spec.sinks[layer] if spec.sinks else None,
         }
         if self._tile_shape is not None:
+            assert isinstance(self._tile_shape, triton_prefill.TileShape)
             triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.

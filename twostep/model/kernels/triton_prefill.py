@@ -11,7 +11,6 @@ in tokens. Tiles are listed heaviest first, so that the last ones to run are sho
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,7 @@ import triton.language as tl
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_pull import clear_sums
 from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized
+from twostep.model.kernels.triton_scores import LOG2_E, capped, log2_scale
 from twostep.model.step.kv_cache import KvCache
 
 _CLEAR_TILE = 8192
@@ -36,7 +36,7 @@ def uses_hopper(kv: KvShape, *, num_heads: int, max_queries: int, capability: tu
     otherwise, exactly in float32. Chosen by measurement (benchmarks/gpu_prefill_attention.py, table in RESULTS.md). `capability` is the
     device's, None: no NVIDIA GPU."""
     share = num_heads // kv.num_kv_heads
-    rows = kv.num_blocks * kv.num_layers * 2 * kv.num_kv_heads * kv.block_size
+    rows = kv.num_blocks * kv.num_layers * kv.vectors * kv.block_size
     if kv.quantization == "none":
         # What TMA boxes can be.
         readable = kv.dtype in ("bfloat16", "float16") and kv.block_size in (8, 16, 32, 64, 128) and rows < 2**31
@@ -114,6 +114,9 @@ def prefill_attention(
     block_tables: torch.Tensor,
     shape: TileShape,
     window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of chunks whose own keys and values are in the pool already. Writes the rows of `out` that tiles cover.
 
@@ -124,12 +127,14 @@ def prefill_attention(
     seq_lens      int32 [S], keys of each sequence, its chunk included
     block_tables  int32 [S, B]; entries wholly before every window are not read
     window        keys that a query sees, its own included; 0: all
+    scale, softcap, sinks    of the logits, as AttentionSpec has them; sinks float32 [num_heads], those of the layer
     """
     pool, kv, quantized = cache.tensor, cache.shape, cache.quantized
     assert qkv.stride(1) == 1
     assert out.is_contiguous()
     assert pool.stride(-1) == 1
     assert block_tables.stride(1) == 1
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     share = num_heads // kv.num_kv_heads
     if len(tiles) == 1:
         return
@@ -138,10 +143,10 @@ def prefill_attention(
     _prefill_kernel[((len(tiles) - 1) * kv.num_kv_heads,)](
         qkv, out, pool[:, layer], tiles, query_start, seq_lens, block_tables, qkv.stride(0), out.stride(0), block_tables.stride(0),
         pool.stride(0), *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
-        math.log2(math.e) / math.sqrt(kv.head_dim),
+        log2_scale(kv.head_dim, scale, softcap), sinks,
         NUM_KV_HEADS=kv.num_kv_heads, SHARE=share, HEAD_DIM=kv.head_dim, BLOCK_D=max(16, triton.next_power_of_2(kv.head_dim)),
         BLOCK_SIZE=kv.block_size, BLOCK_M=shape.num_rows, BLOCK_N=shape.num_keys, TOKENS=shape.num_rows // share, WINDOW=window,
-        FORMAT=kv.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda,
+        SOFTCAP=softcap, SINKS=sinks is not None, FORMAT=kv.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
 
@@ -155,7 +160,7 @@ def clear_tails(cache: KvCache, seq_lens: torch.Tensor, block_tables: torch.Tens
     kv, pool = cache.shape, cache.tensor
     assert pool.is_contiguous()
     assert block_tables.stride(1) == 1
-    numbers = kv.num_layers * 2 * kv.num_kv_heads * kv.block_size * kv.head_dim
+    numbers = kv.num_layers * kv.vectors * kv.block_size * kv.head_dim
     if len(seq_lens) and kv.block_size > 1:
         _clear_kernel[(len(seq_lens), triton.cdiv(numbers, _CLEAR_TILE))](
             pool, seq_lens, block_tables, block_tables.stride(0), numbers,
@@ -188,10 +193,10 @@ def _clear_kernel(
 )
 def _prefill_kernel(
     q_ptr, out_ptr, pool_ptr, tiles_ptr, query_start_ptr, seq_lens_ptr, tables_ptr, stride_q, stride_out, stride_table,
-    stride_block, stride_kv, stride_head, stride_slot, words_ptr, stride_words, scale_log2,
+    stride_block, stride_kv, stride_head, stride_slot, words_ptr, stride_words, scale_log2, sinks_ptr,
     NUM_KV_HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
-    CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -224,6 +229,9 @@ def _prefill_kernel(
     pool = (k_ptr, v_ptr, table_ptr, stride_block, stride_slot, words_ptr, stride_words)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        best = tl.load(sinks_ptr + kv_head * SHARE + row % SHARE) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # Every row sees all keys up to the first token's own, and all from where the last token's window begins.
@@ -250,6 +258,7 @@ def _prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             WINDOW,
+            SOFTCAP,
             FORMAT,
             CONVERTS,
             IN_FLOAT32,
@@ -272,6 +281,7 @@ def _prefill_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         WINDOW,
+        SOFTCAP,
         FORMAT,
         CONVERTS,
         IN_FLOAT32,
@@ -293,6 +303,7 @@ def _prefill_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         WINDOW,
+        SOFTCAP,
         FORMAT,
         CONVERTS,
         IN_FLOAT32,
@@ -307,7 +318,7 @@ def _prefill_kernel(
 def _attend_keys(
     best, total, acc, q, position, pool, start, stop, end, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [start, stop) into the running maximum, sum and weighted values of each row."""
     k_ptr, v_ptr, table_ptr, stride_block, stride_slot, words_ptr, stride_words = pool
@@ -341,6 +352,8 @@ def _attend_keys(
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if SOFTCAP > 0:
+            score = capped(score, SOFTCAP)
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:

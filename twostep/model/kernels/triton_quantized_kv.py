@@ -48,11 +48,11 @@ def store_quantized(
     peak = tl.maximum(peak_of(low), peak_of(high), propagate_nan=tl.PropagateNan.ALL)
     if TAIL > 0:
         peak = tl.maximum(peak, peak_of(rest), propagate_nan=tl.PropagateNan.ALL)
-    low, high, rest = _finite(low), _finite(high), _finite(rest)
+    low, high, rest = finite(low), finite(high), finite(rest)
     static = peak
     if STATIC:
         static = tl.load(static_ptr + kv_head, mask=kept, other=1.0)
-    scale = _chosen_scale(low, high, rest, peak, static, 3 if TAIL > 0 else 2, FP8, STATIC)
+    scale = chosen_scale(low, high, rest, peak, static, 3 if TAIL > 0 else 2, FP8, STATIC)
     scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
     bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     tl.store(scales + (kv_head % HEADS * BLOCK_SIZE + slot) * 2 + kv_head // HEADS, bits, mask=kept)
@@ -65,7 +65,7 @@ def store_quantized(
 
 
 @triton.jit
-def _chosen_scale(low, high, rest, peak, static, PARTS: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr):
+def chosen_scale(low, high, rest, peak, static, PARTS: tl.constexpr, FP8: tl.constexpr, STATIC: tl.constexpr):
     """Scales [rows, 1] of vectors in so many parts, finite but for `peak`, their largest magnitudes: those given, or the best."""
     scale = _scale(peak, FP8)
     if STATIC:
@@ -101,7 +101,7 @@ def peak_of(x):
 
 
 @triton.jit
-def _finite(x):
+def finite(x):
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
@@ -119,13 +119,13 @@ def _store_bytes(
     block_ptr, x, scale, kv_head, slot, d, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr
 ):
     """Finite numbers x [rows, N] of dimensions d [1, N]."""
-    byte = _bytes(x, scale, FP8)
+    byte = bytes_of(x, scale, FP8)
     inside = tl.where(kv_head < HEADS, slot * HEAD_DIM + d, slot // 4 * (4 * HEAD_DIM) + 4 * d + slot % 4)
     tl.store(block_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM) + inside, byte, mask=mask)
 
 
 @triton.jit
-def _bytes(x, scale, FP8: tl.constexpr):
+def bytes_of(x, scale, FP8: tl.constexpr):
     """Bytes of finite numbers [rows, N] by the scale of their row."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled == scaled, scaled, 0.0)
@@ -219,15 +219,15 @@ def _values_kernel(
                 at = (other * (num_heads + 2 * HEADS) + num_heads + HEADS + head) * HEAD_DIM + d
                 x = tl.load(qkv_ptr + at, mask=real & there, other=0.0).to(tl.float32)
                 peak = peak_of(x)
-                x = _finite(x)
+                x = finite(x)
                 static = peak
                 if STATIC:
                     static = tl.load(static_ptr + HEADS + head, mask=head < HEADS, other=1.0)
-                scale = _chosen_scale(x, x, x, peak, static, 1, FP8, STATIC)
+                scale = chosen_scale(x, x, x, peak, static, 1, FP8, STATIC)
                 bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
                 slot_scales = scales + (head * BLOCK_SIZE + (first + t) % BLOCK_SIZE) * 2 + 1
                 tl.store(slot_scales, bits, mask=(head < HEADS) & there)
-                word |= _bytes(x, scale, FP8).to(tl.int32) << (8 * t)
+                word |= bytes_of(x, scale, FP8).to(tl.int32) << (8 * t)
             inside = (HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + first % BLOCK_SIZE * HEAD_DIM + 4 * d
             if count == 4:
                 tl.store((block_ptr + inside).to(tl.pointer_type(tl.int32)), word, mask=real)
@@ -266,11 +266,11 @@ def load_quantized(
     v = tl.reshape(tl.permute(tl.reshape(v, [BLOCK_N // 4, BLOCK_D, 4]), (0, 2, 1)), [BLOCK_N, BLOCK_D])
     k_scale = (words << 16).to(tl.float32, bitcast=True)[:, None]
     v_scale = (words & -65536).to(tl.float32, bitcast=True)[:, None]
-    return (_numbers(k, FORMAT, CONVERTS) * k_scale).to(dtype), (_numbers(v, FORMAT, CONVERTS) * v_scale).to(dtype)
+    return (numbers_of(k, FORMAT, CONVERTS) * k_scale).to(dtype), (numbers_of(v, FORMAT, CONVERTS) * v_scale).to(dtype)
 
 
 @triton.jit
-def _numbers(byte, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
+def numbers_of(byte, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
     """Float32 of bytes, without their scales."""
     if FORMAT == "int8":
         return byte.to(tl.float32) - 128.0

@@ -21,6 +21,7 @@ import triton
 
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.linear_trial import try_linear
+from twostep.model.kernels.ops import LinearInParts
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import num_sms_of, overlaps, shared_bytes_of
@@ -247,7 +248,7 @@ def bytes_on_their_way(packed: Packed, tile: QuantizedTile) -> int:
     return step * tile.num_stages
 
 
-class QuantizedLinear:
+class QuantizedLinear(LinearInParts):
     """x @ weight.T + bias; or, gated, silu of its first half times the second."""
 
     def __init__(self, weight: PreparedWeight, bias: torch.Tensor | None, *, gated: bool = False) -> None:
@@ -257,11 +258,9 @@ class QuantizedLinear:
         self._gated = gated
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, N] from x [T, K]."""
         return quantized_linear(self.weight, x, self._bias, gated=self._gated)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, N] or, where that is faster, float32 [parts, T, N], whose sum over the parts it is."""
         return quantized_linear(self.weight, x, self._bias, gated=self._gated, in_parts=not self._gated)
 
     def of_rounded(self, x: RoundedInput, dtype: torch.dtype) -> torch.Tensor:

@@ -239,40 +239,40 @@ def _eight_kernel(
     for k in tl.range(start, end, DEPTH, num_stages=STAGES):
         x = _load_tokens(x_source, stride_x, first_token, k, tokens, width, TOKENS, DEPTH, BULK_X, EVEN)
         if GATED:
-            gate = _load_rows(source, first, at, k, width, width, DEPTH, BULK, EVEN)
-            weight = _load_rows(source, first + num_out, at + num_out, k, width, width, DEPTH, BULK, EVEN)
+            gate = load_rows(source, first, at, k, width, width, DEPTH, BULK, EVEN)
+            weight = load_rows(source, first + num_out, at + num_out, k, width, width, DEPTH, BULK, EVEN)
         else:
-            weight = _load_rows(source, first, at, k, width, width, DEPTH, BULK, EVEN)
+            weight = load_rows(source, first, at, k, width, width, DEPTH, BULK, EVEN)
         if X_GROUPS or W_GROUPS or EXACT:
             # Sums of one step each.
             group = k // DEPTH
             if GATED:
-                d = _dot(x, gate, tl.zeros(shape, SUM), TURNED)
+                d = dot(x, gate, tl.zeros(shape, SUM), TURNED)
                 if W_GROUPS:
-                    d *= _of_rows(tl.load(scales_ptr + group * stride_scales + at // BLOCK_ROWS), TURNED)
+                    d *= of_rows(tl.load(scales_ptr + group * stride_scales + at // BLOCK_ROWS), TURNED)
                 if X_GROUPS:
-                    d *= _of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
+                    d *= of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
                 gate_acc += d
-            d = _dot(x, weight, tl.zeros(shape, SUM), TURNED)
+            d = dot(x, weight, tl.zeros(shape, SUM), TURNED)
             if W_GROUPS:
-                d *= _of_rows(tl.load(scales_ptr + group * stride_scales + (at + num_out * GATED) // BLOCK_ROWS), TURNED)
+                d *= of_rows(tl.load(scales_ptr + group * stride_scales + (at + num_out * GATED) // BLOCK_ROWS), TURNED)
             if X_GROUPS:
-                d *= _of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
+                d *= of_tokens(tl.load(x_scales_ptr + group * tokens + token), TURNED)
             acc += d
         else:
             if GATED:
-                gate_acc = _dot(x, gate, gate_acc, TURNED)
-            acc = _dot(x, weight, acc, TURNED)
+                gate_acc = dot(x, gate, gate_acc, TURNED)
+            acc = dot(x, weight, acc, TURNED)
     acc = acc.to(tl.float32)
     gate_acc = gate_acc.to(tl.float32)
     if not X_GROUPS:
-        x_scale = _of_tokens(tl.load(x_scales_ptr + token), TURNED)
+        x_scale = of_tokens(tl.load(x_scales_ptr + token), TURNED)
         acc *= x_scale
         gate_acc *= x_scale
     if not W_GROUPS:
-        acc *= _of_rows(tl.load(scales_ptr + (at + num_out * GATED) // BLOCK_ROWS), TURNED)
+        acc *= of_rows(tl.load(scales_ptr + (at + num_out * GATED) // BLOCK_ROWS), TURNED)
         if GATED:
-            gate_acc *= _of_rows(tl.load(scales_ptr + at // BLOCK_ROWS), TURNED)
+            gate_acc *= of_rows(tl.load(scales_ptr + at // BLOCK_ROWS), TURNED)
     _finish(
         acc, gate_acc, bias_ptr, out_ptr, sums_ptr, counters_ptr, tokens, num_out, t, row, at, part, parts, HAS_BIAS, GATED, TURNED, MERGED
     )
@@ -308,14 +308,14 @@ def _unpack_kernel(
     gate_acc = tl.zeros([COLS, TOKENS], tl.float32)
     for b in tl.range(start, end, num_stages=STAGES):
         if GATED:
-            gate = _load_rows(source, b * num_rows + first, b * num_rows + at, 0, SLICE, SLICE, SLICE, BULK, True)
+            gate = load_rows(source, b * num_rows + first, b * num_rows + at, 0, SLICE, SLICE, SLICE, BULK, True)
             gate_acc = _add_block(
                 gate, x_source, scales_ptr + at // BLOCK_ROWS, zeros_ptr + at, stride_scales, gate_acc, first_token, b, stride_x, tokens,
                 width, TOKENS, COLS, SLICE, BITS, IS_FLOAT, GROUP, HAS_ZEROS, BULK_X, EVEN, ON_GPU,
             )  # fmt: skip
-            words = _load_rows(source, b * num_rows + first + num_out, b * num_rows + at + num_out, 0, SLICE, SLICE, SLICE, BULK, True)
+            words = load_rows(source, b * num_rows + first + num_out, b * num_rows + at + num_out, 0, SLICE, SLICE, SLICE, BULK, True)
         else:
-            words = _load_rows(source, b * num_rows + first, b * num_rows + at, 0, SLICE, SLICE, SLICE, BULK, True)
+            words = load_rows(source, b * num_rows + first, b * num_rows + at, 0, SLICE, SLICE, SLICE, BULK, True)
         acc = _add_block(
             words, x_source, scales_ptr + (at + num_out * GATED) // BLOCK_ROWS, zeros_ptr + at + num_out * GATED, stride_scales, acc,
             first_token, b, stride_x, tokens, width, TOKENS, COLS, SLICE, BITS, IS_FLOAT, GROUP, HAS_ZEROS, BULK_X, EVEN, ON_GPU,
@@ -349,7 +349,7 @@ def _dense_kernel(
         group = (b * SLICES + p) * SLICE // GROUP if GROUP > 0 else 0
         if HAS_ZEROS:
             zero = tl.load(zeros_ptr + group * stride_scales + at)
-        numbers = _unpack(words, zero, dense_ptr.dtype.element_ty, p, BITS, IS_FLOAT, HAS_ZEROS, ON_GPU).to(tl.float32)
+        numbers = unpack(words, zero, dense_ptr.dtype.element_ty, p, BITS, IS_FLOAT, HAS_ZEROS, ON_GPU).to(tl.float32)
         numbers *= tl.load(scales_ptr + group * stride_scales + at // BLOCK_ROWS)[:, None]
         column = (b * SLICES + p) * SLICE + i
         mask = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -377,7 +377,7 @@ def _add_block(
                 d = tl.zeros([COLS, TOKENS], tl.float32)
             if HAS_ZEROS:
                 zero = tl.load(zeros_ptr + group * stride)
-        numbers = _unpack(words, zero, x.dtype, p, BITS, IS_FLOAT, HAS_ZEROS, ON_GPU)
+        numbers = unpack(words, zero, x.dtype, p, BITS, IS_FLOAT, HAS_ZEROS, ON_GPU)
         if ON_GPU:
             d = tl.dot(numbers, tl.trans(x), d)
         else:
@@ -402,7 +402,7 @@ def _load_tokens(
 
 
 @triton.jit
-def _load_rows(source, first, row, k, width, stride, DEPTH: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr):
+def load_rows(source, first, row, k, width, stride, DEPTH: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr):
     """[COLS, DEPTH] of the weight, zeros past its width; rows from `first` on, `row` where there are some."""
     if BULK:
         return source.load([first, k])
@@ -416,7 +416,7 @@ def _load_rows(source, first, row, k, width, stride, DEPTH: tl.constexpr, BULK: 
 
 
 @triton.jit
-def _dot(x, weight, acc, TURNED: tl.constexpr):
+def dot(x, weight, acc, TURNED: tl.constexpr):
     return tl.dot(weight, tl.trans(x), acc, out_dtype=acc.dtype) if TURNED else tl.dot(x, tl.trans(weight), acc, out_dtype=acc.dtype)
 
 
@@ -433,12 +433,12 @@ def _place(tokens, num_out, TOKENS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(values, TURNED: tl.constexpr):
+def of_rows(values, TURNED: tl.constexpr):
     return values[:, None] if TURNED else values[None, :]
 
 
 @triton.jit
-def _of_tokens(values, TURNED: tl.constexpr):
+def of_tokens(values, TURNED: tl.constexpr):
     return values[None, :] if TURNED else values[:, None]
 
 
@@ -448,8 +448,8 @@ def _finish(
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's sums, or one part's; of merged parts the one that comes last adds up all."""
-    place = _of_tokens(t, TURNED).to(tl.int64) * num_out + _of_rows(row, TURNED)
-    mask = _of_tokens(t < tokens, TURNED) & _of_rows(row < num_out, TURNED)
+    place = of_tokens(t, TURNED).to(tl.int64) * num_out + of_rows(row, TURNED)
+    mask = of_tokens(t < tokens, TURNED) & of_rows(row < num_out, TURNED)
     if MERGED:
         size = tokens * num_out.to(tl.int64)
         tl.store(sums_ptr + part * size + place, acc, mask=mask)
@@ -461,14 +461,14 @@ def _finish(
             for other in range(1, parts):
                 total += tl.load(sums_ptr + other * size + place, mask=mask, other=0.0, cache_modifier=".cg")
             if HAS_BIAS:
-                total += _of_rows(tl.load(bias_ptr + at).to(tl.float32), TURNED)
+                total += of_rows(tl.load(bias_ptr + at).to(tl.float32), TURNED)
             tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
             tl.store(counter, 0)
     else:
         if HAS_BIAS and part == 0:
-            acc += _of_rows(tl.load(bias_ptr + at + num_out * GATED).to(tl.float32), TURNED)
+            acc += of_rows(tl.load(bias_ptr + at + num_out * GATED).to(tl.float32), TURNED)
             if GATED:
-                gate_acc += _of_rows(tl.load(bias_ptr + at).to(tl.float32), TURNED)
+                gate_acc += of_rows(tl.load(bias_ptr + at).to(tl.float32), TURNED)
         if GATED:
             acc = gate_acc * tl.sigmoid(gate_acc) * acc
         tl.store(out_ptr + part * tokens * num_out.to(tl.int64) + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -492,7 +492,7 @@ _ASK = tl.constexpr("""{
 
 
 @triton.jit
-def _unpack(
+def unpack(
     words, zero, dtype: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZEROS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):  # fmt: skip

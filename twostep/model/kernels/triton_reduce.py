@@ -40,20 +40,30 @@ class RowExchange:
         self._numbers = torch.zeros(max_rows, dtype=torch.int32, device=inboxes.device)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, push: bool = True, pull: bool = True
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        first_weight: torch.Tensor | None = None,
+        push: bool = True,
+        pull: bool = True,
     ) -> torch.Tensor:
         """Adds the sum of all ranks' x to `residual` in place, and returns rms_norm(residual).
 
         x         [T, N], or float32 [parts, T, N], which are added up first; rounded to residual's dtype before it is exchanged
         residual  [T, N], dense, T <= max_rows, rows a multiple of 4 bytes
-        weight    [N]
+        weight    [N], perhaps float32 where residual is not; so is first_weight, with which the sum is normed itself before it is added
         Without `pull` only the exchange's first half is done, without `push` only its second: for tests of several ranks in one process.
         """
         rows, width = residual.shape
         assert rows <= self.max_rows
         assert residual.is_contiguous()
         assert x.shape[-2:] == residual.shape
-        assert weight.shape == (width,)
+        for each in (weight, weight if first_weight is None else first_weight):
+            assert each.shape == (width,)
+            assert each.is_contiguous()
         assert width * residual.element_size() % 4 == 0
         out = torch.empty_like(residual)
         if not rows:
@@ -62,9 +72,9 @@ class RowExchange:
         block = triton.next_power_of_2(width)
         pdl = overlaps(x.device)
         _reduce_kernel[(rows,)](
-            x, residual, weight, out, self._inboxes, self._numbers, residual.numel(), eps,
+            x, residual, first_weight, weight, out, self._inboxes, self._numbers, residual.numel(), eps,
             PARTS=x.numel() // residual.numel(), WIDTH=width, BLOCK=block, PER_WORD=4 // residual.element_size(),
-            RANK=self._rank, SIZE=len(self._inboxes), MAX_ROWS=self.max_rows, PUSH=push, PULL=pull,
+            RANK=self._rank, SIZE=len(self._inboxes), MAX_ROWS=self.max_rows, NORMS_FIRST=first_weight is not None, PUSH=push, PULL=pull,
             PDL=pdl, num_warps=_WARPS if block <= 4096 else 2 * _WARPS, launch_pdl=pdl,
         )  # fmt: skip
         return out
@@ -72,9 +82,9 @@ class RowExchange:
 
 @triton.jit
 def _reduce_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, inboxes_ptr, numbers_ptr, numel, eps,
+    x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, inboxes_ptr, numbers_ptr, numel, eps,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_WORD: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    MAX_ROWS: tl.constexpr, PUSH: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr,
+    MAX_ROWS: tl.constexpr, NORMS_FIRST: tl.constexpr, PUSH: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = WIDTH // PER_WORD
     row = tl.program_id(0)
@@ -111,6 +121,10 @@ def _reduce_kernel(
                     got = tl.load(there, mask=word_mask, other=0, volatile=True)
                 total += _numbers(got.to(tl.int32), residual_ptr.dtype.element_ty, BLOCK, PER_WORD)
         tl.store(numbers_ptr + row, number)
+        if NORMS_FIRST:
+            first_weight = tl.load(first_ptr + col, mask=mask, other=0.0).to(tl.float32)
+            total = tl.where(mask, total, 0.0)
+            total *= tl.rsqrt(tl.sum(total * total, axis=0) / WIDTH + eps) * first_weight
         total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rounded = total.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, rounded, mask=mask)

@@ -12,7 +12,6 @@ Softmax over parts of the keys is merged exactly (Juravsky et al., "Hydragen: Hi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from twostep.engine.batch import KvShape
 from twostep.model.kernels.shared_prefix import GRANULE, ITEM_COLUMNS, OWN_COLUMNS, SharedLayout, find_groups, pack, room_for_items
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of, overlaps
 from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized
+from twostep.model.kernels.triton_scores import capped
 from twostep.model.step.kv_cache import KvCache
 
 
@@ -52,9 +52,9 @@ def shared_tile(shape: KvShape, *, num_heads: int, num_seqs: int) -> SharedTile:
 
 
 def serves_shared(shape: KvShape, *, num_heads: int, windows: Sequence[int]) -> bool:
-    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Blocks in a window are read by each sequence for
-    itself."""
-    return 0 in windows and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
+    """Whether SharedPrefix serves this pool, and a layer of these windows (0: none). Blocks in a window, and latents, are read by each
+    sequence for itself."""
+    return 0 in windows and shape.num_planes == 2 and shape.block_size % 16 == 0 and num_heads // shape.num_kv_heads <= 128
 
 
 class SharedPrefix:
@@ -102,8 +102,10 @@ class SharedPrefix:
         groups = find_groups(block_tables, seq_lens, block_size=self.shape.block_size, layout=self.layout)
         return pack(groups, self.layout) if groups else None
 
-    def attend(self, q: torch.Tensor, cache: KvCache, layer: int, block_tables: torch.Tensor, *, scale_log2: float) -> None:
-        """Leaves the states of the listed items; arguments as decode_attention has them, `scale_log2` in units of log2."""
+    def attend(
+        self, q: torch.Tensor, cache: KvCache, layer: int, block_tables: torch.Tensor, *, scale_log2: float, softcap: float = 0.0
+    ) -> None:
+        """Leaves the states of the listed items; arguments as decode_attention has them, `scale_log2` as triton_scores makes it."""
         shape, pool, tile, quantized = cache.shape, cache.tensor, self.tile, cache.quantized
         words = None if quantized is None else quantized.words[:, layer]
         pdl = overlaps(pool.device)
@@ -116,14 +118,9 @@ class SharedPrefix:
             *(pool.stride()[2:5] if quantized is None else quantized.strides), words, 0 if words is None else words.stride(0),
             COLUMNS=ITEM_COLUMNS, SHARE=self.num_heads // shape.num_kv_heads, ROWS=tile.num_rows, KEYS=tile.num_keys,
             HEAD_DIM=shape.head_dim, BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)), BLOCK_SIZE=shape.block_size,
-            FORMAT=shape.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda, PDL=pdl,
+            SOFTCAP=softcap, FORMAT=shape.quantization, CONVERTS=converts_fp8(pool.device), IN_FLOAT32=not pool.is_cuda, PDL=pdl,
             num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
-
-
-def log2_scale(head_dim: int, scale: float | None) -> float:
-    """A scale of scores, `head_dim ** -0.5` where it is None, for powers of 2."""
-    return math.log2(math.e) * (head_dim**-0.5 if scale is None else scale)
 
 
 @triton.jit
@@ -131,7 +128,8 @@ def _shared_kernel(
     q_ptr, pool_ptr, tables_ptr, items_ptr, members_ptr, parts_ptr, scales_ptr,
     scale_log2, stride_q, stride_table, stride_block, stride_kv, stride_head, stride_slot, words_ptr, stride_words,
     COLUMNS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: decode attention, which starts beside this, may then read what came before without waiting.
@@ -179,6 +177,8 @@ def _shared_kernel(
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            if SOFTCAP > 0:
+                score = capped(score, SOFTCAP)
             new_best = tl.maximum(best, tl.max(score, 1))
             weight = tl.exp2(score - new_best[:, None])
             shrink = tl.exp2(best - new_best)

@@ -257,12 +257,13 @@ class DenseTensor:
 
     @property
     def num_bytes(self) -> int:
-        return bytes_to_read(self._stored, len(self._place.tensor))
+        return sum(bytes_to_read(self._stored, len(run.tensor)) for run in self._place.runs())
 
     def reads(self) -> list[tuple[StoredTensor, Place]]:
         """Takes memory for the place's part of it, in the file's dtype: it is rounded once."""
         self._buffer = torch.empty(self._place.tensor.shape, dtype=self._stored.dtype, device=self._part.device)
-        return [(self._stored, replace(self._place, tensor=self._buffer, part=None))]
+        runs = replace(self._place, tensor=self._buffer, part=None).runs()
+        return [(replace(self._stored, shape=run.shape), run) for run in runs]
 
     def take(self) -> QuantizedWeight:
         """Returns the place's weight, and lets go of the dense one. Raises SetupError, naming the tensor, for what is no number."""

@@ -199,7 +199,7 @@ def _read(share: _Share, files: dict[Path, int], device: torch.device) -> None:
     try:
         with torch.inference_mode(), _own_stream(device):
             for piece, slot in zip(share, cycle(slots), strict=False):
-                if device.type == "cpu" and piece.dtype == piece.target.dtype and piece.num_columns == 1:
+                if device.type == "cpu" and piece.dtype == piece.target.dtype and piece.num_columns == 1 and piece.target.is_contiguous():
                     _fill(files[piece.path], piece, piece.target.view(-1))
                 else:
                     slot.pass_on(files[piece.path], piece)
@@ -246,16 +246,16 @@ class _Slot:
 def _pieces(tensor: StoredTensor, place: Place) -> list[_Piece]:
     assert tensor.dtype is not None
     assert tensor.shape == place.shape
-    assert place.tensor.is_contiguous()
+    assert place.tensor.is_contiguous() or place.tensor.t().is_contiguous()
     if not place.tensor.numel():
         return []
-    rows = place.tensor.view(len(place.tensor), -1) if place.tensor.dim() else place.tensor.view(1, 1)
+    rows = place.tensor if place.tensor.dim() == 2 else place.tensor.view(len(place.tensor) if place.tensor.dim() else 1, -1)
     num_columns = tensor.num_bytes // tensor.dtype.itemsize // max(tensor.shape[0] if tensor.shape else 1, 1)
     first_row = place.start[0] if place.start else 0
     first_column = place.start[1] if len(place.start) > 1 else 0
     offset = tensor.offset + first_row * num_columns * tensor.dtype.itemsize
     columns = slice(first_column, first_column + rows.shape[1])
-    if rows.shape[1] == num_columns:
+    if rows.shape[1] == num_columns and rows.is_contiguous():
         rows, columns, num_columns = rows.view(-1, 1), slice(0, 1), 1
     at_once = max(1, _SLOT_BYTES // (num_columns * tensor.dtype.itemsize))
     return [

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from twostep.checkpoint.directory import FLOAT_DTYPES
+from twostep.checkpoint.embedding_format import is_made_for_embeddings
 from twostep.checkpoint.linear_format import Role, StoredPart
 from twostep.checkpoint.quantization import HEAD
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import MAX_EXPERTS, ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.modules import INPUT_SCALE, Place, Places
 from twostep.model.families.quantized_part import QuantizedPart
@@ -27,7 +28,7 @@ from twostep.process.free_memory import return_freed_memory
 log = logging.getLogger(__name__)
 
 # Buffers that old checkpoints carry and that are computed from the config here.
-_COMPUTED = (".rotary_emb.inv_freq",)
+_COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 # KV is held as --kv-cache-dtype says, with scales of its own.
 _UNUSED = (".k_scale", ".v_scale")
 _SHOWN_NAMES = 8
@@ -42,18 +43,23 @@ _Layer = tuple[QuantizedPart, QuantizedTensors | DenseTensor]
 
 def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> ModelConfig:
     """Returns `config` with the head untied from the embedding if the files hold one that differs from it in `dtype`, the model's: what
-    transformers makes of a config.json that contradicts them so. Raises SetupError."""
-    if not config.tie_word_embeddings:
-        return config
-    stored = stored_tensors(model_dir)
+    transformers makes of a config.json that contradicts them so; and as that of a model which does not generate, if they hold none and the
+    directory is of one that was trained for embeddings. Raises SetupError."""
+    kind = decoder_class(config)
+    stored = _stored(kind, model_dir)
     names = {tensor.name for tensor in stored}
+    if not config.tie_word_embeddings:
+        if any(name.startswith(f"{HEAD}.") for name in names) or not is_made_for_embeddings(model_dir):
+            return config
+        log.info("%s has no %s: it gives embeddings, and no tokens", model_dir, _HEAD)
+        return replace(config, tie_word_embeddings=True, generates=False)
     quantization = config.quantization
     format = quantization.format_of(HEAD) if quantization is not None and quantization.stored else None
     if format is not None and any(f"{HEAD}.{part.suffix}" in names for part in format.parts if part.role is Role.SCALE):
         # Nobody quantizes the output layer to use the embedding.
         return replace(config, tie_word_embeddings=False)
     head = next((tensor for tensor in stored if tensor.name == _HEAD), None)
-    embedding = _embedding(decoder_class(config), stored)
+    embedding = _embedding(kind, stored)
     if head is None or embedding is None or _are_equal(head, embedding, dtype):
         return config
     log.warning(
@@ -65,9 +71,26 @@ def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> Model
     return replace(config, tie_word_embeddings=False)
 
 
+def _stored(kind: type[Decoder], model_dir: Path) -> list[StoredTensor]:
+    """Returns the files' tensors, those that hold several of equal size apart, the output layer's under the name that it has here."""
+    old = f"{kind.head_name}."
+    tensors = [each for tensor in stored_tensors(model_dir) for each in _apart(tensor, kind.stacked(tensor.name))]
+    return [replace(each, name=f"{HEAD}.{each.name.removeprefix(old)}") if each.name.startswith(old) else each for each in tensors]
+
+
+def _apart(tensor: StoredTensor, names: str) -> list[StoredTensor]:
+    count = tensor.shape[0] if names and tensor.shape else 0
+    if not 0 < count <= MAX_EXPERTS:
+        return [tensor]
+    size = tensor.num_bytes // count
+    return [
+        replace(tensor, name=names.format(i), shape=tensor.shape[1:], offset=tensor.offset + i * size, num_bytes=size) for i in range(count)
+    ]
+
+
 def _embedding(kind: type[Decoder], stored: Sequence[StoredTensor]) -> StoredTensor | None:
     name = f"{kind.embed_name}.weight"
-    return next((tensor for tensor in stored if name in (tensor.name, f"model.{tensor.name}")), None)
+    return next((tensor for tensor in stored if name in (tensor.name, f"{kind.prefix()}{tensor.name}")), None)
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
@@ -89,7 +112,7 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
     """Fills a built model from a model directory. Quantized layers stay so. Raises SetupError, naming the tensor: before anything is read
     for what is missing, unexpected or of the wrong shape or dtype, later for values that cannot be."""
     places = model.places()
-    stored = stored_tensors(model_dir)
+    stored = _stored(type(model), model_dir)
     tied = model.config.tie_word_embeddings
     # Of two that are one, either may have been saved.
     head_is_embedding = tied and _embedding(type(model), stored) is None
@@ -98,77 +121,98 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
     unexpected = []
     for tensor in stored:
         # A checkpoint of the decoder without its head has no prefix (facebook/opt-*).
-        name = tensor.name if tensor.name in wanted else f"model.{tensor.name}"
+        name = tensor.name if tensor.name in wanted else f"{model.prefix()}{tensor.name}"
         if tensor.name == _HEAD and head_is_embedding:
             name = f"{model.embed_name}.weight"
         if name not in wanted or name in work:
-            if not tensor.name.endswith(_COMPUTED + _UNUSED) and not (tensor.name == _HEAD and tied):
+            known = tensor.name.endswith(_COMPUTED + _UNUSED) or model.is_unused(tensor.name)
+            if not known and not (tensor.name == _HEAD and tied):
                 unexpected.append(tensor)
             continue
-        place_name, part = wanted[name]
-        _check(tensor, places[place_name], part)
+        for place_name, part in wanted[name]:
+            _check(tensor, places[place_name], part)
         work[name] = tensor
-    required = {name for name, (_, part) in wanted.items() if part is None or part.required}
+    required = {name for name, uses in wanted.items() if any(part is None or part.required for _, part in uses)}
     if missing := required - work.keys():
         raise SetupError(f"the model directory lacks {_names(missing)}; download it again, or fix config.json")
-    if names := [tensor.name for tensor in unexpected if not _is_empty_bias(tensor, places)]:
+    shapes = _quantized_shapes(places)
+    if names := [tensor.name for tensor in unexpected if not _is_empty_bias(tensor, shapes)]:
         raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(names)}")
     plain, layers = [], list[_Layer]()
     quantized: dict[str, dict[Role, StoredTensor]] = {}
     for name, tensor in work.items():
-        place_name, stored_part = wanted[name]
-        place = places[place_name]
-        if stored_part is not None:
-            quantized.setdefault(place_name, {})[stored_part.role] = tensor
-        elif place.part is not None:
-            layers.append((place.part, DenseTensor(place, tensor)))
-        else:
-            plain.append((replace(tensor, shape=place.shape), place))
+        for place_name, stored_part in wanted[name]:
+            place = places[place_name]
+            if stored_part is not None:
+                quantized.setdefault(place_name, {})[stored_part.role] = tensor
+            elif place.part is not None:
+                layers.append((place.part, DenseTensor(place, tensor)))
+            else:
+                plain += [(replace(tensor, shape=run.shape), run) for run in place.runs()]
     for name, parts in quantized.items():
         if (layer := places[name].part) is not None:
-            layers.append((layer, QuantizedTensors(places[name], parts)))
+            layers.append((layer, QuantizedTensors(_in_stored(places[name]), parts)))
     _read(plain, layers, progress)
     _check_input_scales(places)
     model.finish_loading()
     return_freed_memory()
 
 
-def _wanted(places: Places) -> dict[str, tuple[str, StoredPart | None]]:
-    """Returns, by the tensors' names, whose place each is for, and as what part of a quantized one."""
-    wanted: dict[str, tuple[str, StoredPart | None]] = {}
+def _wanted(places: Places) -> dict[str, list[tuple[str, StoredPart | None]]]:
+    """Returns, by the tensors' names, whose places each is for, and as what part of a quantized one."""
+    wanted: dict[str, list[tuple[str, StoredPart | None]]] = {}
     for name, place in places.items():
+        layer, _, kind = name.rpartition(".")
+        layer = layer if place.fused is None else place.fused.layer
         if place.part is None or not place.part.stored:
-            wanted[name] = name, None
+            wanted.setdefault(f"{layer}.{kind}", []).append((name, None))
         else:
-            wanted |= {f"{name.removesuffix('.weight')}.{part.suffix}": (name, part) for part in place.part.format.parts}
+            for part in place.part.format.parts:
+                wanted.setdefault(f"{layer}.{part.suffix}", []).append((name, part))
     return wanted
+
+
+def _in_stored(place: Place) -> Place:
+    """Returns the one rectangle of a quantized layer of the checkpoint that this place takes. Raises SetupError."""
+    if place.fused is None:
+        return place
+    runs = place.runs()
+    if place.fused.turned or place.fused.period < place.shape[0] or len(runs) > 1:
+        raise SetupError(
+            f"{place.fused.layer} is quantized, but holds several layers in turn, or lies the other way round: that is read of unquantized "
+            "weights only; use the unquantized model, and --quantization if it should take fewer bits"
+        )
+    return runs[0] if runs else replace(place, shape=place.stored_shape, fused=None)
+
+
+def _quantized_shapes(places: Places) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights that the checkpoint has quantized, by its layers' names."""
+    shapes = {}
+    for name, place in places.items():
+        if place.part is not None and place.part.stored:
+            shapes[name.removesuffix(".weight") if place.fused is None else place.fused.layer] = place.stored_shape
+    return shapes
 
 
 def _check(tensor: StoredTensor, place: Place, part: StoredPart | None) -> None:
     if part is not None:
-        check_part(tensor, part, place)
+        check_part(tensor, part, _in_stored(place))
         return
     if tensor.stored_as not in FLOAT_DTYPES:
         raise SetupError(
             f"tensor {tensor.name} is stored as {tensor.stored_as}, but nothing says how it is quantized; use the model's own config.json, "
             "or an unquantized model (bfloat16, float16, float32)"
         )
-    if place.shape != tensor.shape and not (tensor.name.endswith(INPUT_SCALE) and tensor.shape == ()):
-        raise SetupError(
-            f"tensor {tensor.name} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}; fix one of the two"
-        )
+    asked = place.stored_shape
+    if asked != tensor.shape and not (tensor.name.endswith(INPUT_SCALE) and tensor.shape == ()):
+        raise SetupError(f"tensor {tensor.name} has shape {list(tensor.shape)}, but config.json asks for {list(asked)}; fix one of the two")
 
 
-def _is_empty_bias(tensor: StoredTensor, places: Places) -> bool:
+def _is_empty_bias(tensor: StoredTensor, quantized: Mapping[str, tuple[int, ...]]) -> bool:
     """Returns whether this is a bias of zeros beside a quantized weight, which AutoGPTQ gives to layers that have none."""
-    place = places.get(tensor.name.removesuffix(".bias") + ".weight")
-    if (
-        place is None
-        or place.part is None
-        or not place.part.stored
-        or tensor.stored_as not in FLOAT_DTYPES
-        or tensor.shape != place.shape[:1]
-    ):
+    layer, _, kind = tensor.name.rpartition(".")
+    shape = quantized.get(layer)
+    if shape is None or kind != "bias" or tensor.stored_as not in FLOAT_DTYPES or tensor.shape != shape[:1]:
         return False
     bias = torch.empty(tensor.shape)
     read_weights([(tensor, Place.whole(bias))])
@@ -236,8 +280,8 @@ def fill_random(model: Decoder, seed: int = 0) -> None:
         part = place.part
         weight = place.tensor if part is None else torch.empty_like(place.tensor, device=part.device)
         weight.normal_(0.0, 0.02, generator=generator)
-        if name.endswith("norm.weight"):
-            weight.add_(1.0)
+        if place.middle:
+            weight.add_(place.middle)
         if part is not None:
             part.fill(quantize(weight, part.format))
     model.finish_loading()

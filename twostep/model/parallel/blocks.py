@@ -1,6 +1,7 @@
 """KV blocks of several ranks as blocks of the whole model, and back: a block's layout is the same for every number of ranks.
 
-whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales of heads 0 … H-1, where the pool is quantized
+whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales of heads 0 … H-1, where the pool is quantized; of latent
+                attention K alone, of one head, which every rank holds
 a rank's block  the same for the heads it holds
 """
 
@@ -56,6 +57,6 @@ def _planes(shape: KvShape) -> list[int]:
     """Bytes of one head in what one layer of a block consists of, in order."""
     total = shape.block_bytes // (shape.num_layers * shape.num_kv_heads)
     if shape.quantization == "none":
-        return [total // 2, total // 2]
+        return [total // shape.num_planes] * shape.num_planes
     values = shape.block_size * shape.head_dim
-    return [values, values, total - 2 * values]
+    return [values] * shape.num_planes + [total - shape.num_planes * values]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, LayerRange, ScoredRows
+from twostep.engine.batch import Batch, LayerRange, PooledRows, ScoredRows
 from twostep.errors import InternalError, Unavailable
 
 _NUM_SLOTS = 4
@@ -60,7 +60,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled and scored rows. Numbers start at 1."""
+    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows. Numbers start
+    at 1."""
 
     number: int
     num_tokens: int
@@ -70,6 +71,8 @@ class StepCommand:
     carried: bool
     num_scored: int
     num_top: int
+    num_pooled: int
+    num_vectors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,9 @@ class StepMemory:
             start += _aligned(array.nbytes)
         num_seqs, width = batch.block_tables.shape
         scored = (0, 0) if batch.scored is None else (len(batch.scored.rows), batch.scored.num_top)
-        return StepCommand(number, len(batch.token_ids), num_seqs, width, len(batch.sample_rows), batch.carried is not None, *scored)
+        pooled = (0, 0) if batch.pooled is None else (len(batch.pooled.rows), len(batch.pooled.counts))
+        carried = batch.carried is not None
+        return StepCommand(number, len(batch.token_ids), num_seqs, width, len(batch.sample_rows), carried, *scored, *pooled)
 
     def get(self, command: StepCommand) -> Batch:
         """Returns the batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
@@ -158,6 +163,7 @@ class StepMemory:
             sampling=(),
             carried=take(np.int32, command.num_tokens) if command.carried else None,
             scored=ScoredRows(take(np.int64, count), take(np.int64, count), command.num_top) if (count := command.num_scored) else None,
+            pooled=PooledRows(take(np.int64, count), take(np.int64, command.num_vectors)) if (count := command.num_pooled) else None,
         )
 
 
@@ -204,7 +210,9 @@ def _arrays(batch: Batch) -> Sequence[npt.NDArray[Any]]:
     """In the order of `StepMemory.get`."""
     arrays = (batch.token_ids, batch.positions, batch.query_start, batch.seq_lens, batch.block_tables, batch.slots, batch.sample_rows)
     carried = () if batch.carried is None else (batch.carried,)
-    return (*arrays, *carried, *(() if batch.scored is None else (batch.scored.rows, batch.scored.targets)))
+    scored = () if batch.scored is None else (batch.scored.rows, batch.scored.targets)
+    pooled = () if batch.pooled is None else (batch.pooled.rows, batch.pooled.counts)
+    return (*arrays, *carried, *scored, *pooled)
 
 
 def _slot_start(number: int) -> int:

@@ -17,8 +17,14 @@ class ParallelOps(Ops):
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(x)
+
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_rms_norm(self._group.all_reduce(x), residual, weight, eps)
+
+    def add_normed(self, x: torch.Tensor, residual: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, eps: float) -> torch.Tensor:
+        return super().add_normed(self._group.all_reduce(x), residual, w1, w2, eps)
 
     def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_layer_norm(self._group.all_reduce(x), residual, weight, bias, eps)

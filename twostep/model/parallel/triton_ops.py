@@ -24,16 +24,26 @@ class ParallelTritonOps(TritonOps):
         self._group = group
         self._exchange = exchange
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if self._exchange is not None and len(residual) <= self._exchange.max_rows:
-            return self._exchange.add_rms_norm(x, residual, weight, eps)
-        return super().add_rms_norm(self._sum(x, residual.dtype), residual, weight, eps)
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(x, x.dtype)
 
-    def join_rms_norm(
-        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, then: Linear
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, first: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if self._exchange is not None and len(residual) <= self._exchange.max_rows:
+            return self._exchange.add_rms_norm(x, residual, weight, eps, first_weight=first)
+        return super()._add(self._sum(x, residual.dtype), residual, first, weight, eps)
+
+    def _join(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        then: Linear,
     ) -> torch.Tensor:
         # In one piece with neither product: what the first gives is but a term of what is added.
-        return then(self.add_rms_norm(linear(x), residual, weight, eps))
+        return then(self._add(linear(x), residual, first, weight, eps))
 
     def add_layer_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return super().add_layer_norm(self._sum(x, residual.dtype), residual, weight, bias, eps)

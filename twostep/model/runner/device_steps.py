@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -20,8 +21,9 @@ from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_progress import ProgressMark
 from twostep.model.runner.device_sampler import DeviceLogprobs, DeviceSampler
 from twostep.model.runner.step_graphs import StepGraphs
+from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.kv_cache import DTYPES, KvCache
-from twostep.model.step.prompt_scores import PromptScorer
+from twostep.model.step.prompt_reader import PromptReader
 
 
 class DeviceSteps:
@@ -36,6 +38,7 @@ class DeviceSteps:
         self._tokens = ops.tokens
         self._progress = ops.progress
         self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size)
+        self._experts = ExpertLoadMeter(model.expert_loads)
         self._on_gpu = cache.tensor.is_cuda
         with torch.inference_mode():
             self._sampler.warm_up(DTYPES[cache.shape.dtype])
@@ -64,21 +67,26 @@ class DeviceSteps:
         if num_rows > len(self._tokens):
             raise InternalError(f"{num_rows} rows are sampled in one step; at most {len(self._tokens)} can be")
         self._progress.begin()
-        scorer = None if batch.scored is None else PromptScorer(batch.scored, self._cache.tensor.device)
-        logits = None if self._graphs is None or scorer is not None else self._graphs.logits(batch)
+        # No captured step has rows that are only read.
+        reader = PromptReader.of(batch, self._cache.tensor.device)
+        logits = None if self._graphs is None or reader is not None else self._graphs.logits(batch)
         picked = logits is not None
         if logits is None:
-            logits = self._model.forward(batch, self._cache, scorer)
+            logits = self._model.forward(batch, self._cache, reader)
         logprobs = self._sampler.sample(logits, batch, picked=picked) if num_rows else None
         tokens = self._to_host(self._tokens[:num_rows])
         values = None if logprobs is None else self._to_host(logprobs.values)
-        scores = None if scorer is None else self._to_host(scorer.values)
+        read = (None, None) if reader is None else (reader.scores, reader.pooled)
+        scores, pooled = (None if each is None else self._to_host(each) for each in read)
+        load = self._experts.due()
+        counts = None if load is None else self._to_host(load)
         done = torch.cuda.Event() if self._on_gpu else None
         marks: list[ProgressMark] = []
         if done is not None:
             done.record()
             marks = [self._progress.mark(num_layers, done.query) for num_layers in batch.mark_layers]
-        return DeviceStep(batch.sampling, tokens, logprobs, values, scores, done, marks)
+        imbalance = None if counts is None else partial(self._experts.imbalance, counts)
+        return DeviceStep(batch.sampling, tokens, logprobs, values, scores, pooled, done, marks, imbalance)
 
     def _to_host(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
@@ -95,16 +103,20 @@ class DeviceStep:
         logprobs: DeviceLogprobs | None,
         values: torch.Tensor | None,
         scores: torch.Tensor | None,
+        pooled: torch.Tensor | None,
         done: torch.cuda.Event | None,
         layer_marks: Sequence[ProgressMark],
+        imbalance: Callable[[], float] | None,
     ) -> None:
-        """tokens int64 [R], values (see DeviceLogprobs) and scores (see Sampled), on the host, there when `done`."""
+        """tokens int64 [R], values (see DeviceLogprobs), scores and pooled (see Sampled), on the host, there when `done`, as is what
+        `imbalance` looks at."""
         self._rows = rows
         self._tokens = tokens
         self._asking = () if logprobs is None else logprobs.rows
         self._values = values
-        self._scores = scores
+        self._read = scores, pooled
         self._done = done
+        self._imbalance = imbalance
         self.layer_marks = layer_marks
 
     def result(self) -> Sampled:
@@ -119,5 +131,13 @@ class DeviceStep:
             most = len(values) // 2
             asked = min(most, self._rows[r].params.logprobs or 0)
             top[r] = tuple(TopToken(int(values[1 + most + i]), values[1 + i]) for i in range(asked))
-        scores = None if self._scores is None else self._scores.numpy()
-        return Sampled(token_ids=token_ids, logprobs=chosen, top_logprobs=top, ready_at=ready_at, scores=scores)
+        scores, pooled = (None if each is None else each.numpy() for each in self._read)
+        return Sampled(
+            token_ids=token_ids,
+            logprobs=chosen,
+            top_logprobs=top,
+            ready_at=ready_at,
+            scores=scores,
+            pooled=pooled,
+            expert_imbalance=None if self._imbalance is None else self._imbalance(),
+        )

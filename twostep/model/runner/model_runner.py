@@ -30,17 +30,19 @@ from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
-from twostep.model.kernels.ops import Ops
+from twostep.model.families.sharding import with_whole_experts
+from twostep.model.kernels.ops import KEYS_TOGETHER, Ops
 from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
 from twostep.model.runner.sampler import sample
+from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
-from twostep.model.step.prompt_scores import PromptScorer
+from twostep.model.step.prompt_reader import PromptReader
 from twostep.process.startup import NoProgress, Progress
 from twostep.settings.worker import QUANTIZATIONS
 
@@ -78,18 +80,22 @@ class CpuSteps:
         self._model = model
         self._cache = cache
         self._last_token_ids: Sequence[int] = ()
+        self._experts = ExpertLoadMeter(model.expert_loads)
 
-    def forward(self, batch: Batch, scorer: PromptScorer | None = None) -> torch.Tensor:
-        return self._model.forward(batch, self._cache, scorer)
+    def forward(self, batch: Batch, reader: PromptReader | None = None) -> torch.Tensor:
+        return self._model.forward(batch, self._cache, reader)
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
         # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
-        scorer = None if batch.scored is None else PromptScorer(batch.scored, self._cache.tensor.device)
-        sampled = sample(self.forward(batch, scorer), batch.sampling, batch.masks)
-        if scorer is not None:
-            sampled = replace(sampled, scores=scorer.values.numpy())
+        reader = PromptReader.of(batch, self._cache.tensor.device)
+        sampled = sample(self.forward(batch, reader), batch.sampling, batch.masks)
+        if reader is not None:
+            scores, pooled = (None if each is None else each.numpy() for each in (reader.scores, reader.pooled))
+            sampled = replace(sampled, scores=scores, pooled=pooled)
         self._last_token_ids = sampled.token_ids
+        if (counts := self._experts.due()) is not None:
+            sampled = replace(sampled, expert_imbalance=self._experts.imbalance(counts))
         return FinishedStep(sampled)
 
     def sampled(self, num_rows: int) -> torch.Tensor:
@@ -114,6 +120,8 @@ class ModelRunner:
         num_threads: int | None = None,
         load_format: str = "auto",
         quantization: str = "none",
+        enable_expert_parallel: bool = False,
+        architecture: str = "",
         max_num_seqs: int = 0,
         max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
@@ -123,21 +131,26 @@ class ModelRunner:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
         weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; fp8 or int8: quantized. `device` is cpu, cuda or
         cuda:N. `load_format` dummy: random weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that
-        as they are read. `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with
-        prompts of up to `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the
-        device and the model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks
-        (ParallelRunner makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
+        as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `architecture`: in place of config.json's.
+        `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to
+        `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the
+        model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner
+        makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         model_dir = Path(model_dir)
-        config = _limited(parse_config(model_dir), max_model_len)
+        config = _limited(parse_config(model_dir, architecture), max_model_len)
         chosen = config.dtype if dtype == "auto" else dtype
         if chosen not in DTYPES:
             raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
         if load_format not in LOAD_FORMATS:
             raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
         config = with_quantization(config, quantization)
+        if enable_expert_parallel:
+            config = with_whole_experts(config)
+        if load_format == "dummy" and (experts := config.experts) is not None:
+            config = replace(config, experts=replace(experts, router=replace(experts.router, scattered=True)))
         if load_format != "dummy":
             config = as_stored(config, model_dir, DTYPES[chosen])
         self._config = config
@@ -212,12 +225,22 @@ class ModelRunner:
             return self._steps.forward(batch)
 
     @property
+    def generates(self) -> bool:
+        return self._config.generates
+
+    @property
+    def reach(self) -> int:
+        windows = self._config.windows
+        return max(windows) + KEYS_TOGETHER if all(windows) else 0
+
+    @property
     def overlaps(self) -> bool:
         return self._steps.overlaps
 
     @property
     def marks_layers(self) -> bool:
-        return self.overlaps and self._member is None
+        # A state is there when a step has ended, and not layer by layer.
+        return self.overlaps and self._member is None and not self.kv_shape.num_state_blocks
 
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
@@ -244,7 +267,8 @@ class ModelRunner:
 
         assert isinstance(ops, TritonOps)
         with torch.inference_mode():
-            if not max_num_seqs:
+            # What chunks leave in a state is computed sequence by sequence: such steps are not captured.
+            if not max_num_seqs or self.kv_shape.num_state_blocks:
                 return DeviceSteps(self._model, self._cache, ops, None)
             free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
@@ -300,6 +324,8 @@ class ModelRunner:
         item_bytes = DTYPES[self.kv_shape.dtype].itemsize
         heads = 2 * config.num_heads + 2 * config.num_kv_heads
         row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+        if (experts := config.experts) is not None:
+            row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
         # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
         logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
         return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes)
@@ -335,15 +361,21 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, 
     """The pool's shape for a model; `dtype` is a name, not auto. Raises SetupError."""
     if num_blocks < 1 or block_size < 1:
         raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
-    return KvShape(
+    shape = KvShape(
         num_blocks=num_blocks,
         block_size=block_size,
-        num_layers=config.num_layers,
+        num_layers=config.num_kv_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         quantization=kv_format(kv_cache_dtype, config.kv_scheme),
+        num_planes=2 if config.latent is None else 1,
     )
+    if (delta := config.gated_delta) is None:
+        return shape
+    # Each layer's in whole blocks.
+    blocks_each = -(-delta.state_bytes(DTYPES[dtype].itemsize) // shape.block_bytes)
+    return replace(shape, num_state_blocks=blocks_each * delta.layers.count(True))
 
 
 def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_format: str) -> torch.Tensor | None:

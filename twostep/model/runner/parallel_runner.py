@@ -29,7 +29,7 @@ import torch
 from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, KvShape, LayerMark, LayerRange, Sampled
 from twostep.errors import SetupError, Unavailable
 from twostep.model.families.registry import parse_config
-from twostep.model.families.sharding import shard_of
+from twostep.model.families.sharding import shard_of, with_whole_experts
 from twostep.model.parallel.blocks import BlockParts
 from twostep.model.parallel.channel import (
     DONE,
@@ -73,7 +73,8 @@ class ParallelRunner:
         Raises SetupError with what to change; no rank is left then."""
         devices = _devices(device, size)
         # What can be refused is, before anything is started.
-        shard_of(with_quantization(parse_config(Path(model_dir)), options.get("quantization", "none")), 0, size)
+        config = with_quantization(parse_config(Path(model_dir), options.get("architecture", "")), options.get("quantization", "none"))
+        shard_of(with_whole_experts(config) if options.get("enable_expert_parallel") else config, 0, size)
         if device == "cpu" and options.get("num_threads") is None:
             options["num_threads"] = max(1, torch.get_num_threads() // size)
         self.failure: Exception | None = None
@@ -140,6 +141,14 @@ class ParallelRunner:
     @property
     def max_model_len(self) -> int:
         return self._local.max_model_len
+
+    @property
+    def generates(self) -> bool:
+        return self._local.generates
+
+    @property
+    def reach(self) -> int:
+        return self._local.reach
 
     @property
     def overlaps(self) -> bool:

@@ -240,7 +240,7 @@ class _Captured:
 
     def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, shape: StepShape, tables: torch.Tensor, *, sharing: bool) -> None:
         self.shape = shape
-        self.inputs = ops.captured_inputs(shape, cache, model.attention.num_heads)
+        self.inputs = ops.captured_inputs(shape, cache, model.attention)
         self.graph = torch.cuda.CUDAGraph()
         self._model = model
         self._tokens = ops.tokens

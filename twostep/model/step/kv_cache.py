@@ -1,6 +1,6 @@
 """The pool's memory: one tensor, a block of it is one contiguous region for all layers and heads.
 
-tensor [block, layer, K/V, kv_head, slot, head_dim]
+tensor [block, layer, K/V, kv_head, slot, head_dim]      latent attention's has one plane where others have K and V
          │      │     │      │       │
          │      └─────┴──────┴───────┴── block_bytes, moved as a whole
          └── block id of the block pool
@@ -49,7 +49,7 @@ class KvCache:
         self._block_rows: list[torch.Tensor] = []
         if self.quantized is None:
             flat = self.tensor.view(-1)
-            per_layer = 2 * shape.num_kv_heads * shape.block_size * shape.head_dim
+            per_layer = shape.vectors * shape.block_size * shape.head_dim
             layers = [flat[layer * per_layer :] for layer in range(shape.num_layers)]
             self._slot_rows = [x.view(-1, shape.head_dim) for x in layers]
             self._block_rows = [x.view(-1, shape.block_size * shape.head_dim) for x in layers]
@@ -62,38 +62,55 @@ class KvCache:
     def write_rows(self, layer: int, index: torch.Tensor, vectors: torch.Tensor) -> None:
         """Writes T tokens' keys and values, quantized where the pool is.
 
-        index    int64 [T * 2 * num_kv_heads], token by token, the same for every layer:
-                 ((block * num_layers * 2 + kv) * num_kv_heads + head) * block_size + slot
-        vectors  [T * 2 * num_kv_heads, head_dim]
+        index    int64 [T * shape.vectors], token by token, the same for every layer:
+                 ((block * num_layers * num_planes + plane) * num_kv_heads + head) * block_size + slot
+        vectors  [T * shape.vectors, head_dim]
         """
         shape = self.shape
         if self.quantized is None:
             self._slot_rows[layer].index_copy_(0, index, vectors)
             return
-        heads = 2 * shape.num_kv_heads
+        heads = shape.vectors
         first = index.view(-1, heads)[:, 0]
         block, slot = first // (shape.num_layers * heads * shape.block_size), first % shape.block_size
         self.quantized.write(layer, block, slot, vectors.view(-1, heads, shape.head_dim))
 
     def read_rows(self, layer: int, index: torch.Tensor) -> torch.Tensor:
-        """Keys, then values, of whole blocks: [2 * R, block_size * head_dim].
+        """Keys, then values, of whole blocks: [num_planes * R, block_size * head_dim].
 
-        index    int64 [2 * R], the same for every layer: (block * num_layers * 2 + kv) * num_kv_heads + head; first R with kv 0, then the
-                 same with kv 1
+        index    int64 [num_planes * R], the same for every layer: (block * num_layers * num_planes + plane) * num_kv_heads + head; first R
+                 of plane 0, then the same of plane 1, if there is one
         """
         shape = self.shape
         if self.quantized is None:
             return self._block_rows[layer].index_select(0, index)
-        of_keys, per_block = index[: len(index) // 2], shape.num_layers * 2 * shape.num_kv_heads
+        of_keys, per_block = index[: len(index) // shape.num_planes], shape.num_layers * shape.vectors
         kv = self.quantized.read(layer, of_keys // per_block, of_keys % per_block)
         return kv.view(len(index), -1).to(self.dtype)
 
     def numbers(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys and values [B, 2, num_kv_heads, block_size, head_dim] of the blocks, int64 [B]; float32 of quantized KV."""
+        """Keys and values [B, num_planes, num_kv_heads, block_size, head_dim] of the blocks, int64 [B]; float32 of quantized KV."""
         if self.quantized is None:
             return self.tensor[blocks, layer]
         heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
         return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
+
+    def read_states(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
+        """Returns what a layer without KV keeps of each sequence, uint8 [S, num_bytes]. `tables` int64 [S, num_state_blocks]: their state
+        blocks; `layer` counts the layers that have a state."""
+        blocks = self._state_blocks(tables, layer, num_bytes)
+        return self._bytes[blocks.reshape(-1)].view(len(blocks), -1)[:, :num_bytes]
+
+    def write_states(self, tables: torch.Tensor, layer: int, states: torch.Tensor) -> None:
+        """The inverse of read_states, uint8 [S, num_bytes]."""
+        blocks = self._state_blocks(tables, layer, states.shape[1])
+        rows = states.new_zeros(len(blocks), blocks.shape[1] * self.shape.block_bytes)
+        rows[:, : states.shape[1]] = states
+        self._bytes[blocks.reshape(-1)] = rows.view(-1, self.shape.block_bytes)
+
+    def _state_blocks(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
+        each = -(-num_bytes // self.shape.block_bytes)
+        return tables[:, layer * each : (layer + 1) * each]
 
     def fill_random(self, num_blocks: int) -> None:
         """Random numbers in the first blocks, for trials while nobody owns them."""
@@ -104,7 +121,7 @@ class KvCache:
         shape = self.shape
         # Bytes as they are stored, in every layer the same.
         for slots in torch.arange(num_blocks * shape.block_size, device=used.device).split(1024):
-            vectors = torch.randn(len(slots), 2 * shape.num_kv_heads, shape.head_dim, device=used.device)
+            vectors = torch.randn(len(slots), shape.vectors, shape.head_dim, device=used.device)
             self.quantized.write(0, slots // shape.block_size, slots % shape.block_size, vectors)
         used[:, 1:] = used[:, :1]
 
@@ -161,7 +178,7 @@ def _no_pin() -> None:
 def _allocate(shape: KvShape, device: str) -> torch.Tensor:
     sizes: tuple[int, ...] = (shape.num_blocks, shape.num_layers)
     if shape.quantization == "none":
-        sizes += (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        sizes += (shape.num_planes, shape.num_kv_heads, shape.block_size, shape.head_dim)
     else:
         check_shape(shape)
         sizes += (shape.block_bytes // shape.num_layers,)

@@ -9,6 +9,8 @@ A block stays one contiguous region, so that copies, hand-overs and checksums mo
                                          left operand in runs of keys, and bytes cannot be turned on their way to it
     scales   [head, slot, 2]             bfloat16, of K and of V: one aligned word a token
 
+Of latent attention, whose one plane is keys and values both, a layer is K and then its scales, [head, slot].
+
     fp8      float8_e4m3fn               number = byte as such · scale       scale from largest magnitude / 448 on
     int8     128 + integer (uint8)       number = (byte - 128) · scale       scale = largest magnitude / 127
 
@@ -116,12 +118,14 @@ class QuantizedRows:
         self._shape = shape
         self.static = static
         blocks, layers, heads = shape.num_blocks, shape.num_layers, shape.num_kv_heads
-        size = heads * shape.block_size * shape.head_dim
-        self._k = tensor[:, :, :size].view(blocks, layers, heads, shape.block_size, shape.head_dim)
+        size, planes = heads * shape.block_size * shape.head_dim, shape.num_planes
+        self.k = tensor[:, :, :size].view(blocks, layers, heads, shape.block_size, shape.head_dim)
+        # [block, layer, head, slot, plane]
+        self.scales = tensor[:, :, planes * size :].view(torch.bfloat16).view(blocks, layers, heads, shape.block_size, planes)
+        if planes == 1:
+            return
         together = (shape.block_size // SLOTS_TOGETHER, shape.head_dim, SLOTS_TOGETHER)
         self._v = tensor[:, :, size : 2 * size].view(blocks, layers, heads, *together).transpose(-1, -2)
-        # [block, layer, head, slot, K/V]
-        self.scales = tensor[:, :, 2 * size :].view(torch.bfloat16).view(blocks, layers, heads, shape.block_size, 2)
         # Both of a slot as one int32 [block, layer, head, slot], that of K in the low half.
         self.words = tensor[:, :, 2 * size :].view(torch.int32).view(blocks, layers, heads, shape.block_size)
 
@@ -133,16 +137,17 @@ class QuantizedRows:
         return shape.num_kv_heads * per_head, per_head, shape.head_dim
 
     def write(self, layer: int, block: torch.Tensor, slot: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Quantizes vectors [T, 2 * num_kv_heads, D], keys then values, into slots of blocks, int64 [T] each."""
-        heads = self._shape.num_kv_heads
-        values, scales = quantize(vectors, self._shape.quantization, None if self.static is None else self.static[layer])
-        self._k[:, layer][block, :, slot] = values[:, :heads]
-        self._v[:, layer][block, :, slot // SLOTS_TOGETHER, slot % SLOTS_TOGETHER] = values[:, heads:]
-        self.scales[:, layer][block, :, slot] = scales.view(-1, 2, heads).transpose(1, 2)
+        """Quantizes vectors [T, shape.vectors, D], keys then values, into slots of blocks, int64 [T] each."""
+        heads, planes = self._shape.num_kv_heads, self._shape.num_planes
+        values, scales = quantize(vectors, self._shape.quantization, None if self.static is None else self.static[layer, : planes * heads])
+        self.k[:, layer][block, :, slot] = values[:, :heads]
+        if planes == 2:
+            self._v[:, layer][block, :, slot // SLOTS_TOGETHER, slot % SLOTS_TOGETHER] = values[:, heads:]
+        self.scales[:, layer][block, :, slot] = scales.view(-1, planes, heads).transpose(1, 2)
 
     def read(self, layer: int, block: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """float32 [2, ..., block_size, D], keys and values of heads of blocks, int64 [...] each."""
-        k = self._k[:, layer][block, head]
-        v = self._v[:, layer][block, head].reshape(k.shape)
+        """float32 [num_planes, ..., block_size, D], keys and values of heads of blocks, int64 [...] each."""
+        k = self.k[:, layer][block, head]
+        planes = [k] if self._shape.num_planes == 1 else [k, self._v[:, layer][block, head].reshape(k.shape)]
         scales = self.scales[:, layer][block, head]
-        return dequantize(torch.stack((k, v)), scales.movedim(-1, 0), self._shape.quantization)
+        return dequantize(torch.stack(planes), scales.movedim(-1, 0), self._shape.quantization)

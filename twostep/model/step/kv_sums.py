@@ -7,7 +7,7 @@ tensor  int64 [block, layer, slot, part]        a part: what one program of the 
 Those of the bytes that are there, also in slots of earlier sequences; but of blocks that something else has written to (`overwritten`) they
 are not kept from then on: most blocks that arrive are never published, and their arrival is waited for. To compute the sums anew would
 need a moment in which no step writes any layer of the block; publishing only has one for the layers that it takes.
-Kept of numbers only; blocks of quantized KV are summed when they are published.
+Kept of keys and values in numbers only; blocks of quantized and of latent KV are summed when they are published.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROWS_AT_ONCE = 4096
 def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
     """Returns whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words."""
     half, in_word = rotated // 2, WORD_BYTES // item_bytes
-    return shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
+    return shape.num_planes == 2 and shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
 
 
 def bytes_beside_block(shape: KvShape, num_heads: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def measured_blocks(
     takes besides. Raises SetupError."""
 
     def batch(num_tokens: int, num_seqs: int) -> Batch:
-        return widest_batch(
+        widest = widest_batch(
             num_tokens,
             num_seqs,
             vocab_size=vocab_size,
@@ -74,6 +74,7 @@ def measured_blocks(
             block_size=shape.block_size,
             num_blocks=shape.num_blocks,
         )
+        return replace(widest, state_tables=shape.trial_states(len(widest.seq_lens)))
 
     progress.phase("kernels")
     for num_tokens in (1, min(8, sizing.max_num_batched_tokens)):

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/twostep.v1.Inference/Embed',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/twostep.v1.Inference/Tokenize',
                 request_serializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -56,6 +61,13 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """One prompt in, a stream of pieces out, then exactly one End. Cancelling the call frees everything it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Inputs in, a vector for each out, in their order. The first that fails ends all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,6 +92,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -119,6 +136,33 @@ class Inference:
             '/twostep.v1.Inference/Generate',
             twostep_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostep.v1.Inference/Embed',
+            twostep_dot_rpc_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

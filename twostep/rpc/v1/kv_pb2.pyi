@@ -63,6 +63,8 @@ class KvLayout(_message.Message):
     TP_RANK_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    NUM_PLANES_FIELD_NUMBER: _builtins.int
+    NUM_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     block_size: _builtins.int
@@ -73,6 +75,10 @@ class KvLayout(_message.Message):
     tp_size: _builtins.int
     quantization: _builtins.str
     """"none", or the name of a lossy format."""
+    num_planes: _builtins.int
+    """1: latent attention's, whose keys are its values; 0, as older workers have it: 2, keys and values."""
+    num_state_blocks: _builtins.int
+    """Blocks that a sequence's state takes beside those of its tokens, where layers of the model have one; they come after them."""
     def __init__(
         self,
         *,
@@ -85,10 +91,12 @@ class KvLayout(_message.Message):
         tp_rank: _builtins.int = ...,
         tp_size: _builtins.int = ...,
         quantization: _builtins.str = ...,
+        num_planes: _builtins.int = ...,
+        num_state_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "quantization", b"quantization", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_planes", b"num_planes", "num_state_blocks", b"num_state_blocks", "quantization", b"quantization", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

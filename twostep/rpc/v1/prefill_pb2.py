@@ -26,25 +26,35 @@ from twostep.rpc.v1 import inference_pb2 as twostep_dot_rpc_dot_v1_dot_inference
 from twostep.rpc.v1 import kv_pb2 as twostep_dot_rpc_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwostep/rpc/v1/prefill.proto\x12\ntwostep.v1\x1a\x1etwostep/rpc/v1/inference.proto\x1a\x17twostep/rpc/v1/kv.proto\"\x88\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.twostep.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12 \n\x18num_decode_cached_tokens\x18\x08 \x01(\r\x12/\n\rrequest_class\x18\t \x01(\x0e\x32\x18.twostep.v1.RequestClass\"\xd7\x01\n\x0cPrefillEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.twostep.v1.PrefillAcceptedH\x00\x12-\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x16.twostep.v1.FirstTokenH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.twostep.v1.PrefillDoneH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.twostep.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"5\n\x0fPrefillAccepted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.twostep.v1.Ticket\"i\n\nFirstToken\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.twostep.v1.Token\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"\x89\x01\n\x0bPrefillDone\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.twostep.v1.LeaseState\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x11\n\tpublish_s\x18\x06 \x01(\x01\"\x9b\x01\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x30\n\x08logprobs\x18\x03 \x01(\x0b\x32\x19.twostep.v1.TokenLogprobsH\x00\x88\x01\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.twostep.v1.FinishReasonB\x0b\n\t_logprobs2H\n\x07Prefill\x12=\n\x03Run\x12\x1a.twostep.v1.PrefillRequest\x1a\x18.twostep.v1.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwostep/rpc/v1/prefill.proto\x12\ntwostep.v1\x1a\x1etwostep/rpc/v1/inference.proto\x1a\x17twostep/rpc/v1/kv.proto\"\xb4\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.twostep.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12 \n\x18num_decode_cached_tokens\x18\x08 \x01(\r\x12/\n\rrequest_class\x18\t \x01(\x0e\x32\x18.twostep.v1.RequestClass\x12*\n\x07pooling\x18\n \x01(\x0b\x32\x19.twostep.v1.PoolingParams\"Y\n\rPoolingParams\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.twostep.v1.Pooling\x12\x12\n\ndimensions\x18\x02 \x01(\r\x12\x11\n\tnormalize\x18\x03 \x01(\x08\"p\n\nEmbedEvent\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.twostep.v1.EmbedAcceptedH\x00\x12*\n\x06pooled\x18\x02 \x01(\x0b\x32\x18.twostep.v1.PooledStatesH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rEmbedAccepted\"Y\n\x0cPooledStates\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"\xd7\x01\n\x0cPrefillEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.twostep.v1.PrefillAcceptedH\x00\x12-\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x16.twostep.v1.FirstTokenH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.twostep.v1.PrefillDoneH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.twostep.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"5\n\x0fPrefillAccepted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.twostep.v1.Ticket\"i\n\nFirstToken\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.twostep.v1.Token\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"\x89\x01\n\x0bPrefillDone\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.twostep.v1.LeaseState\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x11\n\tpublish_s\x18\x06 \x01(\x01\"\x9b\x01\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x30\n\x08logprobs\x18\x03 \x01(\x0b\x32\x19.twostep.v1.TokenLogprobsH\x00\x88\x01\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.twostep.v1.FinishReasonB\x0b\n\t_logprobs*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32\x87\x01\n\x07Prefill\x12=\n\x03Run\x12\x1a.twostep.v1.PrefillRequest\x1a\x18.twostep.v1.PrefillEvent0\x01\x12=\n\x05\x45mbed\x12\x1a.twostep.v1.PrefillRequest\x1a\x16.twostep.v1.EmbedEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twostep.rpc.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_POOLING']._serialized_start=1403
+  _globals['_POOLING']._serialized_end=1473
   _globals['_PREFILLREQUEST']._serialized_start=102
-  _globals['_PREFILLREQUEST']._serialized_end=366
-  _globals['_PREFILLEVENT']._serialized_start=369
-  _globals['_PREFILLEVENT']._serialized_end=584
-  _globals['_PREFILLACCEPTED']._serialized_start=586
-  _globals['_PREFILLACCEPTED']._serialized_end=639
-  _globals['_FIRSTTOKEN']._serialized_start=641
-  _globals['_FIRSTTOKEN']._serialized_end=746
-  _globals['_PREFILLDONE']._serialized_start=749
-  _globals['_PREFILLDONE']._serialized_end=886
-  _globals['_TOKEN']._serialized_start=889
-  _globals['_TOKEN']._serialized_end=1044
-  _globals['_PREFILL']._serialized_start=1046
-  _globals['_PREFILL']._serialized_end=1118
+  _globals['_PREFILLREQUEST']._serialized_end=410
+  _globals['_POOLINGPARAMS']._serialized_start=412
+  _globals['_POOLINGPARAMS']._serialized_end=501
+  _globals['_EMBEDEVENT']._serialized_start=503
+  _globals['_EMBEDEVENT']._serialized_end=615
+  _globals['_EMBEDACCEPTED']._serialized_start=617
+  _globals['_EMBEDACCEPTED']._serialized_end=632
+  _globals['_POOLEDSTATES']._serialized_start=634
+  _globals['_POOLEDSTATES']._serialized_end=723
+  _globals['_PREFILLEVENT']._serialized_start=726
+  _globals['_PREFILLEVENT']._serialized_end=941
+  _globals['_PREFILLACCEPTED']._serialized_start=943
+  _globals['_PREFILLACCEPTED']._serialized_end=996
+  _globals['_FIRSTTOKEN']._serialized_start=998
+  _globals['_FIRSTTOKEN']._serialized_end=1103
+  _globals['_PREFILLDONE']._serialized_start=1106
+  _globals['_PREFILLDONE']._serialized_end=1243
+  _globals['_TOKEN']._serialized_start=1246
+  _globals['_TOKEN']._serialized_end=1401
+  _globals['_PREFILL']._serialized_start=1476
+  _globals['_PREFILL']._serialized_end=1611
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from twostep.rpc.v1 import inference_pb2 as _inference_pb2
 from twostep.rpc.v1 import kv_pb2 as _kv_pb2
 import builtins as _builtins
@@ -19,6 +20,24 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    POOLING_LAST: _Pooling.ValueType  # 1
+    POOLING_MEAN: _Pooling.ValueType  # 2
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Of which tokens' last hidden states a vector is made."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+POOLING_LAST: Pooling.ValueType  # 1
+POOLING_MEAN: Pooling.ValueType  # 2
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -33,6 +52,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """From 1. An attempt of a request is one sequence on one worker."""
@@ -50,6 +70,10 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams: ...
+    @_builtins.property
+    def pooling(self) -> Global___PoolingParams:
+        """Of Embed."""
+
     def __init__(
         self,
         *,
@@ -62,14 +86,112 @@ class PrefillRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         num_decode_cached_tokens: _builtins.int = ...,
         request_class: _inference_pb2.RequestClass.ValueType = ...,
+        pooling: Global___PoolingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PoolingParams(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    kind: Global___Pooling.ValueType
+    dimensions: _builtins.int
+    """The vector's first numbers alone; 0: all of them."""
+    normalize: _builtins.bool
+    """To a length of 1, after that."""
+    def __init__(
+        self,
+        *,
+        kind: Global___Pooling.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        normalize: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "kind", b"kind", "normalize", b"normalize"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
+
+@_typing.final
+class EmbedEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def accepted(self) -> Global___EmbedAccepted: ...
+    @_builtins.property
+    def pooled(self) -> Global___PooledStates: ...
+    def __init__(
+        self,
+        *,
+        accepted: Global___EmbedAccepted | None = ...,
+        pooled: Global___PooledStates | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "pooled", b"pooled"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "pooled", b"pooled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "pooled"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___EmbedEvent: _TypeAlias = EmbedEvent  # noqa: Y015
+
+@_typing.final
+class EmbedAccepted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedAccepted: _TypeAlias = EmbedAccepted  # noqa: Y015
+
+@_typing.final
+class PooledStates(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """The vector: float32, little-endian."""
+    cached_tokens: _builtins.int
+    queue_s: _builtins.float
+    prefill_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+        cached_tokens: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PooledStates: _TypeAlias = PooledStates  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):

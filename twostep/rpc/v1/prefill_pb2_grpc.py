@@ -39,6 +39,11 @@ class PrefillStub:
                 request_serializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/twostep.v1.Prefill/Embed',
+                request_serializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.EmbedEvent.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -53,6 +58,14 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Computes one prompt, of which nothing but `pooled` is given out: Accepted once it is queued, then the vector. Nothing of it outlives the
+        call. Errors as of Run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
+                    response_serializer=twostep_dot_rpc_dot_v1_dot_prefill__pb2.EmbedEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class Prefill:
             '/twostep.v1.Prefill/Run',
             twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twostep.v1.Prefill/Embed',
+            twostep_dot_rpc_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
+            twostep_dot_rpc_dot_v1_dot_prefill__pb2.EmbedEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,10 @@ class PrefillStub:
     The stream lives as long as the lease: Accepted, PromptLogprobs if asked for, FirstToken, Done. Cancelling the call aborts the lease and frees all of it.
     RESOURCE_EXHAUSTED: the queue is full, try another worker. UNAVAILABLE: draining, or no transport works.
     """
+    Embed: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.EmbedEvent]
+    """Computes one prompt, of which nothing but `pooled` is given out: Accepted once it is queued, then the vector. Nothing of it outlives the
+    call. Errors as of Run.
+    """
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
@@ -44,6 +48,10 @@ class PrefillAsyncStub(PrefillStub):
     """Computes one prompt's KV cache and its first token, and publishes the blocks under a lease.
     The stream lives as long as the lease: Accepted, PromptLogprobs if asked for, FirstToken, Done. Cancelling the call aborts the lease and frees all of it.
     RESOURCE_EXHAUSTED: the queue is full, try another worker. UNAVAILABLE: draining, or no transport works.
+    """
+    Embed: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.EmbedEvent]  # type: ignore[assignment]
+    """Computes one prompt, of which nothing but `pooled` is given out: Accepted once it is queued, then the vector. Nothing of it outlives the
+    call. Errors as of Run.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -56,6 +64,16 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         """Computes one prompt's KV cache and its first token, and publishes the blocks under a lease.
         The stream lives as long as the lease: Accepted, PromptLogprobs if asked for, FirstToken, Done. Cancelling the call aborts the lease and frees all of it.
         RESOURCE_EXHAUSTED: the queue is full, try another worker. UNAVAILABLE: draining, or no transport works.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _prefill_pb2.PrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.EmbedEvent], _abc.AsyncIterator[_prefill_pb2.EmbedEvent]]:
+        """Computes one prompt, of which nothing but `pooled` is given out: Accepted once it is queued, then the vector. Nothing of it outlives the
+        call. Errors as of Run.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,92 @@
+"""config.json's shape in the names that most decoders have for it. Torch-free, for those who load no model: what cannot be served is
+refused by who loads it (twostep/model/families/)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# By `model_type`: the usual name of a key, and that architecture's own.
+_NAMES = {
+    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": "n_inner",
+    },
+    "opt": {"intermediate_size": "ffn_dim"},
+}
+# What transformers takes for granted where the file says nothing.
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "falcon": {"max_position_embeddings": 2048, "tie_word_embeddings": True},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gpt2": {"tie_word_embeddings": True},
+    "opt": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 128},
+    "qwen3_next": {"head_dim": 256},
+    "starcoder2": {"tie_word_embeddings": True},
+}
+_FOUR_TIMES = ("falcon", "gpt2")  # as wide as the model, is an MLP where the file says nothing
+_PLAIN = ("falcon", "gpt2", "gpt_neox", "opt", "starcoder2")  # MLPs of two products, not three
+
+
+# For files without model_type: those above by what `architectures` calls them.
+_KINDS = {
+    "FalconForCausalLM": "falcon",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GemmaForCausalLM": "gemma",
+    "OPTForCausalLM": "opt",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(config.get("model_type") or (_KINDS.get(str(names[0]), "") if isinstance(names, list) and names else ""))
+
+
+def own_name(config: Mapping[str, Any], key: str) -> str:
+    """Returns what this file calls a key."""
+    return _NAMES.get(kind_of(config), {}).get(key, key)
+
+
+def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `config` with its shape under the usual names as well, and with defaults."""
+    kind = kind_of(config)
+    found = dict(config)
+    for key, own in _NAMES.get(kind, {}).items():
+        if config.get(own) is not None:
+            found[key] = config[own]
+    if kind == "falcon" and not config.get("new_decoder_architecture"):
+        found["num_key_value_heads"] = 1 if config.get("multi_query", True) else config.get("num_attention_heads")
+    width = found.get("hidden_size")
+    if kind in _FOUR_TIMES and isinstance(width, int):
+        found.setdefault("intermediate_size", 4 * width)
+    for key, value in _DEFAULTS.get(kind, {}).items():
+        if found.get(key) is None:
+            found[key] = value
+    return found
+
+
+def num_kv_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    """Returns how many of the layers have KV: of a hybrid not those that keep a state in its place."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return num_layers - kinds.count("linear_attention")
+    interval = config.get("full_attention_interval", 4 if kind_of(config) == "qwen3_next" else 1)
+    return num_layers // interval if isinstance(interval, int) and interval > 0 else num_layers
+
+
+def mlp_products(config: Mapping[str, Any]) -> int:
+    """Returns how many matrices a layer's MLP has."""
+    return 2 if kind_of(config) in _PLAIN else 3

@@ -1,0 +1,277 @@
+"""The MLP of a mixture of experts: a router sends each token to the best few of many gated MLPs, and their weighted sum is what it gives.
+
+    x ─┬─ gate ─ route ─┐
+       ├────────────── experts ─ + ─→
+       └─ shared expert (× sigmoid of its gate) ─┘
+
+A family says how many there are and how they are chosen (ExpertsConfig, of config.json), which of its layers have them, and what its
+checkpoint calls them (ExpertNames). DeepSeek-V3's, for example:
+
+    ExpertsConfig(
+        router=Router(num_experts=256, top_k=8, scores=Scores.SIGMOID, renormalize=True, scale=2.5, num_groups=8, top_groups=4,
+                      group_score=GroupScore.BEST_TWO),
+        intermediate_size=2048, shared_size=2048, corrected=True, in_float32=True, layers=(False,) * 3 + (True,) * 58)
+    ExpertsMlp(config, make, ExpertNames(shared="shared_experts"))
+
+V2: Scores.SOFTMAX, GroupScore.LARGEST, neither renormalized nor corrected.
+
+Ranks of a tensor-parallel model hold a part of every expert, or whole experts each (`held`); either way a rank's result is one term of
+the sum that a dense MLP's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.linear_format import LinearFormat
+from twostep.errors import SetupError
+from twostep.model.families.config import MAX_EXPERTS, ExpertsConfig, ModelConfig
+from twostep.model.families.fused import Fused
+from twostep.model.families.mlp import GatedMlp
+from twostep.model.families.modules import Cut, Maker, Place, Places, place_quantized
+from twostep.model.families.quantized_part import QuantizedPart, by_rows, joined
+from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
+from twostep.model.kernels.ops import Linear, LinearInParts, Ops
+from twostep.model.kernels.quantized_weight import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of such an MLP, behind the MLP's own name."""
+
+    router: str = "gate"
+    experts: str = "experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    # Where gates and what they gate are one layer, by turns, and weights lie the other way round.
+    gate_up: str = ""
+
+
+class ExpertsMlp(LinearInParts):
+    """One layer's Mlp (mlp.py). `enter` leaves the tokens as they are; `leave`, the part itself, does everything."""
+
+    def __init__(self, config: ModelConfig, make: Maker, names: ExpertNames) -> None:
+        assert config.experts is not None
+        experts = self._config = config.experts
+        self._hidden_size = config.hidden_size
+        self._names = names
+        self._dtype = make.dtype
+        # Tokens that each expert has had, for whoever wants to know (expert_load.py).
+        self.load = torch.zeros(experts.router.num_experts, dtype=torch.int64, device=make.device)
+        held, size = len(experts.held), experts.intermediate_size
+        self._router = _Router(make, config.hidden_size, experts)
+        how = {"bias": experts.biased, "turned": bool(names.gate_up)}
+        self._gate_up = _ExpertLinear(make, held, 2 * size, config.hidden_size, **how)
+        self._down = _ExpertLinear(make, held, config.hidden_size, size, **how)
+        projections = names.gate, names.up, names.down
+        self._shared = GatedMlp(config, make, features=experts.shared_size, names=projections) if experts.shared_size else None
+        self._shared_gate = _dense(make).linear(1, config.hidden_size, bias=False) if experts.shared_gated else None
+        self._experts: Experts
+
+    @property
+    def enter(self) -> Linear:
+        return _as_it_is
+
+    @property
+    def leave(self) -> Linear:
+        return self
+
+    def place(self, places: Places, name: str) -> None:
+        config, names = self._config, self._names
+        size = config.intermediate_size
+        cut, from_cut = (Cut.WHOLE, Cut.WHOLE) if config.whole else (Cut.FEATURES, Cut.FROM_FEATURES)
+        self._router.place(places, f"{name}.{names.router}")
+        for number in range(config.router.num_experts):
+            expert = f"{name}.{names.experts}.{number}"
+            # Whole experts of other ranks are known, and take nothing.
+            held = number - config.held.start if number in config.held else None
+            if names.gate_up:
+                self._gate_up.place(places, held, (f"{expert}.{names.gate_up}", 2 * size, cut))
+            else:
+                self._gate_up.place(places, held, (f"{expert}.{names.gate}", size, cut), (f"{expert}.{names.up}", size, cut))
+            self._down.place(places, held, (f"{expert}.{names.down}", self._hidden_size, from_cut))
+        if self._shared is not None:
+            self._shared.place(places, f"{name}.{names.shared}")
+        if self._shared_gate is not None:
+            self._shared_gate.place(places, (f"{name}.{names.shared}_gate", 1, Cut.WHOLE))
+
+    def finish_loading(self, ops: Ops) -> None:
+        for part in (self._router, self._shared, self._shared_gate):
+            if part is not None:
+                part.finish_loading(ops)
+        gate_up, gate_up_bias = self._gate_up.take(), self._gate_up.bias
+        if self._names.gate_up:
+            gate_up, gate_up_bias = _gates_first(gate_up), None if gate_up_bias is None else _by_turns(gate_up_bias)
+        biases = None if gate_up_bias is None or self._down.bias is None else (gate_up_bias, self._down.bias)
+        weights = ExpertWeights(
+            gate_up=gate_up, down=self._down.take(), held=self._config.held, biases=biases, clamped=self._config.clamped
+        )
+        self._experts = ops.prepare_experts(weights, self._config.router, self._dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        beside = None
+        if self._shared is not None:
+            term = self._shared.leave(self._shared.enter(x))
+            beside = Beside(term, None if self._shared_gate is None else self._shared_gate(x))
+        return self._experts(x, self._router(x, self.load), beside)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) if self._shared is not None else self._experts.parts(x, self._router(x, self.load))
+
+
+def _by_turns(rows: torch.Tensor) -> torch.Tensor:
+    """[E, 2 * F, ...] of gates and what they gate by turns, all gates first."""
+    gates, others = rows[:, ::2], rows[:, 1::2]
+    return torch.cat((gates, others), 1)
+
+
+def _gates_first(weights: torch.Tensor | Sequence[QuantizedWeight]) -> torch.Tensor | Sequence[QuantizedWeight]:
+    if isinstance(weights, torch.Tensor):
+        return _by_turns(weights)
+
+    def of_rows(each: torch.Tensor) -> torch.Tensor:
+        # float8 has no gather on some devices.
+        return _by_turns(each.view(torch.uint8 if each.itemsize == 1 else each.dtype)[None])[0].view(each.dtype)
+
+    return [
+        replace(
+            weight,
+            values=of_rows(weight.values),
+            scales=of_rows(weight.scales),
+            zeros=None if weight.zeros is None else of_rows(weight.zeros),
+        )
+        for weight in map(by_rows, weights)
+    ]
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _dense(make: Maker) -> Maker:
+    """For what no checkpoint quantizes, whether or not its config says so: it is small, and decides between experts that are close."""
+    return replace(make, quantization=None)
+
+
+class _Router:
+    def __init__(self, make: Maker, hidden_size: int, config: ExpertsConfig) -> None:
+        self._ops = make.ops
+        self._router = config.router
+        self._linear = None if config.in_float32 else _dense(make).linear(config.router.num_experts, hidden_size, bias=config.biased)
+        self._weight = None
+        if self._linear is None:
+            self._weight = torch.empty(config.router.num_experts, hidden_size, dtype=torch.float32, device=make.device)
+        self._correction = None
+        if config.corrected:
+            self._correction = torch.empty(config.router.num_experts, dtype=torch.float32, device=make.device)
+
+    def place(self, places: Places, name: str) -> None:
+        if self._linear is not None:
+            self._linear.place(places, (name, self._router.num_experts, Cut.WHOLE))
+        if self._weight is not None:
+            places[f"{name}.weight"] = Place.whole(self._weight)
+        if self._correction is not None:
+            places[f"{name}.e_score_correction_bias"] = Place.whole(self._correction)
+
+    def finish_loading(self, ops: Ops) -> None:
+        if self._linear is not None:
+            self._linear.finish_loading(ops)
+
+    def __call__(self, x: torch.Tensor, load: torch.Tensor) -> Routing:
+        if self._weight is not None:
+            logits = F.linear(x.float(), self._weight)
+        else:
+            assert self._linear is not None
+            logits = self._linear(x)
+        return self._ops.route(logits, self._router, self._correction, load)
+
+
+class _ExpertLinear:
+    """A product of every expert held here: dense in one tensor, or quantized, each by itself, all in one format."""
+
+    def __init__(self, make: Maker, num_held: int, rows: int, cols: int, *, bias: bool = False, turned: bool = False) -> None:
+        """`turned`: dense weights lie as [in, out] in the checkpoint."""
+        self.bias = make.empty(num_held, rows) if bias else None
+        self._turned = turned
+        self._make = make
+        self._shape = (num_held, rows, cols)
+        self._dense: torch.Tensor | None = None
+        # Of each held expert, the checkpoint's layers; and of all experts.
+        self._parts: list[list[QuantizedPart]] = []
+        self._all_parts: list[QuantizedPart] = []
+        self._format: LinearFormat | None = None
+
+    def place(self, places: Places, held: int | None, *layers: tuple[str, int, Cut]) -> None:
+        """Registers the checkpoint's layers (name, rows, cut) of the next expert, in order; `held`: which of those here it is; None:
+        another rank's. Raises SetupError if its format is not the other experts'."""
+        make, cols, start = self._make, self._shape[2], 0
+        formats = {None if make.quantization is None else make.quantization.format_of(name) for name, _, _ in layers}
+        is_first = self._dense is None and not self._all_parts
+        if len(formats) > 1 or not (is_first or formats == {self._format}):
+            raise SetupError(f"{layers[0][0]} is not quantized as the other experts of its layer are; quantize all of them alike")
+        (self._format,) = formats
+        if self._format is None and is_first:
+            self._dense = make.empty(*self._shape)
+        parts = []
+        for name, rows, cut in layers:
+            if self._dense is None:
+                assert self._format is not None
+                parts.append(place_quantized(make, places, name, self._format, (rows, cols), cut, taken=held is not None))
+            else:
+                fused = Fused(name, 0, rows, rows, turned=True) if self._turned else None
+                if held is None:
+                    places[f"{name}.weight"] = Place(self._dense.new_empty(0, cols), (rows, cols), (0, 0), fused=fused)
+                else:
+                    places[f"{name}.weight"] = Place.whole(self._dense[held, start : start + rows], cut, fused=fused)
+            if self.bias is not None:
+                of_rank = self.bias.new_empty(0) if held is None else self.bias[held, start : start + rows]
+                places[f"{name}.bias"] = Place(of_rank, (rows,), (0,), cut if held is not None else Cut.WHOLE)
+            start += rows
+        assert start == self._shape[1]
+        self._all_parts += parts
+        if held is not None and parts:
+            self._parts.append(parts)
+
+    def take(self) -> torch.Tensor | Sequence[QuantizedWeight]:
+        """Returns the weights, and lets go of them. Where each expert has a static scale of its input, the largest is everyone's, as in
+        vLLM. Waits for the device."""
+        dense, self._dense = self._dense, None
+        if dense is not None:
+            return dense
+        scales = [part.activations.scale for part in self._all_parts if part.activations is not None and part.activations.scale is not None]
+        largest = torch.stack(scales).amax(0) if scales else None
+        for scale in scales:
+            assert largest is not None
+            scale.copy_(largest)
+        experts, self._parts, self._all_parts = self._parts, [], []
+        loaded = [joined([part.take() for part in parts]) for parts in experts]
+        whole = [each[0].weight for each in loaded if len(each) == 1]
+        weights = [weight for weight in whole if isinstance(weight, QuantizedWeight)]
+        forms = {(weight.values.dtype, weight.group, weight.block_rows) for weight in weights}
+        if len(weights) == len(loaded) and len(forms) <= 1:
+            return weights
+        # Columns in no order, or groups that a rank's part cuts too small.
+        if any(each.activations is not None for parts in loaded for each in parts):
+            raise SetupError("these experts cannot be made dense, since their inputs are quantized; use another quantization of the model")
+        return torch.stack([torch.cat([self._as_dense(each.weight) for each in parts]) for parts in loaded])
+
+    def _as_dense(self, weight: QuantizedWeight | torch.Tensor) -> torch.Tensor:
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._make.dtype)
+
+
+def parse_router(fields: Fields, key: str, *, renormalize: bool) -> Router:
+    """Takes how many experts there are (`key`) and each token goes to, chosen by softmax, and what only training asks of a router."""
+    for of_training in ("output_router_logits", "router_aux_loss_coef"):
+        fields.take(of_training, None)
+    num_experts = fields.positive_int(key, MAX_EXPERTS)
+    top_k = fields.positive_int("num_experts_per_tok", MAX_EXPERTS)
+    if top_k > num_experts:
+        fields.refuse("num_experts_per_tok", top_k, f"it must not be more than {key} ({num_experts})")
+    return Router(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
