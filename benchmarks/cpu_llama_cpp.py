@@ -37,7 +37,7 @@ from twostep.model.step.kv_cache import DTYPES
 from twostep.settings.reading import FlagParser
 
 # Ours, theirs, and llama.h's number of theirs.
-PAIRS = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
+PAIRS = {"none": ("BF16", 32), "int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 STEPS = ("prefill", "decode")
 
 
@@ -226,7 +226,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="the model as llama.cpp reads it")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the same, as a known name or a Hugging Face directory")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--quantization", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--quantization", nargs="+", default=["int8", "int4"], choices=PAIRS)
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=512)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from twostep.checkpoint.linear_format import LinearFormat
+from twostep.checkpoint.linear_format import Activations, LinearFormat
 from twostep.checkpoint.quantization import HEAD, Quantization, fitting
 
 _SCALE_BYTES = 4
 # What products of CPUs take: int8 by the row, int4 in groups that are multiples of this (twostep/model/kernels/cpu_linear.py).
 _CPU_GROUP = 32
+# int8 weights up to so many numbers are kept there twice, but where whole tokens are rounded to 8 bits: a second time for single rows.
+KEPT_TWICE = 1 << 22
+PER_TOKEN = Activations(is_float=False, dynamic=True)
 
 
 def held_bytes(format: LinearFormat | None, rows: int, columns: int, *, item_bytes: int, on_cpu: bool) -> int:
@@ -21,7 +24,8 @@ def held_bytes(format: LinearFormat | None, rows: int, columns: int, *, item_byt
     # A scale of a whole tensor is written out for each row.
     scales = -(-rows // (height or 1)) * (-(-columns // width) if width else 1)
     zeros = 0 if format.symmetric else scales
-    return rows * columns // (2 if format.halves and columns % 2 == 0 else 1) + scales * _SCALE_BYTES + zeros
+    copies = 2 if on_cpu and not format.halves and rows * columns <= KEPT_TWICE and format.activations != PER_TOKEN else 1
+    return copies * rows * columns // (2 if format.halves and columns % 2 == 0 else 1) + scales * _SCALE_BYTES + zeros
 
 
 def held_in_layers(

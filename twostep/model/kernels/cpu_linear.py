@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from twostep.checkpoint.linear_format import Activations
+from twostep.checkpoint.held import KEPT_TWICE, PER_TOKEN
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 
 Packed = torch.Tensor
@@ -32,12 +32,9 @@ _GROUPS = (256, 128, 64, 32)
 # From so many rows on, unpacking a weight takes less time than doing without (one core with AMX), and of so many numbers at a time.
 _UNPACK_FROM = 64
 _UNPACKED_AT_ONCE = 1 << 19
-# An int8 weight up to this size is kept by its columns, too: from there on its product at one row takes longer than what prepares it.
-_KEPT_BY_COLUMNS = 1 << 22
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
-_PACKED_AT_ONCE = 1 << 21  # bytes
+_PACKED_AT_ONCE = 1 << 22  # bytes
 _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
-_PER_TOKEN = Activations(is_float=False, dynamic=True)
 _BASE = 256  # of parts that follow each other
 _HALF = _BASE // 2  # what parts have more than the numbers they stand for
 
@@ -63,8 +60,8 @@ class Int8Linear:
         self._zeros = torch.zeros_like(self._scales, dtype=torch.int32)
         self._bias = bias
         self._activations = weight.activations
-        self._in_one = weight.activations is not None and weight.activations.how == _PER_TOKEN
-        kept = weight.values.numel() <= _KEPT_BY_COLUMNS and not self._in_one and columns_work()
+        self._in_one = weight.activations is not None and weight.activations.how == PER_TOKEN
+        kept = weight.values.numel() <= KEPT_TWICE and not self._in_one and columns_work()
         self._columns = WeightColumns(weight.values, torch.get_num_threads()) if kept else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
