@@ -198,7 +198,7 @@ class QuantizedTensors:
         dtype = self._place.tensor.dtype
         what = f"has weights that are infinite or no numbers in {str(dtype).removeprefix('torch.')}"
         eight = self._format.is_float and self._format.bits == 8
-        if eight and bool(((weight.values.view(torch.uint8) & _NOT_A_NUMBER) == _NOT_A_NUMBER).any()):
+        if eight and int((weight.values.view(torch.uint8) & _NOT_A_NUMBER).max()) == _NOT_A_NUMBER:
             raise self._wrong(Role.WEIGHT, what)
         largest = torch.finfo(weight.values.dtype).max if eight else float(1 << self._format.bits)
         if float(weight.scales.abs().max()) * largest > torch.finfo(dtype).max and not bool(weight.dequantize(dtype).isfinite().all()):
