@@ -198,6 +198,18 @@ class Ops:
         """then(add_normed(linear(x), residual, w1, w2, eps)), in whatever pieces are fastest."""
         return then(self.add_normed(linear(x), residual, w1, w2, eps))
 
+    def norm_heads(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        """rms_norm of each head of the queries and of the keys, in place.
+
+        qkv  [T, (num_heads + 2 * num_kv_heads) * D], dense: query heads, then key heads, then value heads, which are left alone
+        q_weight, k_weight  [D], both of qkv's dtype or both float32
+        """
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
+            part.copy_(self.rms_norm(part, weight, eps))
+
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)

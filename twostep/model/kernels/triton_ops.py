@@ -149,6 +149,11 @@ class TritonOps(Ops):
             return then.of_rounded(rounded, residual.dtype)
         return then(self._add(y, residual, first, weight, eps))
 
+    def norm_heads(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        triton_elementwise.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
 
