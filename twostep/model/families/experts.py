@@ -189,7 +189,8 @@ class _Router:
             logits = F.linear(x.float(), self._weight)
         else:
             assert self._linear is not None
-            logits = self._linear(x)
+            run = self._linear.run
+            logits = run.parts(x) if isinstance(run, LinearInParts) else run(x)
         return self._ops.route(logits, self._router, self._correction, load)
 
 
