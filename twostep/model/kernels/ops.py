@@ -110,6 +110,10 @@ class Ops:
             return _packed_linear(weight, bias)
         return lambda x: F.linear(x, weight, bias)
 
+    def prepare_exact(self, weight: torch.Tensor, dtype: torch.dtype) -> Linear:
+        """A callable over x of `dtype`: x @ weight.T in float32, weight [out, in], float32; [T, out], or [parts, T, out], whose sum it is."""
+        return lambda x: F.linear(x.float(), weight)
+
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """silu_mul of such a product; the first half of weight's rows are the gates'."""
         linear = self.prepare_linear(weight, bias)
