@@ -111,7 +111,7 @@ class Ops:
         return lambda x: F.linear(x, weight, bias)
 
     def prepare_exact(self, weight: torch.Tensor, dtype: torch.dtype) -> Linear:
-        """A callable over x of `dtype`: x @ weight.T in float32, weight [out, in], float32; [T, out], or [parts, T, out], whose sum it is."""
+        """A callable over x of `dtype`: x @ weight.T in float32, weight float32 [out, in]; [T, out] or [parts, T, out], to be summed."""
         return lambda x: F.linear(x.float(), weight)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
