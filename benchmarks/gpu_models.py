@@ -63,6 +63,7 @@ LATENT = {
     "v_head_dim": 128,
     "first_k_dense_replace": 4,
 }
+EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"tie_word_embeddings": True}),
     "llama3 rope": (
@@ -77,7 +78,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2Config",
         LLAMA | LATENT | {"q_lora_rank": None, "rope_parameters": ROPE | {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
-    "deepseek v3": ("DeepseekV3Config", LLAMA | LATENT | {"q_lora_rank": 256}),
+    "deepseek v3": (
+        "DeepseekV3Config",
+        LLAMA | LATENT | EXPERTS | {"q_lora_rank": 256, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+    ),
     "opt": ("OPTConfig", OPT),
     "opt, head 80": ("OPTConfig", OPT | {"hidden_size": 640, "word_embed_proj_dim": 640}),
     "qwen2, windows": ("Qwen2Config", LLAMA | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),

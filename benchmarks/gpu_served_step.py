@@ -72,6 +72,7 @@ class BlankRunner:
     """A prefill worker's runner that computes nothing: its blocks hold small numbers, its tokens are all 1."""
 
     generates = True
+    reach = 0
     overlaps = False
     marks_layers = False
 

@@ -22,8 +22,9 @@ from twostep.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from twostep.text.answer_grammar import after_reasoning
 from twostep.text.chat_format import ChatFormat
 from twostep.text.detokenizer import Detokenizer
+from twostep.text.harmony import HarmonyFormat
 from twostep.text.model_card import ModelCard
-from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
+from twostep.text.reasoning import Begun, ReasoningFormat
 from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
 # Detokenizing goes token by token.
@@ -50,12 +51,12 @@ class Prompt:
 
     ids: Sequence[int]
     tokenizer: Tokenizer
-    reasoning: ReasoningFormat | None = None
+    reasoning: ReasoningFormat | HarmonyFormat | None = None
     begun: Begun = Begun.OVER
     tools: ToolUse = NO_TOOLS
 
     def answer(self, sampling: SamplingParams) -> AnswerReader:
-        splitter = None if self.reasoning is None else ReasoningSplitter(self.reasoning, begun=self.begun is Begun.YES)
+        splitter = None if self.reasoning is None else self.reasoning.splitter(self.begun)
         # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
         before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
         return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
@@ -64,7 +65,8 @@ class Prompt:
         """A grammar is of the answer: the model thinks freely before it."""
         if self.reasoning is None or sampling.grammar is None:
             return sampling
-        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun))
+        is_calls = self.tools.must
+        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun, is_calls=is_calls))
 
 
 ReadPrompt = Callable[[], Awaitable[Prompt]]

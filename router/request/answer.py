@@ -1,6 +1,6 @@
 """Tokens to what the client reads: text without half characters, cut before a stop string, reasoning apart from it.
 
-    token ids -> Detokenizer -> text -> StopStrings -> the answer -> ReasoningSplitter -> piece.reasoning | piece.text
+    token ids -> Detokenizer -> text -> StopStrings -> the answer -> Splitter -> piece.reasoning | piece.text
 
 Stop strings end the reasoning as well as what follows it (as vLLM has it): they are looked for in all that the model writes.
 """
@@ -14,7 +14,7 @@ from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
 from twostep.text.detokenizer import Detokenizer
-from twostep.text.reasoning import ReasoningSplitter, SplitText
+from twostep.text.reasoning import Splitter, SplitText
 from twostep.text.stop_strings import StopStrings
 from twostep.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class AnswerReader:
         self,
         tokenizer: Tokenizer,
         sampling: SamplingParams,
-        splitter: ReasoningSplitter | None = None,
+        splitter: Splitter | None = None,
         *,
         prompt: Sequence[int] = (),
     ) -> None:

@@ -81,6 +81,7 @@ def test_parameters_are_those_of_the_model_as_it_is_built(architecture: str) -> 
     config = replace(TINY, architecture=architecture)
     if architecture == "opt":
         config = replace(config, rope=None, num_positions=64, max_model_len=64, num_kv_heads=config.num_heads, qkv_bias=True, o_bias=True)
+        config = replace(config, gated_mlp=False)
     if architecture.startswith("deepseek"):
         dims = LatentDims(nope=10, rope=4, value=6, latent=20)
         rank = 24 if architecture == "deepseek_v3" else 0

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
 from twostep.engine.engine import Engine, EngineConfig
-from twostep.engine.fake import FakeRunner, state_after
+from twostep.engine.fake import FakeRunner, fake_next_token, state_after
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ def make_request(
 
 
 def expected_answer(
-    request: EngineRequest, *, vocab_size: int, max_model_len: int, stateful: bool = False
+    request: EngineRequest, *, vocab_size: int, max_model_len: int, window: int = 0, stateful: bool = False
 ) -> tuple[list[int], FinishReason]:
     """All tokens still to come for a request, by the rules and without any engine."""
     params = request.sampling
@@ -60,7 +60,8 @@ def expected_answer(
     state = state_after(0, tokens) if stateful else 0
     while True:
         position = len(tokens) - request.num_prompt_tokens
-        token = (total + len(tokens) + state) % vocab_size
+        attended = fake_next_token(tokens, vocab_size, window) if window else total + len(tokens)
+        token = (attended + state) % vocab_size
         while token in stop and position < params.min_tokens:
             token = (token + 1) % vocab_size
         tokens.append(token)

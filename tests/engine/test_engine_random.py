@@ -8,7 +8,7 @@ import functools
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -40,6 +40,9 @@ class Attempt:
 class World:
     """Runs attempts on a prefill engine and a decode engine of random bounds; `chaos` is asked many times a step."""
 
+    # Tokens that the next one depends on: one of these; 0: all.
+    windows: Sequence[int] = (0,)
+
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice([1, 2, 4, 5, 16])
@@ -47,7 +50,8 @@ class World:
         # An int64 is the least a state block holds.
         self.num_state_blocks = rng.choice([0, 0, 1, 3])
         self.context = rng.choice([60, 150])
-        self.broken_token = 7 if seed % 2 and self.vocab > 37 else None
+        self.window = random.Random(seed).choice(self.windows)
+        self.broken_token = 7 if seed % 2 and self.vocab > 37 and not self.window else None
         self.unit = self.block_size * rng.choice([1, 3])
         self.now = 0.0
         self.at_the_end = self.fail_next = self.refuse_next = False
@@ -72,6 +76,7 @@ class World:
             num_layers=2,
             broken_token=self.broken_token,
             num_state_blocks=self.num_state_blocks,
+            window=self.window,
         )
         runner.during, runner.launching = self.during, self.launching
         engine = engine_of(
@@ -120,7 +125,8 @@ class World:
 
     def start(self) -> None:
         request = self.new_request()
-        answer, reason = expected_answer(request, vocab_size=self.vocab, max_model_len=self.context, stateful=bool(self.num_state_blocks))
+        bounds = {"vocab_size": self.vocab, "max_model_len": self.context}
+        answer, reason = expected_answer(request, **bounds, window=self.window, stateful=bool(self.num_state_blocks))
         attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
         whole = [*request.token_ids, *answer]
         if self.broken_token in whole[:-1]:
@@ -327,6 +333,16 @@ class AheadWorld(World):
         return replace(output, tokens=StepTokens.of([*before, *tokens]))
 
 
+class WindowWorld(World):
+    """Blocks behind the window are other sequences' while their first owner goes on."""
+
+    windows = (1, 5, 16, 33)
+
+
+class WindowAheadWorld(AheadWorld):
+    windows = WindowWorld.windows
+
+
 @functools.cache
 def ran(kind: type[World], seed: int) -> World:
     world = kind(seed)
@@ -334,7 +350,12 @@ def ran(kind: type[World], seed: int) -> World:
     return world
 
 
-WORLDS = [*((World, seed) for seed in range(16)), *((AheadWorld, seed) for seed in range(300, 312))]
+WORLDS = [
+    *((World, seed) for seed in range(16)),
+    *((AheadWorld, seed) for seed in range(300, 312)),
+    *((WindowWorld, seed) for seed in range(400, 412)),
+    *((WindowAheadWorld, seed) for seed in range(500, 506)),
+]
 
 
 @pytest.mark.parametrize(("kind", "seed"), WORLDS)

@@ -30,7 +30,7 @@ def input_quantizer(how: Activations | None, scale: float = 0.02) -> InputQuanti
 def random_weight(
     kind: str, rows: int, columns: int, *, group: int = 0, block_rows: int = 1, zeros: bool = False, activations: Activations | None = None
 ) -> QuantizedWeight:
-    """kind: fp8, int8 or int4; `group` 0: whole rows. Dequantized numbers are of the size of 1 / sqrt(columns)."""
+    """kind: fp8, int8, int4 or fp4; `group` 0: whole rows. Dequantized numbers are of the size of 1 / sqrt(columns)."""
     group = group or columns
     shape = (-(-rows // block_rows), -(-columns // group))
     scales = torch.rand(shape, device=DEVICE) + 0.5
@@ -42,13 +42,19 @@ def random_weight(
         scales /= 74 * columns**0.5
     else:
         values = torch.randint(0, 256, (rows, columns // 2), device=DEVICE, dtype=torch.uint8)
-        scales /= 4.6 * columns**0.5
+        scales /= (4.6 if kind == "int4" else 2.7) * columns**0.5
     uneven = None
     if zeros:
         uneven = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4" else torch.randint(-20, 21, shape, dtype=torch.int8)
         uneven = uneven.to(DEVICE)
     return QuantizedWeight(
-        values=values, scales=scales, group=group, block_rows=block_rows, zeros=uneven, activations=input_quantizer(activations)
+        values=values,
+        scales=scales,
+        group=group,
+        block_rows=block_rows,
+        zeros=uneven,
+        activations=input_quantizer(activations),
+        float4=kind == "fp4",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, INT8_UNEVEN, ran
 
 from twostep.model.kernels import experts as oracle
 from twostep.model.kernels import triton_routing
-from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, GroupScore, Router, Scores
+from twostep.model.kernels.experts import Beside, ClampedGate, EveryExpert, ExpertWeights, GroupScore, Router, Scores
+from twostep.model.kernels.ops import Ops
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
 from twostep.model.kernels.triton_experts import TritonExperts, choose_tile, tile_tokens
 from twostep.model.kernels.triton_ops import TritonOps
@@ -33,6 +35,7 @@ ROUTERS = [
         group_score=GroupScore.BEST_TWO,
     ),
     Router(num_experts=1, top_k=1, scores=Scores.SIGMOID),
+    Router(num_experts=13, top_k=4, renormalize=True, scattered=True),
 ]
 
 
@@ -188,6 +191,7 @@ FORMS = [
     {"kind": "fp8"},
     {"kind": "fp8", "activations": FP8_TOKEN},
     {"kind": "fp8", "group": 128, "block_rows": 16, "activations": FP8_GROUP},
+    {"kind": "fp4", "group": 32},
     # What no kernel takes is made dense, its input rounded.
     {"kind": "int8", "activations": INT8_UNEVEN},
 ]
@@ -204,7 +208,7 @@ def quantized_experts(held: range, hidden: int, features: int, form: dict[str, A
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that are not held
 @pytest.mark.parametrize(("form", "held"), [(form, HELD[i % 2]) for i, form in enumerate(FORMS)])
 def test_quantized_experts(form: dict[str, Any], held: range) -> None:
-    dtype = torch.bfloat16 if form["kind"] == "int4" else torch.float16
+    dtype = torch.bfloat16 if form["kind"] in ("int4", "fp4") else torch.float16
     router = Router(num_experts=5, top_k=2, renormalize=True)
     weights = quantized_experts(held, 128, 160, form)
     layer = TritonExperts(weights, router, dtype)
@@ -232,6 +236,24 @@ def test_a_layer_is_right_whichever_kernel_multiplies(tokens: int, dtype: torch.
     assert (parts.dim() == 3) == (tokens <= 256)
     parts = parts.double().sum(0) if parts.dim() == 3 else parts.double()
     assert float((parts - want).norm() / want.norm()) < limit
+
+
+@pytest.mark.parametrize("clamped", [None, ClampedGate(1.702, 0.5)])
+@pytest.mark.parametrize(("tokens", "form"), [(2, None), (9, None), (5, {"kind": "int4", "group": 32}), (5, FORMS[5])])
+def test_biases_and_clamped_gates(tokens: int, form: dict[str, Any] | None, clamped: ClampedGate | None) -> None:
+    router, dtype = Router(num_experts=3, top_k=2), torch.float32 if form is None else torch.float16
+    if form is None:
+        weights = ExpertWeights(gate_up=torch.randn(3, 96, 32, device=DEVICE), down=torch.randn(3, 32, 48, device=DEVICE), held=range(3))
+    else:
+        weights = quantized_experts(range(3), 32, 48, form)
+    biases = torch.randn(3, 96, device=DEVICE).to(dtype), torch.randn(3, 32, device=DEVICE).to(dtype)
+    weights = replace(weights, biases=biases, clamped=clamped)
+    x = torch.randn(tokens, 32, device=DEVICE).to(dtype)
+    routing = oracle.route(torch.randn(tokens, 3, device=DEVICE), router)
+    want = EveryExpert(weights)(x, routing).double()
+    got = TritonExperts(weights, router, dtype)(x, routing).double()
+    assert float((got - want).norm() / want.norm()) < (1e-5 if form is None else 3e-2)
+    assert float((Ops().prepare_experts(weights, router, dtype)(x, routing).double() - want).norm() / want.norm()) < 3e-2
 
 
 def test_a_trial_finds_what_is_wrong() -> None:

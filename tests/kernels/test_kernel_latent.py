@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, poisoned_pool, tolerance
 
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
+from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_latent import latent_chunks, latent_decode, latent_decode_plan, latent_program
+from twostep.model.kernels.triton_latent_expanded import ExpandedScratch, attend_expanded, expanded_chunks
 from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace
 from twostep.model.kernels.triton_prefill import plan_tiles
@@ -108,7 +110,7 @@ def write(step: Step) -> torch.Tensor:
     absorbed[..., step.dims.latent :] = torch.nan
     write_latent(
         step.query,
-        absorbed,
+        absorbed[..., step.dims.latent :],
         step.kv[new],
         positions_of(step)[new],
         slots_of(step)[new],
@@ -158,8 +160,28 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> No
         assert (got.double() - want).norm() / want.norm() < (1.5e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
+def made(step: Step) -> torch.Tensor:
+    """[T, num_heads * value], with keys and values made. What the scratch held before is poison."""
+    counts, lengths, num_heads = np.array(step.counts), np.array(step.lengths), len(step.weights.up)
+    turned = write(step)[..., step.dims.latent :]
+    scratch = ExpandedScratch(step.dims, num_heads, step.query.dtype, torch.device(DEVICE))
+    scratch.kept[: 2 * sum(lengths)].fill_(torch.nan)
+    scratch.made[: 2 * sum(lengths)].fill_(torch.nan)
+    options = {"dims": step.dims, "scratch": scratch, "dtype": step.query.dtype, "upload": StepUpload(torch.device(DEVICE))}
+    chunks = expanded_chunks(counts, lengths, **options)
+    assert chunks is not None
+    out = torch.full((len(step.query), num_heads * step.dims.value), torch.nan, dtype=step.query.dtype, device=DEVICE)
+    inputs = {
+        "query_start": torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE),
+        "seq_lens": torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE),
+        "block_tables": step.tables,
+    }
+    attend_expanded(step.query, turned, out, step.cache, LAYER, chunks=chunks, weights=step.weights, dims=step.dims, scale=SCALE, **inputs)
+    return out
+
+
 def attended(step: Step, *, num_sms: int = 6) -> torch.Tensor:
-    """[T, num_heads * value], by the decode kernel if all chunks are of one token."""
+    """[T, num_heads * value], absorbed, by the decode kernel if all chunks are of one token."""
     absorbed, num_heads = write(step), len(step.weights.up)
     out = torch.full((len(absorbed), num_heads, step.dims.latent), torch.nan, dtype=step.query.dtype, device=DEVICE)
     lens = torch.tensor(step.lengths, dtype=torch.int32, device=DEVICE)
@@ -196,6 +218,20 @@ def test_decodes_of_ragged_lengths(dtype: torch.dtype, quantization: str) -> Non
 def test_chunks_at_the_ends_of_their_sequences(dtype: torch.dtype, quantization: str) -> None:
     step = step_of([24, 7, 50], [24, 7, 3] if quantization != "fp8" else [6, 2, 3], DIMS, 3, dtype, quantization)
     assert_near(attended(step), expected(step), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
+def test_chunks_whose_keys_and_values_are_made(dtype: torch.dtype, quantization: str) -> None:
+    lengths, counts = ([70, 7, 30], [66, 7, 20]) if quantization != "fp8" else ([24, 4, 9], [20, 4, 3])
+    step = step_of(lengths, counts, DIMS, 2, dtype, quantization)
+    assert_near(made(step), expected(step), dtype)
+
+
+def test_chunks_that_are_short_or_too_many_are_not_expanded() -> None:
+    scratch = ExpandedScratch(DIMS, 3, torch.float32, torch.device(DEVICE))
+    options = {"dims": DIMS, "scratch": scratch, "dtype": torch.float32, "upload": StepUpload(torch.device(DEVICE))}
+    for counts, lengths, wanted in (([0, 3], [5, 900], False), ([0, 90], [900, 90], True), ([99], [scratch.num_keys + 1], False)):
+        assert (expanded_chunks(np.array(counts), np.array(lengths), **options) is not None) is wanted
 
 
 @pytest.mark.system
@@ -262,7 +298,9 @@ def test_padding_is_not_written_and_not_attended() -> None:
     slots = torch.cat((slots_of(step)[rows], torch.tensor([-1, -1], device=DEVICE)))
     positions = torch.cat((positions_of(step)[rows], torch.zeros(2, dtype=torch.long, device=DEVICE)))
     four = torch.cat((query, query)), torch.cat((kv, kv))
-    write_latent(four[0], padded, four[1], positions, slots, cos, sin, step.cache, LAYER, weights=step.weights, dims=DIMS)
+    write_latent(
+        four[0], padded[..., DIMS.latent :], four[1], positions, slots, cos, sin, step.cache, LAYER, weights=step.weights, dims=DIMS
+    )
     assert torch.equal(step.cache.tensor.nan_to_num(7.0), before.nan_to_num(7.0))
     lens = torch.tensor([20, 5, -1, -1], dtype=torch.int32, device=DEVICE)
     tables = torch.cat((step.tables, step.tables))

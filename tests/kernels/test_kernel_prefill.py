@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, some_sinks
 
 from twostep.engine.batch import KvShape
+from twostep.model.kernels.ops import KEYS_TOGETHER
 from twostep.model.kernels.triton_prefill import (
     HOPPER_ROWS,
     TileShape,
@@ -77,6 +78,10 @@ def check(
     sizes = {"num_blocks": num_blocks, "num_layers": 2, "num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
     cache = poisoned_pool(dtype, quantization=quantization, **sizes)
     tables = fill(cache, lengths, seed=len(chunks))
+    if window and cache.quantized is None:
+        # What no kernel may read: another sequence's by now.
+        for s, (context, _) in enumerate(chunks):
+            cache.tensor[tables[s, : max(0, context + 1 - window - KEYS_TOGETHER) // block_size]] = torch.nan
     counts = np.array([count for _, count in chunks], np.int64)
     starts = np.concatenate(([0], np.cumsum(counts)))
     qkv = torch.randn(int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(dtype)
@@ -142,8 +147,9 @@ def test_one_query_each_is_decode() -> None:
 
 @pytest.mark.parametrize("window", [1, 16, 40])
 def test_windows(window: int) -> None:
-    chunks = [(0, 37), (60, 21), (64, 1)]
+    chunks = [(0, 37), (60, 21), (64, 1), (260, 20)]
     check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, rows=32, window=window)
+    check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, window=window)
 
 
 @pytest.mark.parametrize("quantization", FORMATS)

@@ -87,7 +87,7 @@ def test_new_vectors_are_quantized_as_on_the_cpu(
 
 @pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (96, 24)])
 def test_scales_of_a_checkpoint_stand_at_every_vector(head_dim: int, rotated: int) -> None:
-    scales = torch.rand(3, 2) * 0.01 + 1e-3
+    scales = torch.rand(3, 2, 2) * 0.01 + 1e-3
     sizes = {"num_kv_heads": 2, "head_dim": head_dim, "block_size": 16, "scales": scales}
     cache, want = (pool("fp8", torch.float32, **sizes, device=device) for device in (DEVICE, "cpu"))
     num_tokens, num_heads = 5, 4
@@ -111,7 +111,7 @@ def test_values_of_many_rows_are_written_by_words_where_they_can_be(
 ) -> None:
     """Runs of slots that begin and end anywhere, padding, a run that goes on in another block, and single slots."""
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
-    scales = None if quantization == "int8" else torch.rand(3, 2) * 0.01 + 1e-3
+    scales = None if quantization == "int8" else torch.rand(3, 2, num_kv_heads) * 0.01 + 1e-3
     cache, want = (pool(quantization, torch.float32, **sizes, device=device, scales=scales) for device in (DEVICE, "cpu"))
     slots = torch.tensor([7, 0, 1, 2, 3, 4, 5, 6, -1, -1, 13, 14, 15, 8, 9, 10, 11, 20, 24, 25, 27, 16, 17, 18, 19, 26])
     qkv = torch.randn(len(slots), 3 + 2 * num_kv_heads, head_dim)

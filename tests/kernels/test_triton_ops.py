@@ -41,7 +41,12 @@ def on_triton(directory: Path, quantization: str = "auto") -> tuple[Decoder, KvC
     return model, KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE, quantization), DEVICE)
 
 
-@pytest.mark.parametrize("family", [system("llama-biases"), system("llama3-rope"), "qwen3-windows", "deepseek-v2-yarn", system("opt")])
+OFTEN = ["qwen3-windows", "deepseek-v2-yarn"]
+# Softcaps and a scale; two RoPEs and norms from one; norms of whole queries; heads that turn in part, beside an MLP.
+SELDOM = ["llama-biases", "llama3-rope", "opt", "gemma2", "gemma3", "olmo2", "gpt-neox", "phi3-longrope", "falcon", "starcoder2"]
+
+
+@pytest.mark.parametrize("family", [*OFTEN, *map(system, SELDOM)])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
@@ -60,7 +65,7 @@ def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
             sequence.num_computed += count
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral")])
+@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral"), system("gpt-oss")])
 def test_experts(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)

@@ -270,6 +270,18 @@ def test_phi_3s_long_contexts(tmp_path: Path) -> None:
     assert parse_config(written(tmp_path, **PHI3, partial_rotary_factor=0.75)).rope == Rope(theta=10000.0, dim=12)
 
 
+def test_phi_4_minis_keys(tmp_path: Path) -> None:
+    keys = {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "full_attn_mod": 1}
+    keys |= {"interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "sliding_window": 262144, "tie_word_embeddings": True}
+    scaling = LONGROPE | {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    config = parse_config(written(tmp_path, **PHI3, **keys, partial_rotary_factor=0.75, rope_scaling=scaling))
+    assert config.windows == (0, 0)
+    assert config.rope is not None
+    assert config.rope.dim == 12
+    with pytest.raises(SetupError, match="full_attn_mod"):
+        parse_config(written(tmp_path, **PHI3, full_attn_mod=2))
+
+
 def test_falcons_heads(tmp_path: Path) -> None:
     """Without a context of its own it is 2048; its KV heads by its three kinds of layers."""
     keys = FALCON | {"max_position_embeddings": ...}

@@ -59,6 +59,15 @@ _LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
+_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 36,
+    "head_dim": 12,
+    "sliding_window": 21,
+    "swiglu_limit": 1.5,
+    "rope_parameters": _YARN | {"truncate": False},
+}
 _MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Of heads of 8 numbers 6 turn.
@@ -81,6 +90,14 @@ _SMALL_GPT2 = {
 }
 _SMALL_FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "rms_norm_eps": ..., "ffn_hidden_size": 80}
 _SMALL_NEOX = {"num_key_value_heads": ..., "rms_norm_eps": ..., "num_attention_heads": 2}
+
+_DEEPSEEK_MOE = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+}
 
 # name: (config class, extra fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,8 +128,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}},
     ),
     "deepseek-v3": ("DeepseekV3Config", _LATENT | {"q_lora_rank": 20, "rope_interleave": False}),
+    "deepseek-v2-moe": ("DeepseekV2Config", _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": None, "routed_scaling_factor": 1.7}),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": 28, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3-moe": ("DeepseekV3Config", _LATENT | _DEEPSEEK_MOE | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36}),
     "qwen2-moe": ("Qwen2MoeConfig", _MOE | {"shared_expert_intermediate_size": 44, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "gpt-oss": ("GptOssConfig", _OSS),
     "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"head_dim": 12, "mlp_only_layers": [1]}),
     "qwen3-next": (
         "Qwen3NextConfig",
@@ -161,6 +185,9 @@ def save_model(family: str, directory: Path, **changes: Any) -> transformers.Pre
         for parameter in model.parameters():
             if parameter.dim() == 1:  # initialized to 0 and 1, which would hide a mistake
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     return model
 

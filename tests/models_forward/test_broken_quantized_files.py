@@ -53,7 +53,7 @@ def numbers(model_dir: Path) -> list[torch.Tensor]:
     describe(model_dir)
     config, ops = parse_config(model_dir), KeepingOps()
     load_weights(build_model(config, torch.float32, ops), model_dir)
-    scales = [read_kv_scales(model_dir, config.num_layers)] if config.kv_scheme is not None and config.kv_scheme.static else []
+    scales = [read_kv_scales(model_dir, config)] if config.kv_scheme is not None and config.kv_scheme.static else []
     return [torch.cat([weight.flatten() for weight in ops.weights]), *scales]
 
 

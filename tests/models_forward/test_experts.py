@@ -90,6 +90,17 @@ def test_a_token_goes_where_transformers_sends_it(name: str) -> None:
     torch.testing.assert_close(by_expert(ours, router), by_expert(Routing(experts, weights), router))
 
 
+def test_made_up_weights_send_tokens_everywhere() -> None:
+    """Tokens whose logits are nearly the same, in few digits."""
+    logits = (torch.arange(16.0) + torch.randn(2000, 16, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    assert route(logits, Router(num_experts=16, top_k=4)).experts.unique().tolist() == [12, 13, 14, 15]
+    chosen = route(logits, Router(num_experts=16, top_k=4, scattered=True)).experts
+    counts = chosen.flatten().bincount(minlength=16)
+    assert counts.min() > 350
+    assert counts.max() < 650
+    assert len(chosen.sort(-1).values.unique(dim=0)) > 1000
+
+
 def by_expert(routing: Routing, router: Router) -> torch.Tensor:
     """Each token's weight of each expert: the order of the chosen says nothing."""
     spread = torch.zeros(len(routing.experts), router.num_experts)

@@ -4,6 +4,7 @@ behind shared prefixes."""
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.model.families.registry import parse_config
-from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 60, 8
@@ -107,10 +108,102 @@ def test_preempted_chunked_and_behind_shared_prefixes_tokens_are_the_same(made: 
     assert answers(runner_of(made[1], num_blocks=20), prompts, together=True) == alone
 
 
+# What deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3 say of themselves.
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+_V3 = _LITE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "model_type": "deepseek_v3",
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+}
+
+
+@pytest.mark.parametrize(("raw", "sharpness"), [(_LITE, 0.0707), (_V3, 0.1)], ids=["V2-Lite", "V3"])
+def test_published_configs_are_understood(raw: dict[str, Any], sharpness: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = parse_config(tmp_path)
+    assert (config.max_model_len, config.head_dim, config.num_kv_heads) == (163840, 576, 1)
+    assert config.attention_scale == pytest.approx(192**-0.5 * (1 + sharpness * math.log(40)) ** 2)
+    assert config.experts is not None
+    assert config.experts.layers.count(False) == raw["first_k_dense_replace"]
+    assert config.experts.router.top_groups == (4 if raw is _V3 else 1)
+    per_token = kv_shape(config, "bfloat16", 1, 1).block_bytes
+    assert per_token == 576 * 2 * raw["num_hidden_layers"]
+
+
+_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (_EXPERTS | {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (_EXPERTS | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (_EXPERTS | {"topk_method": "noaux_tc"}, "topk_method"),
+        (_EXPERTS | {"scoring_func": "sigmoid"}, "scoring_func"),
+        (_EXPERTS | {"norm_topk_prob": True}, "norm_topk_prob"),
+        (_EXPERTS | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "n_group"),
+        (_EXPERTS | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, "topk_group"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"qk_rope_head_dim": 7, "head_dim": 7, "qk_head_dim": 19}, "qk_rope_head_dim"),

@@ -26,11 +26,12 @@ def test_sizes(family: str, tmp_path: Path) -> None:
     config = parse_config(tmp_path / "whole")
     shape = kv_shape(config, "float32", 1, 16)
     assert whole.kv_token_bytes == bare.kv_token_bytes == shape.block_bytes // 16
-    assert (whole.num_heads, whole.intermediate_size) == (config.num_heads, config.intermediate_size)
+    assert whole.num_heads == config.num_heads
+    assert whole.intermediate_size in (0, config.intermediate_size)  # 0: all layers have experts
     assert whole.weight_bytes == describe(tmp_path / "whole").loaded_bytes
     # Without biases, norms and positions, which these small models have many of.
     positions = config.num_positions * config.hidden_size * 4
     assert bare.weight_bytes == pytest.approx(whole.weight_bytes - positions, rel=0.04)
     products = ModelShape.of(config, shape, "float32").num_params * 4
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 4
-    assert products + looked_up == bare.weight_bytes
+    assert bare.weight_bytes == pytest.approx(products + looked_up, rel=0.001)

@@ -332,10 +332,33 @@ def test_scales_of_projections_are_modelopts(with_scales: Path) -> None:
     quantized = runner(with_scales).kv_cache.quantized
     assert quantized is not None
     assert quantized.static is not None
-    assert torch.equal(quantized.static, static_scales(SCALES))
+    assert torch.equal(quantized.static, static_scales(SCALES).repeat_interleave(2, 1))
     change(with_scales, {"model.layers.0.self_attn.k_scale": torch.ones(1)})
     with pytest.raises(SetupError):
         runner(with_scales)
+
+
+def test_each_head_may_have_scales_of_its_own(with_scales: Path) -> None:
+    """As compressed-tensors' strategy `attn_head` stores them."""
+    path = with_scales / "config.json"
+    path.write_text(path.read_text().replace('"strategy": "tensor"', '"strategy": "attn_head"'))
+    by_head = SCALES[..., None] * torch.tensor([1.0, 1.7])
+    change(
+        with_scales,
+        {f"model.layers.{i}.self_attn.{kind}_scale": by_head[i, j].view(2, 1, 1).clone() for i in range(2) for j, kind in enumerate("kv")},
+    )
+    scaled = runner(with_scales)
+    logits(scaled, [60], 16)
+    assert scaled.kv_cache.quantized is not None
+    for layer in range(2):
+        for head in range(2):
+            written = scaled.kv_cache.quantized.scales[:, layer, head].flatten(0, 1)
+            assert torch.equal(written[written[:, 0] != 0].unique(dim=0), static_scales(by_head[layer, None, :, head]).bfloat16())
+    name = "model.layers.1.self_attn.v_scale"
+    for wrong in (torch.ones(1), torch.ones(3, 1, 1), torch.tensor([1.0, 0.0]).view(2, 1, 1)):
+        change(with_scales, {name: wrong})
+        with pytest.raises(SetupError, match=name):
+            runner(with_scales)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
@@ -39,8 +40,8 @@ WAIT_S = 60.0
 # whole queries, and a KV head that both ranks have; layers inside larger ones, in one turn, in many, and turned; parallel ones; latents;
 # experts. The vocabulary is odd.
 FAMILIES = [
-    "llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old", "deepseek-v2",
-    "mixtral", "qwen2-moe",
+    "llama-biases", "qwen2", "qwen3", "opt", "gemma2", "olmo2", "phi3-longrope", "gpt-neox", "gpt2", "falcon", "falcon-old", "mixtral",
+    "qwen2-moe", "deepseek-v2-moe", "deepseek-v3-moe", "gpt-oss",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.system
@@ -82,7 +83,7 @@ def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
         compare_engines(one, two, seed=FAMILIES.index(family), tokenizer_file=save_tokenizer(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
 def test_ranks_may_hold_whole_experts(family: str, tmp_path: Path) -> None:
     """An odd number of them; beside a shared one that is cut."""
     save_model(family, tmp_path)
@@ -107,6 +108,29 @@ def test_two_ranks_see_that_a_head_is_not_the_embedding(tmp_path: Path) -> None:
     assert not one.config.tie_word_embeddings
     with several(tmp_path) as two:
         compare_steps(one, two)
+
+
+def test_two_ranks_have_the_kv_scales_of_their_own_heads(tmp_path: Path) -> None:
+    """Those of one head cut off nearly all of it."""
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights, scales = load_file(tmp_path / "model.safetensors"), torch.tensor([1e-4, 0.02]).view(2, 1, 1)
+    weights |= {f"model.layers.{i}.self_attn.{kind}_scale": scales.clone() for i in range(3) for kind in "kv"}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    one = ModelRunner(tmp_path, **OPTIONS)
+    with several(tmp_path) as two:
+        logits = recorded(one), recorded(two._local)
+        (sequence,) = scattered_sequences([40], BLOCK, 96, random.Random(0))
+        for runner in (one, two):
+            runner.run(make_batch([(sequence, 40)], BLOCK))
+    torch.testing.assert_close(logits[1][0], logits[0][0], rtol=0, atol=0.02 * float(logits[0][0].abs().max()))
+    weights |= {name: scales.flip(0).clone() for name in weights if name.endswith("_scale")}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    other = ModelRunner(tmp_path, **OPTIONS).forward(make_batch([(sequence, 40)], BLOCK))
+    assert float((other - logits[0][0]).abs().max()) > 0.1 * float(logits[0][0].abs().max()), "else the test says nothing"
 
 
 def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:

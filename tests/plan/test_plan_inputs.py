@@ -118,6 +118,18 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     assert model.weight_bytes - one_dense.weight_bytes == 2 * 2048 * (128 * 3 * 768 + 128 - 3 * 6144)
 
 
+def test_experts_alone_may_be_quantized(tmp_path: Path) -> None:
+    """gpt-oss-20b, by its model card 20.9 billion weights, most of them in 4 bits: 12.8 GiB."""
+    keys = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24}
+    experts = {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088}
+    config = LLAMA_8B | keys | experts | {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    in_experts = 24 * 32 * 3 * 2880 * 2880
+    others = 24 * (2880 * 64 * (64 + 8 + 8 + 64) + 32 * 2880) + 2 * 201088 * 2880
+    # Scales are float32 in memory.
+    assert model_of(config, tmp_path).weight_bytes == others * 2 + in_experts // 2 + in_experts // 32 * 4
+    assert in_experts + others == pytest.approx(20.9e9, rel=0.005)
+
+
 def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
     opt = {key: value for key, value in LLAMA_8B.items() if key not in ("intermediate_size", "tie_word_embeddings")} | {"ffn_dim": 128}
     opt |= {"model_type": "opt"}

@@ -160,6 +160,19 @@ async def test_tokens_are_taken_before_any_worker_is_asked(cluster: Cluster, key
             assert (await raw_events(answer))[-1] == "[DONE]"
 
 
+async def test_embeddings_cost_their_inputs_and_one_request(cluster: Cluster, keys: Path) -> None:
+    shown = add(keys, limits=Limits(tokens_per_minute=60, requests_per_minute=3))
+    async with served(cluster, api_keys_file=keys) as http:
+        inputs = {"model": "m", "input": [[5] * 10, [6] * 15]}
+        async with http.post("/v1/embeddings", json=inputs, headers=bearer(shown)) as answer:
+            assert answer.status == 200
+            assert 35 <= int(answer.headers["x-ratelimit-remaining-tokens"]) < 60
+            assert answer.headers["x-ratelimit-remaining-requests"] == "2"
+        await told(http, "/v1/embeddings", inputs | {"input": [[5] * 60]}, 429, headers=bearer(shown))
+        await told(http, "/v1/embeddings", inputs | {"input": [[5] * 61]}, 400, headers=bearer(shown))
+        assert len(cluster.prefills[0].requests) == 2
+
+
 async def test_a_request_that_finds_no_worker_costs_nothing(cluster: Cluster, keys: Path) -> None:
     shown = add(keys, limits=Limits(tokens_per_minute=1000))
     async with cluster.serving(api_keys_file=keys, no_worker_grace=0.05), open_http(cluster) as http:

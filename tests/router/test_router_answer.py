@@ -11,7 +11,8 @@ from router_fakes import ANSWER_TEXT
 from router.request.answer import AnswerReader
 from twostep.rpc.v1 import inference_pb2, prefill_pb2
 from twostep.sampling_params import SamplingParams
-from twostep.text.reasoning import REASONING_FORMATS, ReasoningSplitter
+from twostep.text.chat_format import REASONING_FORMATS
+from twostep.text.reasoning import ReasoningSplitter
 from twostep.text.tokenizer import Tokenizer
 
 

@@ -24,7 +24,7 @@ from twostep.settings.reading import FlagParser, read_settings
 from twostep.settings.removed import REMOVED, REMOVED_FLAGS
 from twostep.settings.router import REASONING_PARSERS, TOOL_CALL_PARSERS
 from twostep.settings.table import Required, Rule, Settings, group, setting, settings_of, variable_of
-from twostep.text import reasoning, tool_calls
+from twostep.text import chat_format, tool_calls
 from twostep.worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,7 +230,7 @@ def test_every_variable_of_a_command_is_known() -> None:
 
 
 def test_names_of_parsers_are_those_that_there_are() -> None:
-    assert REASONING_PARSERS == reasoning.REASONING_PARSERS
+    assert REASONING_PARSERS == chat_format.REASONING_PARSERS
     assert TOOL_CALL_PARSERS == tool_calls.TOOL_CALL_PARSERS
 
 

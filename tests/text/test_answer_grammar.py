@@ -20,16 +20,19 @@ from twostep.engine.grammar import LiveGrammar, Vocabulary
 from twostep.errors import InvalidRequest
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.answer_grammar import after_reasoning, either, strict_grammar, tool_call_grammar
+from twostep.text.chat_format import REASONING_FORMATS
 from twostep.text.detokenizer import Detokenizer
-from twostep.text.reasoning import REASONING_FORMATS, Begun
+from twostep.text.reasoning import Begun
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_calls import TOOL_CALL_FORMATS, ToolCallParser
 from twostep.text.tool_formats.events import CallArguments, CallBegun, ContentDelta
 from twostep.text.tool_formats.format import Function, ToolCallFormat
+from twostep.text.tool_formats.harmony_calls import HARMONY
 from twostep.text.tool_formats.json_calls import HERMES, LLAMA3_JSON, LLAMA4_JSON, MISTRAL
 from twostep.text.tool_formats.pythonic import PYTHONIC
 
-_FORMATS = list(dict.fromkeys(TOOL_CALL_FORMATS.values()))
+# What a grammar of harmony holds is read message by message (test_harmony.py).
+_FORMATS = [format for format in dict.fromkeys(TOOL_CALL_FORMATS.values()) if format is not HARMONY]
 # Formats whose calls nothing but the answer itself tells from text.
 _BARE = (LLAMA3_JSON, LLAMA4_JSON, PYTHONIC)
 _FUNCTIONS = [

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.errors import SetupError
-from twostep.text.reasoning import REASONING_FORMATS, Begun, ReasoningFormat, ReasoningSplitter, reasoning_format
+from twostep.text.chat_format import REASONING_FORMATS, reasoning_format
+from twostep.text.reasoning import Begun, ReasoningFormat, ReasoningSplitter
 
 FORMATS = [REASONING_FORMATS["qwen3"], REASONING_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"]]
 

@@ -63,4 +63,5 @@ WRITTEN: dict[str, Callable[[Calls], str]] = {
     "qwen3_coder": lambda calls: "\n".join(coder(name, **_plain(arguments)) for name, arguments in calls),
     "glm45": lambda calls: "\n".join(glm(name, **_plain(arguments)) for name, arguments in calls),
     "pythonic": _python,
+    "openai": lambda calls: "".join(f"<|call|>{name}<|message|>{arguments}<|end|>" for name, arguments in _json(calls)),
 }

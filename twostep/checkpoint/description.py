@@ -17,6 +17,7 @@ from twostep.checkpoint.held import held_bytes
 from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.linear_format import LinearFormat, Role
 from twostep.checkpoint.quantization import Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
+from twostep.checkpoint.stacked import names_apart, shape_apart
 from twostep.errors import SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,7 +61,8 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
     if quantization != "none":
         check_unquantized(found, quantization)
         found = quantization_at_load(quantization)
-    tensors = {name: raw for path in weight_files(model_dir) for name, raw in read_header(path).tensors.items()}
+    headers = [read_header(path) for path in weight_files(model_dir)]
+    tensors = {name: raw for header in headers for stored in header.tensors.items() for name, raw in _apart(*stored)}
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or stored_dtype(model_dir)).removeprefix("torch.")
     if dtype not in _ITEM_BYTES:
@@ -108,6 +110,18 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         loaded_bytes=dense_bytes + held[False],
         cpu_bytes=dense_bytes + held[True],
     )
+
+
+def _apart(name: str, raw: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yields a tensor, or those that it holds."""
+    shape = _shape(raw)
+    names = names_apart(name, shape)
+    if not names:
+        yield name, raw
+        return
+    start, size = int(raw["data_offsets"][0]), _num_bytes(raw) // len(names)
+    for i, each in enumerate(names):
+        yield each, raw | {"shape": list(shape_apart(shape)), "data_offsets": [start + i * size, start + (i + 1) * size]}
 
 
 def _quantized(

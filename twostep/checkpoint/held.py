@@ -28,9 +28,12 @@ def held_bytes(format: LinearFormat | None, rows: int, columns: int, *, item_byt
     return copies * rows * columns // (2 if format.halves and columns % 2 == 0 else 1) + scales * _SCALE_BYTES + zeros
 
 
-def held_in_layers(quantization: Quantization | None, shapes: Iterable[tuple[int, int]], *, item_bytes: int, on_cpu: bool = False) -> int:
-    """Returns the bytes of layers of a decoder, all in the format of its first group."""
-    format = None if quantization is None else quantization.groups[0].format
+def held_in_layers(
+    quantization: Quantization | None, shapes: Iterable[tuple[int, int]], *, item_bytes: int, on_cpu: bool = False, experts: bool = False
+) -> int:
+    """Returns the bytes of layers of a decoder, all in the format of its first group. `experts`: they are."""
+    is_dense = quantization is None or (quantization.experts_only and not experts)
+    format = None if quantization is None or is_dense else quantization.groups[0].format
     return sum(_held(quantization, format, *shape, item_bytes=item_bytes, on_cpu=on_cpu) for shape in shapes)
 
 

@@ -19,14 +19,16 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 @dataclass(frozen=True, slots=True)
 class KvScheme:
-    """`format`: fp8 or int8. `static`: a layer's keys have one scale and its values another, which the checkpoint has; else each vector has
-    its own, which nobody needs to know before."""
+    """`format`: fp8 or int8. `static`: a layer's keys have one scale and its values another, or each head of them its own (`by_head`); the
+    checkpoint has them. Else each vector has its own, which nobody needs to know before."""
 
     format: str
     static: bool
+    by_head: bool = False
 
     def __str__(self) -> str:
-        return f"{self.format}, {'one scale for the keys of a layer and one for its values' if self.static else 'a scale for each vector'}"
+        each = "a head's keys and one for its" if self.by_head else "a layer's keys and one for its"
+        return f"{self.format}, {f'one scale for {each} values' if self.static else 'a scale for each vector'}"
 
 
 def kv_format(asked: str, scheme: KvScheme | None) -> str:
@@ -82,7 +84,8 @@ def _scheme(outer: Fields, raw: Any) -> KvScheme:
     fields.expect("symmetric", True, default=True)
     if dynamic:
         return KvScheme("fp8" if kind == "float" else "int8", static=False)
-    if strategy != "tensor" or kind != "float":
-        key, value = ("strategy", strategy) if strategy != "tensor" else ("type", kind)
-        fields.refuse(key, value, "static KV scales are supported of 8-bit floats, one for a layer's keys and one for its values")
-    return KvScheme("fp8", static=True)
+    if strategy not in ("tensor", "attn_head"):
+        fields.refuse("strategy", strategy, "static KV scales are supported of a layer's keys and of its values (tensor), or of each head")
+    if kind != "float":
+        fields.refuse("type", kind, "static KV scales are supported of 8-bit floats")
+    return KvScheme("fp8", static=True, by_head=strategy == "attn_head")

@@ -1,7 +1,7 @@
 """How a checkpoint stores a linear layer of quantized weights. Torch-free.
 
-A weight is [out, in], w = (q - z) · s: whole numbers or 8-bit floats q, of which a block of rows and columns shares a scale s and, where
-the format has them, a zero point z. Formats differ in their tensors' names, in which way round they lie, and in how several q share a
+A weight is [out, in], w = (q - z) · s: whole numbers or floats q, of which a block of rows and columns shares a scale s and, where the
+format has them, a zero point z. Formats differ in their tensors' names, in which way round they lie, and in how several q share a
 word of 32 bits: rows of the table below. Of AWQ, AutoAWQ's own `gemm`; of GPTQ, AutoGPTQ's `gptq` and GPTQModel's `gptq_v2`; the rest
 are those of compressed-tensors and of FP8 checkpoints as vLLM and transformers read them.
 """
@@ -46,6 +46,8 @@ class Storage:
     order: tuple[int, ...] = ()  # the place in its word of each q, in turn; empty: as they come, the lowest bits first
     zero_less: int = 0  # zero points are stored less this
     always_zero: bool = False  # symmetric ones have zero points, too
+    word_bits: int = _WORD_BITS
+    exponents: bool = False  # scales are powers of 2, their exponents stored, 127 for 1
 
 
 PLAIN = Storage(name="plain", weight="weight", scale="weight_scale", zero="weight_zero_point")
@@ -62,6 +64,7 @@ PACKED = Storage(
 AWQ = Storage(name="awq", weight="qweight", scale="scales", zero="qzeros", turned=True, packed=Axis.OUT, order=(0, 4, 1, 5, 2, 6, 3, 7))
 _GPTQ = {"weight": "qweight", "scale": "scales", "zero": "qzeros", "index": "g_idx"}
 GPTQ = Storage(name="gptq", turned=True, packed=Axis.IN, zero_less=1, always_zero=True, **_GPTQ)  # type: ignore[arg-type]
+MXFP4 = Storage(name="mxfp4", weight="blocks", scale="scales", zero="", packed=Axis.IN, word_bits=8, exponents=True)
 GPTQ_V2 = Storage(name="gptq_v2", turned=True, packed=Axis.IN, always_zero=True, **_GPTQ)  # type: ignore[arg-type]
 
 
@@ -102,7 +105,7 @@ class LinearFormat:
     """One linear layer's format: all that a loader, and later a kernel, needs to know of it."""
 
     storage: Storage
-    is_float: bool  # q are 8-bit floats (e4m3), else whole numbers
+    is_float: bool  # q are floats (of 8 bits e4m3, of 4 e2m1), else whole numbers
     bits: int
     block: tuple[int, int]  # rows and columns that share a scale; 0: all
     symmetric: bool = True
@@ -112,7 +115,7 @@ class LinearFormat:
     @property
     def per_word(self) -> int:
         """Numbers q of a word; 1: they have an element each."""
-        return _WORD_BITS // self.bits if self.storage.packed is not None else 1
+        return self.storage.word_bits // self.bits if self.storage.packed is not None else 1
 
     @property
     def halves(self) -> bool:
@@ -129,7 +132,7 @@ class LinearFormat:
             scope = f"groups of {columns}" if columns else "per channel"
         else:
             scope = f"blocks of {rows} × {columns}" if rows else "per tensor"
-        words = ["fp8" if self.is_float else f"int{self.bits}", scope]
+        words = [f"fp{self.bits}" if self.is_float else f"int{self.bits}", scope]
         words += [] if self.is_float else ["symmetric" if self.symmetric else "with zero points"]
         words += ["in order of activations"] * self.ordered
         return ", ".join(words) + (f"; activations {self.activations}" if self.activations is not None else "")
@@ -139,10 +142,13 @@ class LinearFormat:
 def _parts(format: LinearFormat) -> tuple[StoredPart, ...]:
     storage, turned = format.storage, format.storage.turned
     packed = {Axis.OUT: (format.per_word, 1), Axis.IN: (1, format.per_word), None: (1, 1)}[storage.packed]
-    words = ("I32",) if storage.packed is not None else ("F8_E4M3",) if format.is_float else ("I8",)
+    words = ("F8_E4M3",) if format.is_float else ("I8",)
+    if storage.packed is not None:
+        words = ("I32",) if storage.word_bits == _WORD_BITS else ("U8",)
+    scales = ("U8",) if storage.exponents else _FLOATS
     parts = [
         StoredPart(role=Role.WEIGHT, suffix=storage.weight, units=packed, dtypes=words, turned=turned),
-        StoredPart(role=Role.SCALE, suffix=storage.scale, units=format.block, dtypes=_FLOATS, turned=turned),
+        StoredPart(role=Role.SCALE, suffix=storage.scale, units=format.block, dtypes=scales, turned=turned),
     ]
     if not format.symmetric or storage.always_zero:
         rows, columns = format.block

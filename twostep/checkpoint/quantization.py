@@ -16,7 +16,7 @@ from typing import Any
 
 from twostep.checkpoint.directory import read_json
 from twostep.checkpoint.fields import Fields
-from twostep.checkpoint.linear_format import AWQ, GPTQ, GPTQ_V2, PACKED, PLAIN, PLAIN_BLOCKS, Activations, LinearFormat
+from twostep.checkpoint.linear_format import AWQ, GPTQ, GPTQ_V2, MXFP4, PACKED, PLAIN, PLAIN_BLOCKS, Activations, LinearFormat
 from twostep.errors import SetupError
 
 HEAD = "lm_head"
@@ -49,6 +49,11 @@ class Quantization:
     stored: bool = True
 
     @property
+    def experts_only(self) -> bool:
+        """Returns whether no layer but experts is quantized."""
+        return all(target == _EXPERTS for group in self.groups for target in group.targets)
+
+    @property
     def rounds_activations(self) -> bool:
         """Returns whether some layer's input is rounded, so that its last bit may make a step of 8 bits."""
         return any(group.format.activations is not None for group in self.groups)
@@ -69,6 +74,7 @@ _INT8_ROWS = LinearFormat(storage=PLAIN, is_float=False, bits=8, block=(1, 0))
 _FP8_ROWS = LinearFormat(storage=PLAIN, is_float=True, bits=8, block=(1, 0), activations=Activations(is_float=True, dynamic=True))
 # What chooses experts is never quantized (families/experts.py).
 _ROUTERS = rf"{_REGEX}.*\.(?:gate|router|shared_expert_gate)$"
+_EXPERTS = rf"{_REGEX}.*\.experts\."
 _INT4 = LinearFormat(storage=PACKED, is_float=False, bits=4, block=(1, _INT4_GROUPS[0]))
 
 
@@ -231,6 +237,11 @@ def _gptq(fields: Fields) -> Quantization:
     if fields.boolean("lm_head", False):
         return Quantization(method="gptq", groups=(FormatGroup(targets=(*targets, HEAD), format=format),), ignored=ignored)
     return _one("gptq", format, ignored, targets)
+
+
+def _mxfp4(fields: Fields) -> Quantization:
+    format = LinearFormat(storage=MXFP4, is_float=True, bits=4, block=(1, 32))
+    return _one("mxfp4", format, _modules(fields, "modules_to_not_convert"), (_EXPERTS,))
 
 
 # ---- compressed-tensors -----------------------------------------------------------------------------------------------------
@@ -435,4 +446,5 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

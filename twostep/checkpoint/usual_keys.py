@@ -26,8 +26,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gpt2": {"tie_word_embeddings": True},
+    "gpt_oss": {"head_dim": 64},
     "opt": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128},
+    "qwen3_next": {"head_dim": 256},
     "starcoder2": {"tie_word_embeddings": True},
 }
 _FOUR_TIMES = ("falcon", "gpt2")  # as wide as the model, is an MLP where the file says nothing
@@ -44,6 +46,7 @@ _KINDS = {
     "GemmaForCausalLM": "gemma",
     "OPTForCausalLM": "opt",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Starcoder2ForCausalLM": "starcoder2",
 }
 
@@ -74,6 +77,15 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         if found.get(key) is None:
             found[key] = value
     return found
+
+
+def num_kv_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    """Returns how many of the layers have KV: of a hybrid not those that keep a state in its place."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return num_layers - kinds.count("linear_attention")
+    interval = config.get("full_attention_interval", 4 if kind_of(config) == "qwen3_next" else 1)
+    return num_layers // interval if isinstance(interval, int) and interval > 0 else num_layers
 
 
 def mlp_products(config: Mapping[str, Any]) -> int:

@@ -295,6 +295,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def reach(self) -> int:
+        """Returns how far back any step reads: the token at position p reads no block that lies wholly before p + 1 - reach. 0: all."""
+        ...
+
+    @property
     def overlaps(self) -> bool:
         """Returns whether `launch` returns before the device is done, so that planning a step while another one runs gains time."""
         ...

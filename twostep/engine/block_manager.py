@@ -6,7 +6,12 @@
 A sequence's state, where the model has one, takes blocks of the same pool: what moves, counts and frees blocks serves both.
 
 Blocks are owned for the tokens there are, and one more is taken whenever the last one is full. Whatever a planned step may read or write
-keeps an owner until that step is settled. Shared blocks are never written to: of a prompt that is there to its end, the last block is
+keeps an owner until that step is settled. Where all layers have windows, a sequence that runs leaves behind what no token to come sees:
+
+    blocks    0 1 2 3 4 5 6 7 8      num_left = 4: the first four are others', or cached; they keep their places in the table
+              · · · · ▓ ▓ ▓ ▓ ▓
+
+Shared blocks are never written to: of a prompt that is there to its end, the last block is
 computed again, since one token at least is computed, for its logits.
 """
 
@@ -25,12 +30,14 @@ class BlockManager:
     """Owns which blocks each sequence has: nothing else changes that. Not thread-safe: the engine's lock guards it, and pool and tier
     too."""
 
-    def __init__(self, pool: BlockPool, tier: HostTier, *, block_size: int, num_state_blocks: int = 0) -> None:
+    def __init__(self, pool: BlockPool, tier: HostTier, *, block_size: int, num_state_blocks: int = 0, reach: int = 0) -> None:
+        """`reach`: of the runner."""
         self.pool = pool
         self.tier = tier
         self.tables = BlockTables()
         self.block_size = block_size
         self.num_state_blocks = num_state_blocks
+        self.reach = reach
         # Prompt tokens looked up among cached prefixes and found there, ever; of these, those found in the host tier. What comes back after
         # giving way does not count again.
         self.num_queried_tokens = 0
@@ -45,6 +52,14 @@ class BlockManager:
         """Returns the blocks that there must be to let it in: room for one more if it will grow."""
         num_blocks = self.num_now(sequence)
         return num_blocks + self.num_state_blocks + (sequence.end_blocks > num_blocks)
+
+    def num_to_grow(self, sequence: EngineSequence) -> int:
+        """Returns how many blocks more it may come to own."""
+        most = sequence.end_blocks
+        if self.reach and not sequence.hold:
+            # Those in reach begin and end anywhere, and one is taken before another is left.
+            most = min(most, self.reach // self.block_size + 3)
+        return max(0, most - (len(sequence.blocks) - sequence.num_left))
 
     def num_exclusive(self, sequence: EngineSequence) -> int:
         """Returns how many blocks come free with it."""
@@ -141,6 +156,16 @@ class BlockManager:
                 self.tables.write(sequence.table, i, [found])
         sequence.num_registered = num_full
 
+    def leave(self, sequence: EngineSequence) -> None:
+        """Frees blocks of a running sequence that are out of reach of all tokens to come; findable ones stay so for a while. One that is
+        handed over keeps all: they are read by others."""
+        num_behind = max(0, sequence.num_computed + 1 - self.reach) // self.block_size
+        if sequence.hasher is not None:
+            num_behind = min(num_behind, sequence.num_registered)
+        if num_behind > sequence.num_left and not sequence.hold:
+            self.pool.free(sequence.blocks[sequence.num_left : num_behind])
+            sequence.num_left = num_behind
+
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
         """Notes that what was found in the host tier is copied. Not `ok`: it is not, and is to be computed."""
         self.tier.loaded(load, ok=ok)
@@ -163,6 +188,7 @@ class BlockManager:
             self.tables.give_back(sequence.table, len(sequence.blocks))
         sequence.table = -1
         sequence.blocks, sequence.state_blocks = [], []
+        sequence.num_left = 0
         sequence.num_slots = 0
         sequence.num_computed = sequence.num_planned = sequence.num_registered = 0
         sequence.num_matched = 0

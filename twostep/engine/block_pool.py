@@ -9,7 +9,8 @@
 
 A full block is registered under the hash of all tokens up to its end. Its parent is the block of the unit before. An owner of a
 registered block owns its registered parents too (see `register`), and `free` lets go of tails first; so plain LRU order never
-evicts a head before its tail, and every registered hash can be found from the sequence's start.
+evicts a head before its tail, and every registered hash can be found from the sequence's start. But where sequences leave blocks behind
+(windows, block_manager.py), a head may be evicted first: its tail is found again once that head is, and else goes in its turn.
 
 A block's generation is one more each time `allocate` gives the block to new content; sharing what it holds changes nothing. A
 reader that does not own the block compares generations afterwards: equal ones mean that the content was not replaced meanwhile.

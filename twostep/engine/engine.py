@@ -69,7 +69,9 @@ class Engine:
             self._pool, config.host_cache_bytes // shape.block_bytes, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share
         )
         self._constrained = ConstrainedSequences()
-        blocks = BlockManager(self._pool, self._tier, block_size=shape.block_size, num_state_blocks=shape.num_state_blocks)
+        blocks = BlockManager(
+            self._pool, self._tier, block_size=shape.block_size, num_state_blocks=shape.num_state_blocks, reach=runner.reach
+        )
         self._scheduler = Scheduler(blocks, self._constrained, config)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
@@ -125,14 +127,14 @@ class Engine:
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
         """Returns the blocks of a sequence in its own order, then those of its state; none while it waits. Blocks below
-        num_computed_tokens // block_size do not
-        change any more (before that, a computed block may be exchanged for one of the same prefix); the last one of a held sequence does
-        not either. Raises NotFound."""
+        num_computed_tokens // block_size do not change any more (before that, a computed block may be exchanged for one of the same
+        prefix); the last one of a held sequence does not either. Of one without `hold` the first may be others' by now (see
+        Runner.reach). Raises NotFound."""
         with self._changed:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
-            return sequence.owned
+            return sequence.handed_over
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation

@@ -7,6 +7,7 @@ sequence's blocks, never from the batch. A block that was lost, swapped, stale o
 
     tokens 5, 7, 2 with a vocabulary of 100:   5*1 + 7*2 + 2*3 + 3 = 28        next is 28
     then   5, 7, 2, 28:                        25 + 28*4 + 4 = 141             next is 41
+    with a window of 2                         2*3 + 28*4 + 4 = 122            next is 22: the sum is over the last two
 
 With a state, as models have it whose layers remember without KV, the state of all tokens so far is added to that:
 
@@ -44,10 +45,11 @@ from twostep.errors import InvalidRequest
 _STATE_MODULUS = 2**31 - 1
 
 
-def fake_next_token(token_ids: Sequence[int], vocab_size: int, *, stateful: bool = False) -> int:
+def fake_next_token(token_ids: Sequence[int], vocab_size: int, window: int = 0, *, stateful: bool = False) -> int:
     """Returns what FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
+    first = max(0, len(token_ids) - window) if window else 0
     state = state_after(0, token_ids) if stateful else 0
-    return (sum(token * (i + 1) for i, token in enumerate(token_ids)) + len(token_ids) + state) % vocab_size
+    return (sum(token * (i + 1) for i, token in enumerate(token_ids[first:], first)) + len(token_ids) + state) % vocab_size
 
 
 def state_after(state: int, token_ids: Sequence[int]) -> int:
@@ -93,13 +95,14 @@ class FakeRunner:
         broken_token: int | None = None,
         num_state_blocks: int = 0,
         generates: bool = True,
+        window: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, planes, heads and
         head_dim only make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in
-        any row, as on a device whose memory is damaged. With `marks_layers` a step's time is spread over its layers, whose KV is written
-        as late as any device may.
+        any row, as on a device whose memory is damaged. `window`: on how many tokens the next one depends; 0: all. With `marks_layers` a
+        step's time is spread over its layers, whose KV is written as late as any device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
             num_blocks=num_blocks,
@@ -120,6 +123,7 @@ class FakeRunner:
         self.broken = False
         self._broken_token = broken_token
         self.generates = generates
+        self._window = window
         self._clock = clock
         self._sleep = sleep
         self._marks_layers = marks_layers
@@ -142,6 +146,10 @@ class FakeRunner:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    @property
+    def reach(self) -> int:
+        return self._window
 
     @property
     def overlaps(self) -> bool:
@@ -252,6 +260,9 @@ class FakeRunner:
         first = np.cumsum(num_blocks) - num_blocks
         # What lies behind a sequence's end in its last block is not its own.
         values[first + num_blocks - 1] *= np.arange(size) < (lens - (num_blocks - 1) * size)[:, None]
+        if self._window:
+            places = (np.arange(len(blocks)) - np.repeat(first, num_blocks))[:, None] * size + np.arange(size)
+            values *= places >= np.repeat(lens, num_blocks)[:, None] - self._window
         sums = np.add.reduceat(values.sum(axis=1), first)
         return [int(token) for token in (sums + lens) % self._vocab_size]
 
@@ -283,7 +294,11 @@ class FakeRunner:
             return ()
         blocks, num_blocks, lens = self._read_by_row(batch)
         of_row = np.split(self._tokens[blocks], np.cumsum(num_blocks)[:-1])
-        return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[: lens[i]] == self._broken_token).any()]
+        return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[self._seen(int(lens[i]))] == self._broken_token).any()]
+
+    def _seen(self, num_tokens: int) -> slice:
+        """What the last of so many tokens sees."""
+        return slice(max(0, num_tokens - self._window) if self._window else 0, num_tokens)
 
     def _scores(self, batch: Batch, scored: ScoredRows) -> npt.NDArray[np.float64]:
         """Scores each token against what would have been sampled there, from KV that is read back, too."""
@@ -294,7 +309,7 @@ class FakeRunner:
             num_tokens = int(batch.positions[row]) + 1
             blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
             products = self._tokens[blocks].astype(np.int64) * self._places[blocks]
-            predicted = int(products.reshape(-1)[:num_tokens].sum() + num_tokens) % self._vocab_size
+            predicted = int(products.reshape(-1)[self._seen(num_tokens)].sum() + num_tokens) % self._vocab_size
             above = int(target - predicted) % self._vocab_size
             values[i] = [-above, above + 1, *-ranks, *(predicted + ranks) % self._vocab_size]
         return values
@@ -306,8 +321,9 @@ class FakeRunner:
         for i, (row, seq) in enumerate(zip(pooled.rows, seqs, strict=True)):
             num_tokens = int(batch.positions[row]) + 1
             blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
-            tokens = self._tokens[blocks].reshape(-1)[:num_tokens].astype(np.int64)
-            places = self._places[blocks].reshape(-1)[:num_tokens]
+            seen = self._seen(num_tokens)
+            tokens = self._tokens[blocks].reshape(-1)[seen].astype(np.int64)
+            places = self._places[blocks].reshape(-1)[seen]
             states[i] = [int((tokens * places).sum() + num_tokens) % self._vocab_size, tokens[-1], places[-1], 1]
             if self.broken or (tokens == self._broken_token).any():
                 states[i] = np.nan

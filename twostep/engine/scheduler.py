@@ -228,7 +228,7 @@ class Scheduler:
         self._arrive(sequence)
         if sequence.promise is not None and sequence.promise.gap_s and sequence.priority.rank < _BATCH:
             self._coming_gaps[sequence.seq_id] = sequence.promise.gap_s
-        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.owned, num_cached_tokens=sequence.num_cached)
+        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.handed_over, num_cached_tokens=sequence.num_cached)
 
     def commit(self, seq_id: str, output_ids: Sequence[int], now: float, *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
@@ -518,7 +518,7 @@ class Scheduler:
         seats, num_growing, num_wanted = self._max_num_seqs, 0, 0
         for sequence in self._sequences.values():
             if sequence.priority.rank < below and (sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.RESERVED):
-                more = sequence.end_blocks - len(sequence.blocks)
+                more = self._blocks.num_to_grow(sequence)
                 seats -= 1
                 num_growing += more > 0
                 num_wanted += more
@@ -640,7 +640,7 @@ class Scheduler:
         exchanged = self._planned[-1].exchanged if self._planned else []
         asked = [(row, value) for row, value in enumerate(sampled.logprobs) if value is not None]
         extras = {row: TokenExtras(logprob=value, top_logprobs=sampled.top_logprobs[row]) for row, value in asked}
-        block_size = self._blocks.block_size
+        block_size, reach = self._blocks.block_size, self._blocks.reach
         row, scored_end, pooled_row, ended = -1, 0, -1, SequenceState.ENDED
         # Of each token of each step: what it costs here, it costs some ten thousand times a second.
         for sequence, start, count, complete, num_scored, num_pooled in zip(
@@ -663,6 +663,8 @@ class Scheduler:
                 scores += self._score(sequence, start, sampled.scores[scored_end - num_scored : scored_end])
             if sequence.num_computed >= (sequence.num_registered + 1) * block_size:
                 self._blocks.register(sequence, exchanged)
+            if reach and sequence.num_computed + 1 - reach >= (sequence.num_left + 1) * block_size:
+                self._blocks.leave(sequence)
             # After a preemption, what was reported before is not reported again.
             if sequence.num_reported < len(sequence.given) and sequence.num_reported < sequence.num_computed:
                 progress.append(self._progress(sequence))

@@ -85,10 +85,12 @@ class EngineSequence:
     end_blocks: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
-    # In order: for all its tokens, more are taken as it grows.
+    # In order, for all its tokens; more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
     # What its state takes, where the model has one.
     state_blocks: list[int] = field(default_factory=list)
+    # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
+    num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0
     table: int = -1
@@ -141,7 +143,13 @@ class EngineSequence:
 
     @property
     def owned(self) -> list[int]:
-        """All blocks that it owns, in the order in which they are handed over."""
+        """The blocks that it owns, in order, those of its state last."""
+        blocks = self.blocks[self.num_left :] if self.num_left else self.blocks
+        return blocks + self.state_blocks if self.state_blocks else blocks
+
+    @property
+    def handed_over(self) -> list[int]:
+        """The blocks of all its tokens, then those of its state: the order in which they are handed over."""
         return self.blocks + self.state_blocks
 
     @property

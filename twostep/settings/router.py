@@ -27,7 +27,7 @@ from twostep.settings.worker import LOAD_FORMATS
 DEFAULT_PORT = 50051
 COMPRESSIONS = ("none", "gzip")
 # Names of twostep/text/reasoning.py and tool_calls.py, which a table that every process reads cannot import.
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "mistral")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss")
 TOOL_CALL_PARSERS = (
     "auto",
     "none",
@@ -40,6 +40,7 @@ TOOL_CALL_PARSERS = (
     "llama4_json",
     "llama4_pythonic",
     "mistral",
+    "openai",
     "pythonic",
     "qwen3_coder",
     "qwen3_xml",

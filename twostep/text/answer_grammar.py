@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.grammar import rule_of
+from twostep.text.harmony import CHANNEL, END, MESSAGE, START, HarmonyFormat
 from twostep.text.reasoning import Begun, ReasoningFormat
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_formats.format import CallGrammar, Function, Rules, ToolCallFormat
@@ -39,11 +40,18 @@ def _grammar(start: str, syntax: CallGrammar, rules: Rules, functions: Sequence[
     return Grammar(GrammarKind.LARK, "\n".join((f"start: {start}", *more, call, *rules.lines)) + "\n")
 
 
-def after_reasoning(grammar: Grammar, format: ReasoningFormat, tokenizer: Tokenizer, begun: Begun) -> Grammar:
-    """`grammar` is of the answer, not of what the model thinks before it."""
+def after_reasoning(
+    grammar: Grammar, format: ReasoningFormat | HarmonyFormat, tokenizer: Tokenizer, begun: Begun, *, is_calls: bool = False
+) -> Grammar:
+    """`grammar` is of the answer, not of what the model thinks before it. `is_calls`: it is of calls, as tool_call_grammar makes it."""
     if begun is Begun.OVER:
         return grammar
     marker = Rules(tokenizer).marker
+    if isinstance(format, HarmonyFormat):
+        header = f'{marker(CHANNEL)} "analysis" {marker(MESSAGE)}'
+        thought = f'({header} FREE {marker(END)} {marker(START)} "assistant")?'
+        final = "" if is_calls else f'{marker(CHANNEL)} "final" {marker(MESSAGE)}'
+        return Grammar(GrammarKind.LARK, f"start: {thought} {final} body\nFREE: /(?s:.*)/\nbody: {rule_of(grammar)}\n")
     if tokenizer.added_id(format.closing) is not None:
         rest = f"rest: FREE {marker(format.closing)} BREAKS"
     else:

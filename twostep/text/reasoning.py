@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
-
-from twostep.errors import SetupError
+from typing import NamedTuple, Protocol
 
 # White space before an opening marker, at most; an answer that begins with more does not think.
 _MAX_LEADING = 16
@@ -35,6 +33,14 @@ class ReasoningFormat:
     closing: str
     implicit: bool = False
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """What answers have to show, so that their parts can be told apart."""
+        return self.opening, self.closing
+
+    def splitter(self, begun: Begun) -> ReasoningSplitter:
+        return ReasoningSplitter(self, begun=begun is Begun.YES)
+
     def begun_in(self, prompt: str, continued: str | None = None) -> Begun:
         """Where the answer to `prompt`, a chat as its template renders it, begins. `continued`: what the prompt's last message, which the
         answer goes on with, has so far."""
@@ -47,36 +53,34 @@ class ReasoningFormat:
         return Begun.YES if tail.endswith(self.opening) or self.implicit else Begun.NOT_YET
 
 
-_THINK = ReasoningFormat("<think>", "</think>")
-_MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
-# By the names that vLLM gives them.
-REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    "qwen3": _THINK,
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", implicit=True),
-    "deepseek_v3": _THINK,
-    "glm45": _THINK,
-    "mistral": _MISTRAL,
-}
-REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS)
-
-
-def reasoning_format(name: str, chat_template: str | None) -> ReasoningFormat | None:
-    """Returns the format of a parser's name. "auto" looks at the model's chat template, which writes the markers if the model knows any."""
-    if name == "none":
-        return None
-    if name == "auto":
-        return next((f for f in (_THINK, _MISTRAL) if chat_template is not None and f.closing in chat_template), None)
-    try:
-        return REASONING_FORMATS[name]
-    except KeyError:
-        raise SetupError(f"--reasoning-parser {name!r} is not known; give one of {', '.join(REASONING_PARSERS)}") from None
-
-
 class SplitText(NamedTuple):
     """Holds what a piece of an answer adds to each; the reasoning comes first."""
 
     reasoning: str
     text: str
+
+
+class Splitter(Protocol):
+    """Watches one answer. The outcome does not depend on how the text was cut into pieces; held back is only what may become a marker."""
+
+    # There was reasoning.
+    opened: bool
+
+    @property
+    def thinking(self) -> bool:
+        """Not known to be over; the answer's text has not begun."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """All that comes is text: there is nothing more to look for."""
+        ...
+
+    def push(self, text: str) -> SplitText: ...
+
+    def finish(self) -> SplitText:
+        """The answer is over: what was held back was no marker."""
+        ...
 
 
 class _State(Enum):

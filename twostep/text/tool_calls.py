@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from twostep.errors import SetupError
 from twostep.text.tool_formats.events import ContentDelta, Event
 from twostep.text.tool_formats.format import ToolCallFormat
+from twostep.text.tool_formats.harmony_calls import HARMONY
 from twostep.text.tool_formats.json_calls import DEEPSEEK_V3, DEEPSEEK_V31, HERMES, LLAMA3_JSON, LLAMA4_JSON, MISTRAL
 from twostep.text.tool_formats.pythonic import PYTHONIC
 from twostep.text.tool_formats.reader import ToolCallReader
@@ -19,7 +20,7 @@ from twostep.text.tool_formats.tagged_calls import GLM45, QWEN3_CODER
 from twostep.text.tool_formats.values import Parameters
 
 # Of two that a chat template may mean the first one is meant.
-_FORMATS = (MISTRAL, QWEN3_CODER, GLM45, HERMES, DEEPSEEK_V3, DEEPSEEK_V31, PYTHONIC, LLAMA3_JSON, LLAMA4_JSON)
+_FORMATS = (HARMONY, MISTRAL, QWEN3_CODER, GLM45, HERMES, DEEPSEEK_V3, DEEPSEEK_V31, PYTHONIC, LLAMA3_JSON, LLAMA4_JSON)
 # By all of their names, which are vLLM's.
 TOOL_CALL_FORMATS = {name: format for format in _FORMATS for name in (format.name, *format.aliases)}
 TOOL_CALL_PARSERS = ("auto", "none", *sorted(TOOL_CALL_FORMATS))

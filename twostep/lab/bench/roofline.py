@@ -76,6 +76,7 @@ class _Matrices:
     count: float
     shapes: Sequence[tuple[int, int]]
     is_dense: bool = False
+    are_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class ModelShape:
         num_sparse = 0 if c.experts is None else sum(c.experts.layers)
         yield _Matrices(c.num_layers - num_sparse, self._mlp(c.intermediate_size))
         if c.experts is not None:
-            yield _Matrices(num_sparse * experts, self._mlp(c.experts.intermediate_size))
+            yield _Matrices(num_sparse * experts, self._mlp(c.experts.intermediate_size), are_experts=True)
             if c.experts.shared_size:
                 yield _Matrices(num_sparse, self._mlp(c.experts.shared_size))
             routers = [(c.experts.router.num_experts, c.hidden_size), *[(1, c.hidden_size)] * c.experts.shared_gated]
@@ -150,7 +151,8 @@ class ModelShape:
             touched = expected_experts(router.num_experts, router.top_k, num_tokens)
         layers = 0.0
         for each in self._matrices(touched):
-            layers += each.count * held_in_layers(None if each.is_dense else c.quantization, each.shapes, item_bytes=item_bytes)
+            format = None if each.is_dense else c.quantization
+            layers += each.count * held_in_layers(format, each.shapes, item_bytes=item_bytes, experts=each.are_experts)
         return layers + held_in_head(c.quantization, c.vocab_size, c.hidden_size, item_bytes=item_bytes)
 
     def decode(self, contexts: Sequence[int]) -> Work:

@@ -28,6 +28,26 @@ LLAMA_70B = _LLAMA_3 | {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
 }
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 # For dry runs on a CPU.
 TINY_LLAMA = _LLAMA_3 | {
     "hidden_size": 64,
@@ -38,4 +58,4 @@ TINY_LLAMA = _LLAMA_3 | {
     "vocab_size": 1000,
     "torch_dtype": "float32",
 }
-SHAPES = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B}
+SHAPES = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "qwen3-30b-a3b": QWEN3_30B_A3B}

@@ -15,7 +15,7 @@ from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
-from twostep.checkpoint.usual_keys import mlp_products, usual_keys
+from twostep.checkpoint.usual_keys import mlp_products, num_kv_layers, usual_keys
 from twostep.errors import InvalidRequest, SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,9 +30,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """`item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides (quantized KV only). `num_planes` is
-    1 where a token keeps one vector for keys and values (latent attention). `num_heads`, `intermediate_size` and `experts` say into how
-    many parts it can be cut."""
+    """`num_layers` counts those with KV. `item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides
+    (quantized KV only). `num_planes` is 1 where a token keeps one vector for keys and values (latent attention). `num_heads`,
+    `intermediate_size` and `experts` say into how many parts it can be cut."""
 
     name: str
     num_layers: int
@@ -127,6 +127,15 @@ def model_of(
             queries = [(rank, hidden), (num_heads * (nope + rope), rank)]
         attention = [*queries, (head_dim, hidden), (num_heads * (nope + value), latent), (hidden, num_heads * value)]
 
+    num_kept, linear = num_kv_layers(config, num_layers), list[tuple[int, int]]()
+    if num_kept < num_layers:
+        # Gated delta nets beside gated attention (qwen3_next).
+        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+        heads = number("linear_num_value_heads")
+        values = heads * number("linear_value_head_dim")
+        linear = [(2 * keys + 2 * values + 2 * heads, hidden), (hidden, values)]
+        attention.append((num_heads * head_dim, hidden))
+
     def mlp(width: int) -> list[tuple[int, int]]:
         return [*[(width, hidden)] * (num_mlp - 1), (hidden, width)]
 
@@ -141,10 +150,11 @@ def model_of(
         weight_bytes = describe(model_dir, dtype=stored if dtype == "auto" else dtype, quantization=quantization).loaded_bytes
     else:
         head = number("vocab_size"), hidden
-        weight_bytes = num_layers * held_in_layers(found, attention, item_bytes=item_bytes) + math.prod(head) * item_bytes
+        weight_bytes = num_kept * held_in_layers(found, attention, item_bytes=item_bytes) + math.prod(head) * item_bytes
+        weight_bytes += (num_layers - num_kept) * held_in_layers(found, linear, item_bytes=item_bytes)
         weight_bytes += num_dense * held_in_layers(found, mlp(intermediate), item_bytes=item_bytes)
         if experts is not None:
-            each = experts.num_experts * held_in_layers(found, mlp(experts.width), item_bytes=item_bytes)
+            each = experts.num_experts * held_in_layers(found, mlp(experts.width), item_bytes=item_bytes, experts=True)
             each += held_in_layers(found, mlp(experts.shared_width), item_bytes=item_bytes) + experts.num_experts * hidden * item_bytes
             weight_bytes += experts.num_layers * each
         if not tied or (found is not None and found.format_of(HEAD) is not None):
@@ -152,7 +162,7 @@ def model_of(
     quantized = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config)) != "none"
     return PlannedModel(
         name=model_dir.name,
-        num_layers=num_layers,
+        num_layers=num_kept,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         weight_bytes=weight_bytes,

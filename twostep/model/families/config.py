@@ -12,7 +12,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
-from twostep.model.kernels.experts import Router
+from twostep.model.kernels.experts import ClampedGate, Router
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Activation
 
@@ -34,6 +34,8 @@ class ExpertsConfig:
     shared_gated       a gate of their own says how much of them counts
     corrected          the checkpoint has a bias for the choice of experts
     in_float32         the router's logits are a product in float32
+    biased             the router and the experts' products have biases
+    clamped            how experts are gated; None: silu(gate) · up
     whole              ranks hold whole experts (expert parallel); else a part of each
     part               of a rank that does: which of how many
     """
@@ -45,6 +47,8 @@ class ExpertsConfig:
     shared_gated: bool = False
     corrected: bool = False
     in_float32: bool = False
+    biased: bool = False
+    clamped: ClampedGate | None = None
     whole: bool = False
     part: tuple[int, int] = (0, 1)
 

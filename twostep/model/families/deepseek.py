@@ -1,48 +1,51 @@
-"""DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3 (2024, arXiv 2412.19437): llama's layers with latent attention."""
+"""DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3 (2024, arXiv 2412.19437): llama's layers with latent attention, and all but the
+first few with a mixture of experts, beside which shared ones take every token."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
-from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
+from twostep.model.families.config import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ExpertsConfig, ModelConfig
+from twostep.model.families.experts import ExpertNames, parse_router
 from twostep.model.families.latent_attention import LatentAttention
-from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.llama import Llama
-from twostep.model.families.mlp import GatedMlp
 from twostep.model.families.rope import YarnScaling, parse_rope
+from twostep.model.kernels.experts import GroupScore, Router, Scores
 from twostep.model.kernels.latent import LatentDims
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# What experts alone read, and what only training does.
 _OF_EXPERTS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq", "n_group", "topk_group",
-    "topk_method", "norm_topk_prob", "routed_scaling_factor", "scoring_func", "ep_size",
+    "topk_method", "norm_topk_prob", "routed_scaling_factor", "scoring_func",
 )  # fmt: skip
-_OF_TRAINING = ("aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef")
+_OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef")
 
 
 class DeepseekV2(Llama):
     architecture = "deepseek_v2"
-    supported = "[latent attention](#latent-attention), with `q_lora_rank` or without, YaRN with `mscale_all_dim`; all layers dense"
+    supported = (
+        "[latent attention](#latent-attention), with `q_lora_rank` or without, YaRN with `mscale_all_dim`; dense layers first, then "
+        "[experts](#mixtures-of-experts) and shared ones, `topk_method` greedy or group_limited_greedy"
+    )
+    expert_names = ExpertNames(shared="shared_experts")
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         return _parse(cls.architecture, fields, dtype, interleaved=True)
 
-    def _layer(self, index: int) -> DecoderLayer:
-        c, make = self.config, self._make
-        norms = make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size)
-        return DecoderLayer(index, norms[0], LatentAttention(c, make), norms[1], GatedMlp(c, make))
+    def _attention(self) -> LatentAttention:
+        return LatentAttention(self.config, self._make)
 
 
 class DeepseekV3(DeepseekV2):
     """Differs in its experts' router, and brings layers of its own that predict several tokens, which are not used."""
 
     architecture = "deepseek_v3"
-    supported = "as V2, `rope_interleave`; layers that predict further tokens are passed over"
+    supported = "as V2, `rope_interleave`, experts chosen by sigmoids in groups; layers that predict further tokens are passed over"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -64,11 +67,11 @@ def _parse(architecture: str, fields: Fields, dtype: str, *, interleaved: bool) 
     num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
     if fields.take("num_key_value_heads", num_heads) not in (None, num_heads):
         fields.refuse("num_key_value_heads", fields.whole["num_key_value_heads"], f"all heads share a latent: it must be {num_heads}")
-    dense_layers = fields.take("first_k_dense_replace", 0)
-    for key in _OF_TRAINING + _OF_EXPERTS:
+    num_dense = fields.take("first_k_dense_replace", 0)
+    if not isinstance(num_dense, int) or isinstance(num_dense, bool) or num_dense < 0:
+        fields.refuse("first_k_dense_replace", num_dense, "it must be a whole number from 0 on")
+    for key in _OF_TRAINING + (_OF_EXPERTS if num_dense >= num_layers else ()):
         fields.take(key, None)
-    if not isinstance(dense_layers, int) or dense_layers < num_layers:
-        fields.refuse("first_k_dense_replace", dense_layers, f"only dense layers are supported: it must be {num_layers}")
     rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN))
     dims = LatentDims(
         nope=fields.positive_int("qk_nope_head_dim", MAX_HEAD_DIM),
@@ -108,5 +111,58 @@ def _parse(architecture: str, fields: Fields, dtype: str, *, interleaved: bool) 
         attention_scale=dims.query**-0.5 * sharper,
         latent=dims,
         q_lora_rank=q_lora_rank,
+        experts=None if num_dense >= num_layers else _parse_experts(architecture, fields, num_dense, num_layers),
         dtype=dtype,
     )
+
+
+def _parse_experts(architecture: str, fields: Fields, num_dense: int, num_layers: int) -> ExpertsConfig:
+    fields.expect("moe_layer_freq", 1, default=1)
+    size = fields.positive_int("moe_intermediate_size", MAX_WIDTH)
+    num_shared = 0
+    if fields.peek("n_shared_experts"):
+        num_shared = fields.positive_int("n_shared_experts", MAX_EXPERTS)
+    fields.take("n_shared_experts", None)
+    is_v3 = architecture == DeepseekV3.architecture
+    return ExpertsConfig(
+        router=_parse_groups(fields, is_v3=is_v3),
+        layers=(False,) * num_dense + (True,) * (num_layers - num_dense),
+        intermediate_size=size,
+        shared_size=num_shared * size,
+        corrected=is_v3,
+        in_float32=True,
+    )
+
+
+def _parse_groups(fields: Fields, *, is_v3: bool) -> Router:
+    """V2's softmax, of all experts or of the groups with the largest; V3's sigmoids, of the groups whose best two are the largest."""
+    if is_v3:
+        fields.expect("scoring_func", "sigmoid", default="sigmoid")
+        fields.expect("topk_method", "noaux_tc", default="noaux_tc")
+        renormalize, grouped = fields.boolean("norm_topk_prob", True), True
+    else:
+        fields.expect("scoring_func", "softmax", default="softmax")
+        # DeepSeek's own code and transformers differ in what it means, and no published model has it.
+        fields.expect("norm_topk_prob", False, default=False)
+        method = fields.take("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            fields.refuse("topk_method", method, "supported are greedy and group_limited_greedy")
+        renormalize, grouped = False, method != "greedy"
+    router = replace(
+        parse_router(fields, "n_routed_experts", renormalize=renormalize),
+        scores=Scores.SIGMOID if is_v3 else Scores.SOFTMAX,
+        scale=fields.positive_float("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+    )
+    if not grouped:
+        for key in ("n_group", "topk_group"):
+            fields.take(key, None)
+        return router
+    num_groups = fields.positive_int("n_group", MAX_EXPERTS)
+    top_groups = fields.positive_int("topk_group", MAX_EXPERTS)
+    per_group = router.num_experts // num_groups
+    if router.num_experts % num_groups or (is_v3 and per_group < 2):
+        fields.refuse("n_group", num_groups, f"it must cut n_routed_experts ({router.num_experts}) into equal groups, of two or more in V3")
+    if top_groups > num_groups or router.top_k > top_groups * per_group:
+        fields.refuse("topk_group", top_groups, f"of {num_groups} groups it must leave num_experts_per_tok ({router.top_k}) experts")
+    group_score = GroupScore.BEST_TWO if is_v3 else GroupScore.LARGEST
+    return replace(router, num_groups=num_groups, top_groups=top_groups, group_score=group_score)

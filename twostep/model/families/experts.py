@@ -31,9 +31,10 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.linear_format import LinearFormat
 from twostep.errors import SetupError
 from twostep.model.families.config import MAX_EXPERTS, ExpertsConfig, ModelConfig
+from twostep.model.families.fused import Fused
 from twostep.model.families.mlp import GatedMlp
 from twostep.model.families.modules import Cut, Maker, Place, Places, place_quantized
-from twostep.model.families.quantized_part import QuantizedPart, joined
+from twostep.model.families.quantized_part import QuantizedPart, by_rows, joined
 from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
 from twostep.model.kernels.ops import Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
@@ -49,6 +50,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
+    # Where gates and what they gate are one layer, by turns, and weights lie the other way round.
+    gate_up: str = ""
 
 
 class ExpertsMlp(LinearInParts):
@@ -64,8 +67,9 @@ class ExpertsMlp(LinearInParts):
         self.load = torch.zeros(experts.router.num_experts, dtype=torch.int64, device=make.device)
         held, size = len(experts.held), experts.intermediate_size
         self._router = _Router(make, config.hidden_size, experts)
-        self._gate_up = _ExpertLinear(make, held, 2 * size, config.hidden_size)
-        self._down = _ExpertLinear(make, held, config.hidden_size, size)
+        how = {"bias": experts.biased, "turned": bool(names.gate_up)}
+        self._gate_up = _ExpertLinear(make, held, 2 * size, config.hidden_size, **how)
+        self._down = _ExpertLinear(make, held, config.hidden_size, size, **how)
         projections = names.gate, names.up, names.down
         self._shared = GatedMlp(config, make, features=experts.shared_size, names=projections) if experts.shared_size else None
         self._shared_gate = _dense(make).linear(1, config.hidden_size, bias=False) if experts.shared_gated else None
@@ -88,7 +92,10 @@ class ExpertsMlp(LinearInParts):
             expert = f"{name}.{names.experts}.{number}"
             # Whole experts of other ranks are known, and take nothing.
             held = number - config.held.start if number in config.held else None
-            self._gate_up.place(places, held, (f"{expert}.{names.gate}", size, cut), (f"{expert}.{names.up}", size, cut))
+            if names.gate_up:
+                self._gate_up.place(places, held, (f"{expert}.{names.gate_up}", 2 * size, cut))
+            else:
+                self._gate_up.place(places, held, (f"{expert}.{names.gate}", size, cut), (f"{expert}.{names.up}", size, cut))
             self._down.place(places, held, (f"{expert}.{names.down}", self._hidden_size, from_cut))
         if self._shared is not None:
             self._shared.place(places, f"{name}.{names.shared}")
@@ -99,7 +106,13 @@ class ExpertsMlp(LinearInParts):
         for part in (self._router, self._shared, self._shared_gate):
             if part is not None:
                 part.finish_loading(ops)
-        weights = ExpertWeights(gate_up=self._gate_up.take(), down=self._down.take(), held=self._config.held)
+        gate_up, gate_up_bias = self._gate_up.take(), self._gate_up.bias
+        if self._names.gate_up:
+            gate_up, gate_up_bias = _gates_first(gate_up), None if gate_up_bias is None else _by_turns(gate_up_bias)
+        biases = None if gate_up_bias is None or self._down.bias is None else (gate_up_bias, self._down.bias)
+        weights = ExpertWeights(
+            gate_up=gate_up, down=self._down.take(), held=self._config.held, biases=biases, clamped=self._config.clamped
+        )
         self._experts = ops.prepare_experts(weights, self._config.router, self._dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +124,31 @@ class ExpertsMlp(LinearInParts):
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         return self(x) if self._shared is not None else self._experts.parts(x, self._router(x, self.load))
+
+
+def _by_turns(rows: torch.Tensor) -> torch.Tensor:
+    """[E, 2 * F, ...] of gates and what they gate by turns, all gates first."""
+    gates, others = rows[:, ::2], rows[:, 1::2]
+    return torch.cat((gates, others), 1)
+
+
+def _gates_first(weights: torch.Tensor | Sequence[QuantizedWeight]) -> torch.Tensor | Sequence[QuantizedWeight]:
+    if isinstance(weights, torch.Tensor):
+        return _by_turns(weights)
+
+    def of_rows(each: torch.Tensor) -> torch.Tensor:
+        # float8 has no gather on some devices.
+        return _by_turns(each.view(torch.uint8 if each.itemsize == 1 else each.dtype)[None])[0].view(each.dtype)
+
+    return [
+        replace(
+            weight,
+            values=of_rows(weight.values),
+            scales=of_rows(weight.scales),
+            zeros=None if weight.zeros is None else of_rows(weight.zeros),
+        )
+        for weight in map(by_rows, weights)
+    ]
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +164,7 @@ class _Router:
     def __init__(self, make: Maker, hidden_size: int, config: ExpertsConfig) -> None:
         self._ops = make.ops
         self._router = config.router
-        self._linear = None if config.in_float32 else _dense(make).linear(config.router.num_experts, hidden_size, bias=False)
+        self._linear = None if config.in_float32 else _dense(make).linear(config.router.num_experts, hidden_size, bias=config.biased)
         self._weight = None
         if self._linear is None:
             self._weight = torch.empty(config.router.num_experts, hidden_size, dtype=torch.float32, device=make.device)
@@ -158,7 +196,10 @@ class _Router:
 class _ExpertLinear:
     """A product of every expert held here: dense in one tensor, or quantized, each by itself, all in one format."""
 
-    def __init__(self, make: Maker, num_held: int, rows: int, cols: int) -> None:
+    def __init__(self, make: Maker, num_held: int, rows: int, cols: int, *, bias: bool = False, turned: bool = False) -> None:
+        """`turned`: dense weights lie as [in, out] in the checkpoint."""
+        self.bias = make.empty(num_held, rows) if bias else None
+        self._turned = turned
         self._make = make
         self._shape = (num_held, rows, cols)
         self._dense: torch.Tensor | None = None
@@ -179,14 +220,20 @@ class _ExpertLinear:
         if self._format is None and is_first:
             self._dense = make.empty(*self._shape)
         parts = []
+        is_stored = make.quantization is not None and make.quantization.stored and self._format is not None
         for name, rows, cut in layers:
+            fused = Fused(name, 0, rows, rows, turned=True) if self._turned and not is_stored else None
             if self._dense is None:
                 assert self._format is not None
-                parts.append(place_quantized(make, places, name, self._format, (rows, cols), cut, taken=held is not None))
+                taken = held is not None
+                parts.append(place_quantized(make, places, name, self._format, (rows, cols), cut, taken=taken, fused=fused))
             elif held is None:
-                places[f"{name}.weight"] = Place(self._dense.new_empty(0, cols), (rows, cols), (0, 0))
+                places[f"{name}.weight"] = Place(self._dense.new_empty(0, cols), (rows, cols), (0, 0), fused=fused)
             else:
-                places[f"{name}.weight"] = Place.whole(self._dense[held, start : start + rows], cut)
+                places[f"{name}.weight"] = Place.whole(self._dense[held, start : start + rows], cut, fused=fused)
+            if self.bias is not None:
+                of_rank = self.bias.new_empty(0) if held is None else self.bias[held, start : start + rows]
+                places[f"{name}.bias"] = Place(of_rank, (rows,), (0,), cut if held is not None else Cut.WHOLE)
             start += rows
         assert start == self._shape[1]
         self._all_parts += parts
@@ -208,7 +255,7 @@ class _ExpertLinear:
         loaded = [joined([part.take() for part in parts]) for parts in experts]
         whole = [each[0].weight for each in loaded if len(each) == 1]
         weights = [weight for weight in whole if isinstance(weight, QuantizedWeight)]
-        forms = {(weight.values.dtype, weight.group, weight.block_rows) for weight in weights}
+        forms = {(weight.values.dtype, weight.group, weight.block_rows, weight.float4) for weight in weights}
         if len(weights) == len(loaded) and len(forms) <= 1:
             return weights
         # Columns in no order, or groups that a rank's part cuts too small.

@@ -94,7 +94,7 @@ class Gemma2(Gemma):
     def _layer(self, index: int) -> DecoderLayer:
         before, after, before_mlp, after_mlp = (self._norm_of_width() for _ in range(4))
         mlp = GatedMlp(self.config, self._make)
-        return SandwichLayer(index, before, self._attention(), after, before_mlp, mlp, after_mlp, self._ops)
+        return SandwichLayer(index, before, self._attention(), after, before_mlp, mlp, after_mlp)
 
 
 class Gemma3(Gemma2):
@@ -108,7 +108,7 @@ class Gemma3(Gemma2):
         cap = fields.optional_float("final_logit_softcapping") or 0.0
         period = 6
         for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-            period = fields.positive_int(key, _NO_END) if fields.has(key) else period
+            period = fields.positive_int(key, _NO_END) if fields.peek(key) is not None else period
         rope, local = _ropes(fields, context_of(fields.whole, fields.path))
         activation = parse_activation(fields, "hidden_activation", _GELU)
         # Layers with a window turn at their rate also where it is longer than the context.

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from twostep.model.families.mlp import Mlp
-from twostep.model.families.modules import Norm, Places
+from twostep.model.families.modules import Norm, Places, RmsNorm
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
@@ -103,28 +103,24 @@ class SandwichLayer(DecoderLayer):
         index: int,
         input_norm: Norm,
         attention: AttentionPart,
-        attention_norm: Norm,
+        attention_norm: RmsNorm,
         mlp_input_norm: Norm,
         mlp: Mlp,
-        mlp_norm: Norm,
-        ops: Ops,
+        mlp_norm: RmsNorm,
     ) -> None:
         """`attention_norm`, `mlp_norm`: of what is added."""
         names = "input_layernorm", "self_attn", "pre_feedforward_layernorm", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"
         super().__init__(index, input_norm, attention, mlp_input_norm, mlp, names=names)
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
-        self._ops = ops
 
     @property
     def parts(self) -> Sequence[Part]:
         return *super().parts, self._attention_norm, self._mlp_norm
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
-        residual.add_(self._attention_norm(self._ops.whole(self.attention.leave(attended))))
-        entered = self.mlp.enter(self.post_norm(residual))
-        residual.add_(self._mlp_norm(self._ops.whole(self.mlp.leave(entered))))
-        return then(norm(residual))
+        entered = self._attention_norm.join_normed(self.attention.leave, attended, residual, self.post_norm, self.mlp.enter)
+        return self._mlp_norm.join_normed(self.mlp.leave, entered, residual, norm, then)
 
 
 class ParallelLayer(DecoderLayer):

@@ -19,7 +19,7 @@ from twostep.model.families.config import (
 )
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.experts import ExpertNames, ExpertsMlp
-from twostep.model.families.layers import DecoderLayer
+from twostep.model.families.layers import AttentionPart, DecoderLayer
 from twostep.model.families.mlp import GatedMlp, Mlp
 from twostep.model.families.modules import Norm
 from twostep.model.families.rope import Rope, parse_rope
@@ -51,7 +51,7 @@ class Llama(Decoder):
         c, make = self.config, self._make
         return DecoderLayer(index, make.rms_norm(c.hidden_size), self._attention(), make.rms_norm(c.hidden_size), self._mlp(index))
 
-    def _attention(self) -> Attention:
+    def _attention(self) -> AttentionPart:
         return Attention(self.config, self._make)
 
     def _mlp(self, index: int) -> Mlp:

@@ -262,6 +262,14 @@ class RmsNorm:
     def join(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, then: Linear) -> torch.Tensor:
         return self._ops.join_rms_norm(linear, x, residual, self.weight, self._eps, then)
 
+    def join_normed(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:
+        """Adds what this norm makes of linear(x) to `residual` in place, and returns then(norm(residual)), in whatever pieces are
+        fastest."""
+        if isinstance(norm, RmsNorm):
+            return self._ops.join_normed(linear, x, residual, self.weight, norm.weight, self._eps, then)
+        residual.add_(self(self._ops.whole(linear(x))))
+        return then(norm(residual))
+
 
 class LayerNorm:
     def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:

@@ -24,7 +24,7 @@ class Olmo2(Llama):
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make
         after, after_mlp = make.rms_norm(c.hidden_size), make.rms_norm(c.hidden_size)
-        return SandwichLayer(index, NoNorm(), self._attention(), after, NoNorm(), GatedMlp(c, make), after_mlp, self._ops)
+        return SandwichLayer(index, NoNorm(), self._attention(), after, NoNorm(), GatedMlp(c, make), after_mlp)
 
     def _attention(self) -> Attention:
         num_ranks = 1 if self._part is None else self._part.shard.size

@@ -22,6 +22,9 @@ class Phi3(Llama):
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
+        # Phi-4-mini's files say so; transformers knows neither.
+        for key in ("full_attn_mod", "interpolate_factor"):
+            fields.expect(key, 1, default=1)
         key = "original_max_position_embeddings"
         original = fields.positive_int(key, MAX_MODEL_LEN) if fields.has(key) else _ORIGINAL
         rope = parse_rope(fields, context_of(fields.whole, fields.path), head_dim=coming_head_dim(fields), original=original)

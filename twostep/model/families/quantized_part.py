@@ -69,7 +69,7 @@ def _are_joinable(one: LoadedWeight, other: LoadedWeight) -> bool:
     a, b = one.weight, other.weight
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    return a.values.dtype == b.values.dtype and a.group == b.group
+    return (a.values.dtype, a.group, a.float4) == (b.values.dtype, b.group, b.float4)
 
 
 def _as_one(run: Sequence[LoadedWeight]) -> LoadedWeight:
@@ -83,7 +83,7 @@ def _as_one(run: Sequence[LoadedWeight]) -> LoadedWeight:
     heights = {part.block_rows for part in parts}
     height = parts[0].block_rows
     if len(heights) > 1 or any(part.shape[0] % height for part in parts[:-1]):
-        parts = [_by_rows(part) for part in parts]
+        parts = [by_rows(part) for part in parts]
         height = 1
     # float8 has no cat on some devices.
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(parts[0].values.dtype)
@@ -94,7 +94,7 @@ def _as_one(run: Sequence[LoadedWeight]) -> LoadedWeight:
     return LoadedWeight(replace(parts[0], values=values, scales=scales, zeros=zeros, block_rows=height), run[0].activations)
 
 
-def _by_rows(weight: QuantizedWeight) -> QuantizedWeight:
+def by_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """The same with scales for each row."""
     if weight.block_rows == 1:
         return weight

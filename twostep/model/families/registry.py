@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from twostep.model.families.falcon import Falcon
 from twostep.model.families.gemma import Gemma, Gemma2, Gemma3
 from twostep.model.families.gpt2 import Gpt2
 from twostep.model.families.gpt_neox import GptNeox
+from twostep.model.families.gpt_oss import GptOss
 from twostep.model.families.llama import Llama, Mistral
 from twostep.model.families.mixtral import Mixtral
 from twostep.model.families.olmo2 import Olmo2
@@ -39,6 +41,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "FalconForCausalLM": Falcon,
     "GPT2LMHeadModel": Gpt2,
     "GPTNeoXForCausalLM": GptNeox,
+    "GptOssForCausalLM": GptOss,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "GemmaForCausalLM": Gemma,
@@ -96,7 +99,8 @@ def _architecture(fields: Fields) -> type[Decoder]:
         for kind in ARCHITECTURES.values():
             if kind.architecture == model_type:
                 return kind
-    known = ARCHITECTURES | {name.replace("ForCausalLM", "Model"): kind for name, kind in ARCHITECTURES.items()}
+    # Under the name of the decoder without its head, too.
+    known = ARCHITECTURES | {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): kind for name, kind in ARCHITECTURES.items()}
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         fields.refuse("architectures", names if names is not None else model_type, supported)
     kind = known[names[0]]

@@ -1,12 +1,13 @@
 """Linear layers of quantized weights on CPUs, through torch's own products of whole numbers.
 
-    rows     int8 for each channel                                  int4 in groups
-    1        small weights: a sum of the weight's columns           torch's kernel for few rows, in bfloat16
-    to 63    oneDNN's product of 8-bit numbers                      the same
-    from 64  unpacked, some of the weight at a time, and multiplied in x's dtype
+    rows       int8 for each channel                             rows       int4 in groups
+    1          small weights: a sum of the weight's columns      to 63      torch's kernel for few rows, in bfloat16
+    to 255     oneDNN's product of 8-bit numbers                 from 64    unpacked
+    from 256   unpacked, for inputs of 16 bits
 
-oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two for bfloat16 and three for float32, so that nothing is lost; where
-the format rounds them to 8 bits, one is enough. A token's result depends on no other's then.
+Unpacked is some of a weight at a time, multiplied in x's dtype. oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two
+for 16 bits and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough. A token's result
+depends on no other's then.
 
 A small weight's product takes less time than what prepares it. For one row, where that is most of a step, int8 keeps such a weight once
 more, by its columns; nothing else is kept twice. The operators are torch's own but not public: where they are missing, have changed, or
@@ -29,11 +30,16 @@ Packed = torch.Tensor
 
 # Of int4: what torch's kernel takes, the largest first. The scales are those of fewer groups then.
 _GROUPS = (256, 128, 64, 32)
-# From so many rows on, unpacking a weight takes less time than doing without (one core with AMX), and of so many numbers at a time.
-_UNPACK_FROM = 64
+# Rows that int8 takes at a time: what comes between stays in the cache.
+_ROWS_AT_ONCE = 64
+# From so many rows on, unpacking a weight takes less time than doing without (one core with AMX), and of so many numbers at a time; int8
+# for inputs of 16 bits alone, since three products of 8 bits take less than one of 32.
+_UNPACK_INT4_FROM = 64
+_UNPACK_INT8_FROM = 256
 _UNPACKED_AT_ONCE = 1 << 19
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
-_PACKED_AT_ONCE = 1 << 22
+_PACKED_AT_ONCE = 1 << 21  # bytes
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _BASE = 256  # of parts that follow each other
 _HALF = _BASE // 2  # what parts have more than the numbers they stand for
 
@@ -41,7 +47,7 @@ _HALF = _BASE // 2  # what parts have more than the numbers they stand for
 def pack(weight: QuantizedWeight, bias: torch.Tensor | None) -> Int8Linear | Int4Linear | None:
     """Returns the layer x -> x @ weight.T + bias for x [M, K]; None where none of these takes the weight."""
     rows, columns = weight.shape
-    if not rows or weight.values.dtype == torch.float8_e4m3fn or weight.block_rows > 1:
+    if not rows or weight.values.dtype == torch.float8_e4m3fn or weight.float4 or weight.block_rows > 1:
         return None
     if weight.bits == 8:
         takes = weight.zeros is None and weight.group >= columns and int8_works()
@@ -66,14 +72,16 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._activations is not None and not self._in_one:
             x = self._activations(x)
-        if len(x) >= _UNPACK_FROM and not self._in_one:
-            y = self._unpacked_product(x)
-        elif self._in_one:
+        if self._in_one:
             y = self._in_8_bits(x)
         elif len(x) == 1 and self._columns is not None:
             y = self._columns(x).mul_(self._scales)
-        else:
+        elif len(x) <= _ROWS_AT_ONCE:
             y = self._in_parts(x)
+        elif len(x) < _UNPACK_INT8_FROM or x.dtype == torch.float32:
+            y = torch.cat([self._in_parts(rows) for rows in x.split(_ROWS_AT_ONCE)])
+        else:
+            y = self._unpacked_product(x)
         y = y.to(x.dtype)
         return y if self._bias is None else y.add_(self._bias)
 
@@ -157,14 +165,8 @@ class Int4Linear:
         self._rows = rows
         self._group = _group_of(weight)
         padding = -rows % _ROWS_TOGETHER
-        at_once = max(1, _PACKED_AT_ONCE // (columns * _ROWS_TOGETHER)) * _ROWS_TOGETHER
-        chunks = []
-        for start in range(0, rows, at_once):
-            numbers = weight.rows(start, min(at_once, rows - start)).numbers().to(torch.int32)
-            if start + at_once >= rows:
-                numbers = F.pad(numbers, (0, 0, 0, padding))
-            chunks.append(_pack_int4(numbers))
-        self._packed = torch.cat(chunks)
+        # The shape in which torch takes it.
+        self._packed = pack_int4(weight.values, int4_rows_together()).view(rows + padding, columns // 2)
         scales = weight.scales
         middle = torch.full_like(scales, 8.0) if weight.zeros is None else weight.zeros.float()
         # torch has w = (q - 8) · scale + zero.
@@ -177,7 +179,7 @@ class Int4Linear:
         self._multiply = _int4_product()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) >= _UNPACK_FROM:
+        if len(x) >= _UNPACK_INT4_FROM:
             y = self._unpacked_product(x)
         else:
             y = self._multiply(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
@@ -212,6 +214,26 @@ def unpack_int4(blocks: torch.Tensor) -> torch.Tensor:
         part = (words >> shift).bitwise_and_(0x0F0F0F0F)
         numbers[..., place].copy_(part.view(torch.uint8).permute(1, 0, 2))
     return numbers.flatten(1)
+
+
+def pack_int4(values: torch.Tensor, together: int) -> torch.Tensor:
+    """uint8 [N, K / 2], a QuantizedWeight's values, K a multiple of 16. Returns uint8 [blocks, K, together / 2] as unpack_int4 reads it,
+    with rows of zeros up to a multiple of 64. Torch's own conversion takes six times as long, and numbers of four bytes each."""
+    rows, width = values.shape
+    half = together // 2
+    packed = torch.empty(-(-rows // _ROWS_TOGETHER) * _ROWS_TOGETHER // together, width, 2, half, dtype=torch.uint8)
+    at_once = max(1, _PACKED_AT_ONCE // (width * together))
+    for start in range(0, len(packed), at_once):
+        blocks = packed[start : start + at_once]
+        chunk = values[start * together : (start + len(blocks)) * together]
+        chunk = F.pad(chunk, (0, 0, 0, len(blocks) * together - len(chunk)))
+        # Eight bytes at a time: rows of the first half in the low halves of bytes, those of the second in the high ones.
+        low, high = chunk.view(torch.int64).view(len(blocks), 2, half, -1).unbind(1)
+        even = (low & _LOW_HALVES) | (high & _LOW_HALVES) << 4
+        odd = (low >> 4 & _LOW_HALVES) | (high & ~_LOW_HALVES)
+        for place, columns in enumerate((even, odd)):
+            blocks[:, :, place].copy_(columns.view(torch.uint8).transpose(1, 2))
+    return packed.view(len(packed), 2 * width, half)
 
 
 def _group_of(weight: QuantizedWeight) -> int:
@@ -285,7 +307,8 @@ def int4_rows_together() -> int:
             return 0
         for together in (_ROWS_TOGETHER, _ROWS_TOGETHER // 2):
             if torch.equal(unpack_int4(packed.view(-1, 64, together // 2)), numbers.T):
-                return together
+                values = (numbers[:, ::2] | numbers[:, 1::2] << 4).to(torch.uint8)
+                return together if torch.equal(pack_int4(values, together).flatten(), packed.flatten()) else 0
     except (AttributeError, RuntimeError, TypeError):
         pass
     return 0

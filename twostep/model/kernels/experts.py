@@ -3,7 +3,7 @@
     logits [T, E] ─ route ─ the best k experts of each token, and their weights ─ experts ─ [T, H]
 
 What the CPU runs, and the oracle of the GPU's kernels (triton_experts.py). A pair is a token and one of its k experts; pair p belongs to
-token p // k. An expert is a gated MLP: down(silu(gate) · up).
+token p // k. An expert is a gated MLP: down(silu(gate) · up), or with a ClampedGate.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class GroupScore(Enum):
     BEST_TWO = "sum of the best two"
 
 
+# Odd, of 32 bits: products keep all bits, and mix them.
+HASH_FACTORS = (-1640531527, -2048144777, -1028477379)
 # Nothing but zeros is that small: a sum of scores is no zero then.
 _TINY = 1e-20
 
@@ -43,6 +45,7 @@ class Router:
     """How a token's experts are chosen from its logits.
 
     renormalize   the weights of the chosen add up to 1, before `scale` multiplies them
+    scattered     made-up weights: choices as good as random, by a hash of a token's logits, since these would be much the same for all
     num_groups    experts lie in so many groups of one size, of which the best `top_groups` are looked at; 1: all experts are
     """
 
@@ -54,6 +57,7 @@ class Router:
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = GroupScore.LARGEST
+    scattered: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_experts % self.num_groups == 0
@@ -81,6 +85,8 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
     x = logits.float()
     scores = x.softmax(-1) if router.scores is Scores.SOFTMAX else x.sigmoid() if router.scores is Scores.SIGMOID else x
     choice = scores if correction is None else scores + correction
+    if router.scattered:
+        choice = _hashes(x)
     if router.num_groups > 1:
         groups = choice.unflatten(-1, (router.num_groups, -1))
         best = groups.amax(-1) if router.group_score is GroupScore.LARGEST else groups.topk(2, -1).values.sum(-1)
@@ -97,17 +103,48 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
     return Routing(experts.int(), weights * router.scale)
 
 
+def _hashes(logits: torch.Tensor) -> torch.Tensor:
+    """Numbers [T, E] that depend on all of a token's logits, float32 [T, E], and are nothing like them."""
+    expert = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    digits = logits.view(torch.int32)
+    digits = (digits ^ (digits >> 16)) * (2 * expert + 1)
+    bits = digits.sum(-1, keepdim=True).int() ^ (expert * HASH_FACTORS[0])
+    for factor in HASH_FACTORS:
+        bits = (bits ^ (bits >> 15)) * factor
+    return bits.float()
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """(up + 1) · gate · sigmoid(alpha · gate), gate at most `limit` and up within it (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+def apply_gate(gate_up: torch.Tensor, clamped: ClampedGate | None) -> torch.Tensor:
+    """[T, F] from [T, 2 * F], gates first. None: silu(gate) · up."""
+    gate, up = gate_up.chunk(2, -1)
+    if clamped is None:
+        return F.silu(gate) * up
+    gate = gate.clamp(max=clamped.limit)
+    return (up.clamp(-clamped.limit, clamped.limit) + 1) * gate * (gate * clamped.alpha).sigmoid()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertWeights:
     """Weights of the experts that are held here: all of a layer, or those of one of several ranks.
 
     gate_up  dense [E, 2 * F, H], of each expert the gates' rows first; or of each a quantized weight, all of one format
     down     dense [E, H, F], or likewise
+    biases   of both products, [E, 2 * F] and [E, H]; None: there are none
     """
 
     gate_up: torch.Tensor | Sequence[QuantizedWeight]
     down: torch.Tensor | Sequence[QuantizedWeight]
     held: range
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    clamped: ClampedGate | None = None
 
     def __post_init__(self) -> None:
         assert len(self.held) == len(self.gate_up) == len(self.down)
@@ -115,7 +152,8 @@ class ExpertWeights:
     @property
     def kind(self) -> tuple[object, ...]:
         """What kernels are chosen by: weights of the same kind are multiplied alike."""
-        return len(self.held), *(form for weights in (self.gate_up, self.down) for form in _form(weights))
+        forms = (form for weights in (self.gate_up, self.down) for form in _form(weights))
+        return len(self.held), self.biases is None, self.clamped, *forms
 
 
 def _form(weights: torch.Tensor | Sequence[QuantizedWeight]) -> tuple[object, ...]:
@@ -125,7 +163,7 @@ def _form(weights: torch.Tensor | Sequence[QuantizedWeight]) -> tuple[object, ..
         return ()
     one = weights[0]
     how = None if one.activations is None else one.activations.how
-    return one.shape, one.values.dtype, one.group, one.block_rows, one.zeros is None, how
+    return one.shape, one.values.dtype, one.group, one.block_rows, one.zeros is None, one.float4, how
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +226,12 @@ class EveryExpert:
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for number, gate_up, down in zip(self._weights.held, self._weights.gate_up, self._weights.down, strict=True):
-            chosen = routing.experts == number
+        weights = self._weights
+        for held, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+            chosen = routing.experts == weights.held[held]
             weight = torch.where(chosen, routing.weights, 0.0).sum(-1, keepdim=True)
-            gate, up = _multiply(gate_up, x).chunk(2, -1)
-            y = _multiply(down, F.silu(gate) * up).float()
+            biases = (None, None) if weights.biases is None else (weights.biases[0][held], weights.biases[1][held])
+            y = _multiply(down, apply_gate(_multiply(gate_up, x, biases[0]), weights.clamped), biases[1]).float()
             out += torch.where(chosen.any(-1, keepdim=True), y * weight, 0.0)
         return out.to(x.dtype) if beside is None else out.add_(beside()).to(x.dtype)
 
@@ -200,5 +239,5 @@ class EveryExpert:
         return self(x, routing)
 
 
-def _multiply(weight: torch.Tensor | QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
-    return multiply_dense(weight, x) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)
+def _multiply(weight: torch.Tensor | QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return multiply_dense(weight, x, bias) if isinstance(weight, QuantizedWeight) else F.linear(x, weight, bias)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -55,6 +57,15 @@ class LatentWeights:
     norm: torch.Tensor
     eps: float
     up: torch.Tensor
+
+
+def expands(num_queries: npt.NDArray[np.int64], num_keys: npt.NDArray[np.int64], dims: LatentDims) -> bool:
+    """Returns whether it costs fewer multiplications of a head to make the keys and values of some chunks than to absorb their queries,
+    which then meet more than twice as many numbers of each key."""
+    made = dims.latent * (dims.nope + dims.value)
+    pairs = num_queries * num_keys
+    expanded = made * num_keys + pairs * (dims.query + dims.value)
+    return bool(expanded.sum() < (made * num_queries + pairs * (dims.kept + dims.latent)).sum())
 
 
 def absorb(query: torch.Tensor, weights: LatentWeights, dims: LatentDims) -> torch.Tensor:

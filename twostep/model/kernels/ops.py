@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
-from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, route
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, apply_gate, route
 from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
@@ -27,6 +27,9 @@ from twostep.model.step.sequence_states import SequenceStates
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
+# Most keys that attention reads at once: a tile of them may begin so far before a window.
+KEYS_TOGETHER = 128
 
 
 class LinearInParts(ABC):
@@ -143,12 +146,17 @@ class Ops:
 
     def _expert(self, weights: ExpertWeights, number: int, dtype: torch.dtype) -> Linear:
         gate_up, down = weights.gate_up[number], weights.down[number]
+        biases = (None, None) if weights.biases is None else (weights.biases[0][number], weights.biases[1][number])
+        clamped = weights.clamped
         if isinstance(gate_up, QuantizedWeight):
-            enter = self.prepare_quantized(gate_up, None, dtype, gated=True)
+            enter = self.prepare_quantized(gate_up, biases[0], dtype, gated=clamped is None)
         else:
-            enter = self.prepare_gated(gate_up, None)
-        leave = self.prepare_quantized(down, None, dtype) if isinstance(down, QuantizedWeight) else self.prepare_linear(down, None)
-        return lambda x: leave(enter(x))
+            enter = self.prepare_gated(gate_up, biases[0]) if clamped is None else self.prepare_linear(gate_up, biases[0])
+        if isinstance(down, QuantizedWeight):
+            leave = self.prepare_quantized(down, biases[1], dtype)
+        else:
+            leave = self.prepare_linear(down, biases[1])
+        return (lambda x: leave(enter(x))) if clamped is None else lambda x: leave(apply_gate(enter(x), clamped))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where

@@ -17,6 +17,8 @@ from twostep.model.kernels.input_quantizer import InputQuantizer
 
 # Of a weight that are made dense at a time, in float32.
 _ELEMENTS_AT_ONCE = 1 << 22
+# What 4 bits stand for as floats.
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MIDDLE = 8  # what stands for 0 where 4 bits have no zero points
 
 
@@ -25,6 +27,7 @@ class QuantizedWeight:
     """A weight [N, K]. All tensors are dense and on one device.
 
     values       float8_e4m3fn or int8 [N, K]; or uint8 [N, K / 2] of two 4-bit numbers each, 0 to 15, the even column's in the low half
+    float4       these are not 0 to 15 but floats (e2m1): a sign, two bits of exponent, one of mantissa
     scales       float32 [⌈N / block_rows⌉, ⌈K / group⌉]: of how many rows and columns each is the scale
     group        columns; K for whole rows
     zeros        of the scales' shape, in the range of the values: uint8 for 4 bits, int8 for 8. None: 0, for 4 bits 8
@@ -37,6 +40,7 @@ class QuantizedWeight:
     block_rows: int = 1
     zeros: torch.Tensor | None = None
     activations: InputQuantizer | None = None
+    float4: bool = False
 
     def __post_init__(self) -> None:
         assert self.values.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
@@ -45,6 +49,7 @@ class QuantizedWeight:
         assert self.block_rows > 0
         assert self.scales.shape == (-(-rows // self.block_rows), -(-columns // self.group))
         assert self.scales.dtype == torch.float32
+        assert not self.float4 or (self.bits == 4 and self.zeros is None)
         if self.zeros is not None:
             assert self.zeros.shape == self.scales.shape
             assert self.zeros.dtype == self.values.dtype != torch.float8_e4m3fn
@@ -85,7 +90,7 @@ class QuantizedWeight:
             numbers = part.numbers()
             if part.zeros is not None:
                 numbers.sub_(part.spread(part.zeros.float()))
-            elif part.bits == 4:
+            elif part.bits == 4 and not part.float4:
                 numbers.sub_(_MIDDLE)
             dense[start : start + at_once] = numbers.mul_(part.spread(part.scales))
         return dense
@@ -94,7 +99,10 @@ class QuantizedWeight:
         """q, float32 [N, K]."""
         if self.bits == 8:
             return self.values.float()
-        return torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2).float()
+        numbers = torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2)
+        if not self.float4:
+            return numbers.float()
+        return torch.tensor(FLOAT4, device=self.device)[numbers.int()]
 
     def spread(self, scales: torch.Tensor) -> torch.Tensor:
         """A number of each block (of the scales' shape) for each of its elements: [N or 1, K or 1], to broadcast."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
-from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
+from twostep.model.kernels.latent import LatentWeights, absorb, expands, values_of
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan, write_index
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.sequence_states import SequenceStates
@@ -50,7 +50,8 @@ class TorchLatentPlan:
         self._cos, self._sin = (table.index_select(0, self.positions) for table in (spec.rope[0].cos, spec.rope[0].sin))
         self._write_index = torch.from_numpy(write_index(batch, cache.shape))
         num_queries = np.diff(batch.query_start).astype(np.int64)
-        expanded = _expands(num_queries, batch.seq_lens.astype(np.int64), self._dims)
+        sizes = zip(num_queries[:, None], batch.seq_lens.astype(np.int64)[:, None], strict=True)
+        expanded = np.array([count[0] > 1 and expands(count, length, self._dims) for count, length in sizes], np.bool_)
         self._chunks = [self._chunk(batch, seq) for seq in np.flatnonzero(expanded).tolist()]
         rest = np.flatnonzero(~expanded)
         rows = np.flatnonzero(np.repeat(~expanded, num_queries))
@@ -120,16 +121,6 @@ class TorchLatentPlan:
         return _Chunk(
             rows=slice(start, stop), context=length - (stop - start), blocks=torch.from_numpy(blocks * (shape.num_layers * shape.vectors))
         )
-
-
-def _expands(num_queries: npt.NDArray[np.int64], num_keys: npt.NDArray[np.int64], dims: LatentDims) -> npt.NDArray[np.bool_]:
-    """Whether it costs fewer multiplications of a head to make a sequence's keys and values than to absorb its queries, over twice as many
-    numbers and more."""
-    made = dims.latent * (dims.nope + dims.value)
-    expanded = made * num_keys + num_queries * num_keys * (dims.query + dims.value)
-    absorbed = made * num_queries + num_queries * num_keys * (dims.kept + dims.latent)
-    result: npt.NDArray[np.bool_] = (num_queries > 1) & (expanded < absorbed)
-    return result
 
 
 def _part(batch: Batch, seqs: Sequence[int] | npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> Batch:

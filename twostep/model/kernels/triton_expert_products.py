@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from twostep.model.kernels.experts import ClampedGate
 from twostep.model.kernels.triton_launch import follow, overlaps
 from twostep.model.kernels.triton_routing import ExpertTiles
 
@@ -35,6 +36,8 @@ class Pairs:
     weights   float32 [T, k]: what results are multiplied with; None: nothing
     of_pairs  whether x has a row for each pair
     in_parts  results go to float32 [k, T, N], else to [T * k, N] in x's dtype
+    bias      [E, rows of the weight], dense; of a gated product its gates' first
+    clamped   how a gated product is gated; None: silu(gate) · up
     """
 
     x: torch.Tensor
@@ -43,6 +46,8 @@ class Pairs:
     weights: torch.Tensor | None = None
     of_pairs: bool = False
     in_parts: bool = False
+    bias: torch.Tensor | None = None
+    clamped: ClampedGate | None = None
 
     @property
     def top_k(self) -> int:
@@ -63,7 +68,17 @@ class Pairs:
             "OF_PAIRS": self.of_pairs,
             "WEIGHTED": self.weights is not None,
             "IN_PARTS": self.in_parts,
+            "HAS_BIAS": self.bias is not None,
+            "CLAMPED": self.clamped is not None,
         }
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, float, float, torch.Tensor]:
+        """What finish_pairs asks of a kernel: bias, alpha, limit, weights."""
+        clamped = self.clamped or ClampedGate(0.0, 0.0)
+        bias, weights = (self.chosen if each is None else each for each in (self.bias, self.weights))
+        assert self.bias is None or self.bias.is_contiguous()
+        return bias, clamped.alpha, clamped.limit, weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +104,7 @@ def multiply_rows(pairs: Pairs, weight: torch.Tensor, *, tile: ExpertRowTile, ga
     if out.numel():
         pdl = overlaps(x.device)
         _rows_kernel[(triton.cdiv(num_out, tile.rows), pairs.chosen.numel())](
-            x, weight, pairs.chosen, pairs.chosen if pairs.weights is None else pairs.weights, out, len(pairs.chosen), num_out, x.stride(0),
+            x, weight, pairs.chosen, *pairs.ends, out, len(pairs.chosen), num_out, x.stride(0),
             pairs.held.start, len(pairs.held), WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=tile.rows, GATED=gated,
             **pairs.constants, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip
@@ -98,9 +113,9 @@ def multiply_rows(pairs: Pairs, weight: torch.Tensor, *, tile: ExpertRowTile, ga
 
 @triton.jit(do_not_specialize=["tokens", "first", "held"])
 def _rows_kernel(
-    x_ptr, weight_ptr, chosen_ptr, weights_ptr, out_ptr, tokens, num_out, stride_x, first, held,
+    x_ptr, weight_ptr, chosen_ptr, bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, num_out, stride_x, first, held,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr,
-    WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+    WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -120,9 +135,17 @@ def _rows_kernel(
     source = pair if OF_PAIRS else pair // TOP
     x = tl.load(x_ptr + source.to(tl.int64) * stride_x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    g = y
     if GATED:
         g = tl.sum(gate.to(tl.float32) * x[None, :], 1)
-        y = g * tl.sigmoid(g) * y
+    if HAS_BIAS:
+        bias_ptr += expert.to(tl.int64) * num_out * (2 if GATED else 1) + at
+        if GATED:
+            g += tl.load(bias_ptr).to(tl.float32)
+            bias_ptr += num_out
+        y += tl.load(bias_ptr).to(tl.float32)
+    if GATED:
+        y = gate_of(g, y, alpha, limit, CLAMPED)
     if WEIGHTED:
         y *= tl.load(weights_ptr + pair)
     to = (pair % TOP) * tokens + pair // TOP if IN_PARTS else pair
@@ -172,7 +195,7 @@ def multiply_tiles(pairs: Pairs, tiles: ExpertTiles, weight: torch.Tensor, *, ti
         flat = weight.view(-1, width)
         _tiles_kernel[(triton.cdiv(num_out, cols) * tiles.places,)](
             x, TensorDescriptor.from_tensor(flat, [cols, tile.depth]) if tile.bulk else flat, tiles.pairs, tiles.experts,
-            tiles.pairs if pairs.weights is None else pairs.weights, out, len(pairs.chosen), tiles.places, num_out, x.stride(0),
+            *pairs.ends, out, len(pairs.chosen), tiles.places, num_out, x.stride(0),
             WIDTH=width, TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, GATED=gated, TURNED=tile.turned, BULK=tile.bulk,
             **pairs.constants, PDL=pdl, IN_FLOAT32=not x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
@@ -182,10 +205,10 @@ def multiply_tiles(pairs: Pairs, tiles: ExpertTiles, weight: torch.Tensor, *, ti
 # One program for every number of tokens of a tile: steps of all sizes are captured at start-up.
 @triton.jit(do_not_specialize=["tokens", "places"])
 def _tiles_kernel(
-    x_ptr, source, pairs_ptr, experts_ptr, weights_ptr, out_ptr, tokens, places, num_out, stride_x,
+    x_ptr, source, pairs_ptr, experts_ptr, bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, stride_x,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
-    BULK: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
+    BULK: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, PDL: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     place, first = expert_place(places, num_out, COLS)
     if PDL:
@@ -217,7 +240,10 @@ def _tiles_kernel(
         else:
             weight = _load_tile(source, of_expert + first, of_expert + at, k, WIDTH, DEPTH, BULK)
         acc = _multiply(x, weight, acc, TURNED, IN_FLOAT32)
-    store_pairs(acc, gate_acc, weights_ptr, out_ptr, pair, there, row, tokens, num_out, GATED, TURNED, TOP, WEIGHTED, IN_PARTS)
+    store_pairs(
+        acc, gate_acc, bias_ptr + of_expert, alpha, limit, weights_ptr, out_ptr, pair, there, row, tokens, num_out,
+        GATED, TURNED, TOP, WEIGHTED, IN_PARTS, HAS_BIAS, CLAMPED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -233,12 +259,19 @@ def expert_place(places, num_out, COLS: tl.constexpr):
 
 @triton.jit
 def store_pairs(
-    acc, gate_acc, weights_ptr, out_ptr, pair, there, row, tokens, num_out,
+    acc, gate_acc, bias_ptr, alpha, limit, weights_ptr, out_ptr, pair, there, row, tokens, num_out,
     GATED: tl.constexpr, TURNED: tl.constexpr, TOP: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's results where its pairs' go."""
+    """Stores a tile's results where its pairs' go. `bias_ptr`: the expert's."""
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + (num_out if GATED else 0) + row, mask=row < num_out, other=0.0).to(tl.float32)
+        acc += bias[:, None] if TURNED else bias[None, :]
+        if GATED:
+            bias = tl.load(bias_ptr + row, mask=row < num_out, other=0.0).to(tl.float32)
+            gate_acc += bias[:, None] if TURNED else bias[None, :]
     if GATED:
-        acc = gate_acc * tl.sigmoid(gate_acc) * acc
+        acc = gate_of(gate_acc, acc, alpha, limit, CLAMPED)
     if WEIGHTED:
         weight = tl.load(weights_ptr + pair, mask=there, other=0.0)
         acc *= weight[None, :] if TURNED else weight[:, None]
@@ -250,6 +283,16 @@ def store_pairs(
         place = to[:, None] + row[None, :]
         mask = there[:, None] & (row < num_out)[None, :]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_of(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        return gate * tl.sigmoid(gate * alpha) * up
+    else:
+        return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit

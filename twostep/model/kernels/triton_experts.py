@@ -71,6 +71,8 @@ class TritonExperts:
         self._device = weights.down[0].device
         self._width = weights.down[0].shape[0]
         self._held = weights.held
+        self._biases = weights.biases or (None, None)
+        self._clamped = weights.clamped
         self._gate_up = _product(weights.gate_up, dtype, gated=True)
         self._down = _product(weights.down, dtype, gated=False)
         self._takes_rows = self._gate_up.takes_rows and self._down.takes_rows
@@ -108,8 +110,17 @@ class TritonExperts:
         tiles = None
         if not self._takes_rows or len(x) > _ROWS_UP_TO:
             tiles = sort_by_expert(chosen, self._held, tile_tokens(chosen.numel(), self._router.num_experts, self._most_tokens))
-        inner = self._gate_up(Pairs(x=x, chosen=chosen, held=self._held), tiles)
-        pairs = Pairs(x=inner, chosen=chosen, held=self._held, weights=routing.weights, of_pairs=True, in_parts=in_parts)
+        pairs = Pairs(x=x, chosen=chosen, held=self._held, bias=self._biases[0], clamped=self._clamped)
+        inner = self._gate_up(pairs, tiles)
+        pairs = Pairs(
+            x=inner,
+            chosen=chosen,
+            held=self._held,
+            weights=routing.weights,
+            of_pairs=True,
+            in_parts=in_parts,
+            bias=self._biases[1],
+        )
         return self._down(pairs, tiles)
 
 

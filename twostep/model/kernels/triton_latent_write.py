@@ -1,8 +1,8 @@
 """What latent attention (latent.py) does with a token before it attends, in one kernel: its latent normed, its rope part and the rope parts
-of all query heads rotated, and both written, the one to the pool, quantized where that is, the other behind the absorbed queries.
+of all query heads rotated, and both written, the one to the pool, quantized where that is, the others where attention reads them.
 
     program 0 of a token     kv [latent │ rope] ──norm, rotate──▶ its slot
-    program 1, 2, … of it    query heads [nope │ rope] ──rotate──▶ absorbed [… │ rope]
+    program 1, 2, … of it    query heads [nope │ rope] ──rotate──▶ [rope]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADS = 16
 
 def write_latent(
     query: torch.Tensor,
-    absorbed: torch.Tensor,
+    turned: torch.Tensor,
     kv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -37,16 +37,15 @@ def write_latent(
 ) -> None:
     """
     query     [T, num_heads * dims.query], rows dense
-    absorbed  [T, num_heads, dims.kept], dense: the last dims.rope of each are written
+    turned    [T, num_heads, dims.rope], rows dense: where the queries' rotated parts go, such as behind absorbed ones
     kv        [T, dims.kept], rows dense: as the layer's product gave it
     positions integer [T]: rows of the tables
     slots     int64 [T]: block * block_size + slot in block; a negative one writes nothing (padding of a captured step)
     cos, sin  float32 [max_model_len, dims.rope / 2]
     progress  the word and the step's number (triton_progress.py), to say that the layers before this one are done
     """
-    pool, num_heads = cache.tensor, absorbed.shape[1]
-    assert query.stride(1) == kv.stride(1) == 1
-    assert absorbed.is_contiguous()
+    pool, num_heads = cache.tensor, turned.shape[1]
+    assert query.stride(1) == kv.stride(1) == turned.stride(2) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert pool.stride(-1) == 1
@@ -57,9 +56,9 @@ def write_latent(
     static = None if quantized is None or quantized.static is None else quantized.static[layer]
     scales = pool if quantized is None else quantized.scales[:, layer]
     _write_kernel[(len(kv), 1 + triton.cdiv(num_heads, _HEADS))](
-        query, absorbed, kv, weights.norm, positions, slots, cos, sin, pool[:, layer], scales, static,
-        *((positions, positions) if progress is None else progress), layer, query.stride(0), kv.stride(0), pool.stride(0),
-        scales.stride(0), weights.eps,
+        query, turned, kv, weights.norm, positions, slots, cos, sin, pool[:, layer], scales, static,
+        *((positions, positions) if progress is None else progress), layer, query.stride(0), *turned.stride()[:2], kv.stride(0),
+        pool.stride(0), scales.stride(0), weights.eps,
         NUM_HEADS=num_heads, NOPE=dims.nope, HALF=half, BLOCK_HALF=triton.next_power_of_2(half), LATENT=dims.latent,
         BLOCK_LATENT=triton.next_power_of_2(dims.latent), BLOCK_SIZE=cache.shape.block_size, HEADS=_HEADS, INTERLEAVED=dims.interleaved,
         QUANTIZATION=cache.shape.quantization, STATIC=static is not None, TELLS=progress is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -68,8 +67,8 @@ def write_latent(
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["static_ptr"])
 def _write_kernel(
-    query_ptr, absorbed_ptr, kv_ptr, norm_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, scales_ptr, static_ptr,
-    word_ptr, number_ptr, layer, stride_query, stride_kv, stride_block, stride_scales, eps,
+    query_ptr, turned_ptr, kv_ptr, norm_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, scales_ptr, static_ptr,
+    word_ptr, number_ptr, layer, stride_query, stride_turned, stride_head, stride_kv, stride_block, stride_scales, eps,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, LATENT: tl.constexpr,
     BLOCK_LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, QUANTIZATION: tl.constexpr,
     STATIC: tl.constexpr, TELLS: tl.constexpr, PDL: tl.constexpr,
@@ -91,9 +90,9 @@ def _write_kernel(
         mask = (head < NUM_HEADS) & (i < HALF)
         at = query_ptr + token * stride_query + head * (NOPE + 2 * HALF) + NOPE
         low, high = _load_pairs(at, i, mask, HALF, INTERLEAVED)
-        to = absorbed_ptr + (token * NUM_HEADS + head) * KEPT + LATENT
-        tl.store(to + i, (low * cos - high * sin).to(absorbed_ptr.dtype.element_ty), mask=mask)
-        tl.store(to + HALF + i, (high * cos + low * sin).to(absorbed_ptr.dtype.element_ty), mask=mask)
+        to = turned_ptr + token * stride_turned + head * stride_head
+        tl.store(to + i, (low * cos - high * sin).to(turned_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + HALF + i, (high * cos + low * sin).to(turned_ptr.dtype.element_ty), mask=mask)
         return
     slot = tl.load(slots_ptr + token).to(tl.int64)
     d = tl.arange(0, BLOCK_LATENT)[None, :]

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
 from twostep.model.kernels.experts import EveryExpert, Experts, ExpertWeights, Router, Routing
-from twostep.model.kernels.latent import LatentWeights, absorb, values_of
+from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
@@ -23,6 +24,7 @@ from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
 from twostep.model.kernels.triton_experts import TritonExperts
 from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
+from twostep.model.kernels.triton_latent_expanded import ExpandedChunks, ExpandedScratch, attend_expanded, expanded_chunks
 from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
@@ -56,6 +58,7 @@ class TritonOps(Ops):
         self.tries = self._device.type == "cuda"
         self._trouble: dict[tuple[object, ...], str] = {}
         self.decode_workspace = DecodeWorkspace(device)
+        self._scratch: ExpandedScratch | None = None
         self.shared_workspace = DecodeWorkspace(device)
         self._decode_plans: dict[tuple[object, ...], DecodePlan] = {}
 
@@ -82,7 +85,7 @@ class TritonOps(Ops):
             return super().prepare_quantized(weight, bias, dtype, gated=gated)
         layer = QuantizedLinear(prepare(weight, self._device), bias, gated=gated)
         how = None if weight.activations is None else weight.activations.how
-        kind = (weight.shape, weight.values.dtype, weight.group, weight.block_rows, weight.zeros is None, how, dtype, gated)
+        kind = (weight.shape, weight.values.dtype, weight.group, weight.block_rows, weight.zeros is None, weight.float4, how, dtype, gated)
         if self.tries and kind not in self._trouble:
             self._trouble[kind] = layer.trial(weight, dtype)
             if self._trouble[kind]:
@@ -177,6 +180,8 @@ class TritonOps(Ops):
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
+        if spec.latent is not None and num_decodes < len(num_queries):
+            plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
         plan.states = None if batch.state_tables is None else SequenceStates(batch, cache)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
@@ -213,6 +218,16 @@ class TritonOps(Ops):
         quantized = cache.quantized is not None
         shape = triton_prefill.tile_shape(cache.dtype, kv.head_dim, share, max(1, max_queries), quantized=quantized)
         return shape, shape.num_rows // share
+
+    def _expanded_chunks(
+        self, num_queries: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], cache: KvCache, spec: AttentionSpec
+    ) -> ExpandedChunks | None:
+        """None: chunks attend absorbed."""
+        dims = spec.latent
+        assert dims is not None
+        if self._scratch is None:
+            self._scratch = ExpandedScratch(dims, spec.num_heads, cache.dtype, self._device)
+        return expanded_chunks(num_queries, seq_lens, dims=dims, scratch=self._scratch, dtype=cache.dtype, upload=self.upload)
 
     def _decode_plan(self, cache: KvCache, spec: AttentionSpec, num_seqs: int, window: int) -> DecodePlan:
         """Made once: steps of this stream refresh it one after the other."""
@@ -325,6 +340,8 @@ class TritonAttentionPlan:
         self.num_decodes = 0
         self.states: SequenceStates | None = None
         self.shared: SharedPrefix | None = None
+        # Chunks of latent attention for which keys and values are made; None: they attend absorbed.
+        self.expanded: ExpandedChunks | None = None
         # Where the step says how far it is, and its number (triton_progress.py); None: nowhere.
         self.progress: tuple[torch.Tensor, torch.Tensor] | None = None
         # For the Hopper kernel: the same for all layers.
@@ -371,13 +388,50 @@ class TritonAttentionPlan:
         if layer == 0:
             for plan in self.decode.values():
                 plan.refresh(step.seq_lens[: self.num_decodes])
-        absorbed = absorb(query, weights, dims)
-        tables = spec.rope[layer]
+        tables, chunks = spec.rope[layer], self.expanded
+        if chunks is None:
+            absorbed = absorb(query, weights, dims)
+            turned = absorbed[..., dims.latent :]
+        else:
+            turned = query.new_empty(len(query), spec.num_heads, dims.rope)
         write_latent(
-            query, absorbed, kv, step.positions, step.slots, tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
+            query, turned, kv, step.positions, step.slots, tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
             progress=self.progress,
         )  # fmt: skip
-        out = query.new_empty(len(query), spec.num_heads, dims.latent)
+        if chunks is None:
+            attended = query.new_empty(len(query), spec.num_heads, dims.latent)
+            self._attend_absorbed(layer, absorbed, attended, dims, scale)
+            out = values_of(attended, weights, dims)
+        else:
+            out = query.new_empty(len(query), spec.num_heads * dims.value)
+            attend_expanded(
+                query,
+                turned,
+                out,
+                cache,
+                layer,
+                chunks=chunks,
+                weights=weights,
+                dims=dims,
+                query_start=step.query_start,
+                seq_lens=step.seq_lens,
+                block_tables=step.block_tables,
+                scale=scale,
+            )
+            if self.decode:
+                some = slice(0, self.num_decodes)
+                absorbed = absorb(query[some], weights, dims)
+                absorbed[..., dims.latent :] = turned[some]
+                attended = query.new_empty(self.num_decodes, spec.num_heads, dims.latent)
+                self._attend_absorbed(layer, absorbed, attended, dims, scale)
+                out[some] = values_of(attended, weights, dims)
+        if self.progress is not None and layer == cache.shape.num_layers - 1:
+            note_layers(*self.progress, layer + 1)
+        return out
+
+    def _attend_absorbed(self, layer: int, absorbed: torch.Tensor, out: torch.Tensor, dims: LatentDims, scale: float) -> None:
+        """Of the decodes, and of chunks unless their keys and values are made."""
+        step, cache = self._step, self._cache
         if self.decode:
             some = slice(0, self.num_decodes)
             latent_decode(
@@ -388,10 +442,10 @@ class TritonAttentionPlan:
                 step.block_tables[some],
                 step.seq_lens[some],
                 plan=self.decode[0],
-                program=latent_program(cache, dims, num_heads=spec.num_heads, max_queries=1),
+                program=latent_program(cache, dims, num_heads=self._spec.num_heads, max_queries=1),
                 scale=scale,
             )
-        if self.num_decodes < len(step.seq_lens):
+        if self.expanded is None and self.num_decodes < len(step.seq_lens):
             assert isinstance(self._tile_shape, LatentProgram)
             latent_chunks(
                 absorbed,
@@ -405,9 +459,6 @@ class TritonAttentionPlan:
                 program=self._tile_shape,
                 scale=scale,
             )
-        if self.progress is not None and layer == cache.shape.num_layers - 1:
-            note_layers(*self.progress, layer + 1)
-        return values_of(out, weights, dims)
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         step, cache, spec = self._step, self._cache, self._spec

@@ -53,7 +53,7 @@ def multiply_eight(
         _eight_kernel[(triton.cdiv(num_out, cols) * tiles.places,)](
             values, values.stride(0), x.scales, source,
             packed.scales, packed.scales.stride(0), packed.scales.stride(1), tiles.pairs, tiles.experts,
-            tiles.pairs if pairs.weights is None else pairs.weights, out, len(pairs.chosen), len(values), tiles.places, num_out, width,
+            *pairs.ends, out, len(pairs.chosen), len(values), tiles.places, num_out, width,
             TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows, X_GROUPS=x.scales.dim() == 2,
             W_GROUPS=bool(packed.group), IN_INT=not packed.is_float, EXACT=exact and packed.is_float, GATED=gated, TURNED=tile.turned,
             BULK=tile.bulk, EVEN=width % tile.depth == 0, **pairs.constants, PDL=pdl,
@@ -76,7 +76,7 @@ def multiply_unpacked(pairs: Pairs, tiles: ExpertTiles, packed: Packed, *, tile:
         _unpack_kernel[(triton.cdiv(num_out, cols) * tiles.places,)](
             x, x.stride(0), source, packed.scales, packed.scales if zeros is None else zeros, packed.scales.stride(0),
             packed.scales.stride(1), 0 if zeros is None else zeros.stride(0), 0 if zeros is None else zeros.stride(1),
-            tiles.pairs, tiles.experts, tiles.pairs if pairs.weights is None else pairs.weights, out, len(pairs.chosen), tiles.places,
+            tiles.pairs, tiles.experts, *pairs.ends, out, len(pairs.chosen), tiles.places,
             num_out, packed.width, TOKENS=tile.tokens, COLS=cols, SLICE=packed.slice, BITS=packed.bits, IS_FLOAT=packed.is_float,
             GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=zeros is not None, GATED=gated, BULK=tile.bulk,
             EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl, ON_GPU=x.is_cuda,
@@ -87,11 +87,12 @@ def multiply_unpacked(pairs: Pairs, tiles: ExpertTiles, packed: Packed, *, tile:
 
 @triton.jit(do_not_specialize=["tokens", "num_x", "places"])
 def _eight_kernel(
-    x_ptr, stride_x, x_scales_ptr, source, scales_ptr, stride_expert, stride_scales, pairs_ptr, experts_ptr, weights_ptr, out_ptr,
-    tokens, num_x, places, num_out, width,
+    x_ptr, stride_x, x_scales_ptr, source, scales_ptr, stride_expert, stride_scales, pairs_ptr, experts_ptr, bias_ptr, alpha, limit,
+    weights_ptr, out_ptr, tokens, num_x, places, num_out, width,
     TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, X_GROUPS: tl.constexpr,
     W_GROUPS: tl.constexpr, IN_INT: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr,
-    EVEN: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     place, first = expert_place(places, num_out, COLS)
     if PDL:
@@ -153,16 +154,20 @@ def _eight_kernel(
         acc *= of_rows(tl.load(scales_ptr + (at + num_out * GATED) // BLOCK_ROWS), TURNED)
         if GATED:
             gate_acc *= of_rows(tl.load(scales_ptr + at // BLOCK_ROWS), TURNED)
-    store_pairs(acc, gate_acc, weights_ptr, out_ptr, pair, there, row, tokens, num_out, GATED, TURNED, TOP, WEIGHTED, IN_PARTS)
+    store_pairs(
+        acc, gate_acc, bias_ptr + of_expert, alpha, limit, weights_ptr, out_ptr, pair, there, row, tokens, num_out,
+        GATED, TURNED, TOP, WEIGHTED, IN_PARTS, HAS_BIAS, CLAMPED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "places"])
 def _unpack_kernel(
     x_ptr, stride_x, source, scales_ptr, zeros_ptr, stride_expert, stride_scales, stride_expert_zeros, stride_zeros, pairs_ptr, experts_ptr,
-    weights_ptr, out_ptr, tokens, places, num_out, width,
+    bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, width,
     TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, TOP: tl.constexpr,
-    OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
+    OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 16 // BITS * SLICE
     place, first = expert_place(places, num_out, COLS)
@@ -200,7 +205,10 @@ def _unpack_kernel(
         acc *= tl.load(scales_ptr + (at + num_out * GATED) // BLOCK_ROWS)[:, None]
         if GATED:
             gate_acc *= tl.load(scales_ptr + at // BLOCK_ROWS)[:, None]
-    store_pairs(acc, gate_acc, weights_ptr, out_ptr, pair, there, row, tokens, num_out, GATED, True, TOP, WEIGHTED, IN_PARTS)
+    store_pairs(
+        acc, gate_acc, bias_ptr + expert * num_rows, alpha, limit, weights_ptr, out_ptr, pair, there, row, tokens, num_out,
+        GATED, True, TOP, WEIGHTED, IN_PARTS, HAS_BIAS, CLAMPED,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def store_quantized(
     rest       [rows, BLOCK_TAIL]: TAIL more, where there are any
     kv_head    [rows, 1]: keys' heads, then values'
     kept       [rows, 1]: whether a row is stored
-    static_ptr with STATIC: scales of the layer's keys and values; else each vector gets its own
+    static_ptr with STATIC: scales of the layer's heads, in their order; else each vector gets its own
     """
     low, high, rest = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
     peak = tl.maximum(peak_of(low), peak_of(high), propagate_nan=tl.PropagateNan.ALL)
@@ -51,7 +51,7 @@ def store_quantized(
     low, high, rest = finite(low), finite(high), finite(rest)
     static = peak
     if STATIC:
-        static = tl.load(static_ptr + kv_head // HEADS, mask=kept, other=1.0)
+        static = tl.load(static_ptr + kv_head, mask=kept, other=1.0)
     scale = chosen_scale(low, high, rest, peak, static, 3 if TAIL > 0 else 2, FP8, STATIC)
     scales = (block_ptr + 2 * HEADS * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.int16))
     bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
@@ -222,7 +222,7 @@ def _values_kernel(
                 x = finite(x)
                 static = peak
                 if STATIC:
-                    static = tl.load(static_ptr + 1) + tl.zeros_like(peak)
+                    static = tl.load(static_ptr + HEADS + head, mask=head < HEADS, other=1.0)
                 scale = chosen_scale(x, x, x, peak, static, 1, FP8, STATIC)
                 bits = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
                 slot_scales = scales + (head * BLOCK_SIZE + (first + t) % BLOCK_SIZE) * 2 + 1

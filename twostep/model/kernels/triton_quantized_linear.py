@@ -83,7 +83,7 @@ def _packed(weight: QuantizedWeight, slice: int) -> Packed | None:
     if columns % _ALIGNMENT or (weight.device.type == "cuda" and not overlaps(weight.device)):
         # Tiles come by the tensor memory accelerator: that and kernels that overlap came with Hopper.
         return None
-    is_float, group = weight.values.dtype == _FLOAT8, weight.group if weight.group < columns else 0
+    is_float, group = weight.values.dtype == _FLOAT8 or weight.float4, weight.group if weight.group < columns else 0
     how = weight.activations
     eight = how is not None and can_round(how, columns) and how.how.is_float == is_float and weight.bits == 8
     if eight and (group in (0, INPUT_GROUP) if is_float else not group and weight.zeros is None and not how.how.group):  # type: ignore[union-attr]

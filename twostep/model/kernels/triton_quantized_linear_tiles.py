@@ -499,7 +499,11 @@ def unpack(
     """Slice P of words [COLS, SLICE] as numbers of `dtype` less zero [COLS]."""
     if not ON_GPU:
         number = (words >> (P * BITS)) & (15 if BITS == 4 else 255)
-        if IS_FLOAT:
+        if IS_FLOAT and BITS == 4:
+            digits = (number & 7).to(tl.int32)
+            size = tl.where(digits < 2, digits * 0.5, (2 + (digits & 1)) * 0.25 * (1 << (digits >> 1)).to(tl.float32))
+            number = tl.where(number > 7, -size, size)
+        elif IS_FLOAT:
             number = number_of_e4m3(number.to(tl.uint8)).to(tl.float32)
         elif BITS == 4:
             number = number.to(tl.float32) - zero[:, None]
@@ -509,7 +513,7 @@ def unpack(
                 number -= zero[:, None]
         return number.to(dtype)
     BRAIN: tl.constexpr = dtype == tl.bfloat16
-    ASM: tl.constexpr = _float8(P, BRAIN) if IS_FLOAT else _int4(P, BRAIN) if BITS == 4 else _int8(P, BRAIN, HAS_ZEROS)
+    ASM: tl.constexpr = _take_out(P, BRAIN, BITS, IS_FLOAT, HAS_ZEROS)
     # What is subtracted: with 4 bits beside the number that is or-ed in.
     if BITS == 4:
         zero += 128.0 if BRAIN else 1024.0
@@ -518,6 +522,13 @@ def unpack(
         return tl.inline_asm_elementwise(ASM, "=r,r,r", [words, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         return tl.inline_asm_elementwise(ASM, "=r,r,r", [words, zero], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.constexpr_function
+def _take_out(p, brain, bits, is_float, has_zeros):
+    if is_float:
+        return _float4(p, brain) if bits == 4 else _float8(p, brain)
+    return _int4(p, brain) if bits == 4 else _int8(p, brain, has_zeros)
 
 
 @triton.constexpr_function
@@ -552,6 +563,22 @@ def _int8(p, brain, has_zeros):
         mov.b32 u, 0x64806480;
         sub.rn.f16x2 $0, t, u;
         {minus}
+    }}"""
+
+
+@triton.constexpr_function
+def _float4(p, brain):
+    # As below: a sign, two bits of exponent, one of mantissa.
+    mask, kind, factor, to = ("0x01C001C0", "bf16x2", "0x7E807E80", 6) if brain else ("0x0E000E00", "f16x2", "0x74007400", 9)
+    left = to - 4 * p
+    return f"""{{
+        .reg .b32 s, t, u;
+        {"shl" if left >= 0 else "shr"}.b32 t, $1, {abs(left)};
+        and.b32 t, t, {mask};
+        shl.b32 s, $1, {12 - 4 * p};
+        lop3.b32 t, s, 0x80008000, t, 0xEA;
+        mov.b32 u, {factor};
+        mul.rn.{kind} $0, t, u;
     }}"""
 
 

@@ -18,13 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.model.kernels.experts import Beside, GroupScore, Router, Routing, Scores
+from twostep.model.kernels.experts import HASH_FACTORS, Beside, GroupScore, Router, Routing, Scores
 from twostep.model.kernels.triton_launch import follow, overlaps
 
 # Pairs that a program looks at together, the fewest that fit.
 _SORTED_TOGETHER = (256, 4096)
 _FILLED_TOGETHER = tl.constexpr(64)
 _TERM_TILE = 1024
+_FACTOR_0, _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for factor in HASH_FACTORS)
 
 
 def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
@@ -44,7 +45,8 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
             EXPERTS=experts, BLOCK=triton.next_power_of_2(experts), TOP=router.top_k, BLOCK_TOP=triton.next_power_of_2(router.top_k),
             SOFTMAX=router.scores is Scores.SOFTMAX, CHOSEN=router.scores is Scores.CHOSEN, RENORMALIZE=router.renormalize,
             GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, BLOCK_GROUPS=triton.next_power_of_2(router.num_groups),
-            BEST_TWO=router.group_score is GroupScore.BEST_TWO, CORRECTED=correction is not None, COUNTS=load is not None,
+            BEST_TWO=router.group_score is GroupScore.BEST_TWO, CORRECTED=correction is not None,
+            SCATTERED=router.scattered, COUNTS=load is not None,
             PDL=pdl, num_warps=1 if experts <= 256 else 4, launch_pdl=pdl,
         )  # fmt: skip
     return routing
@@ -55,14 +57,15 @@ def _route_kernel(
     logits_ptr, stride, correction_ptr, experts_ptr, weights_ptr, load_ptr, scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr,
     CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-    BEST_TWO: tl.constexpr, CORRECTED: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+    BEST_TWO: tl.constexpr, CORRECTED: tl.constexpr, SCATTERED: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     there = e < EXPERTS
     if PDL:
         follow()
-    score = tl.load(logits_ptr + token * stride + e, mask=there, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + token * stride + e, mask=there, other=float("-inf")).to(tl.float32)
+    score = logits
     if SOFTMAX:
         score = tl.exp(score - tl.max(score, 0))
         score = score / tl.sum(score, 0)
@@ -71,6 +74,8 @@ def _route_kernel(
     choice = score
     if CORRECTED:
         choice += tl.load(correction_ptr + e, mask=there, other=0.0)
+    if SCATTERED:
+        choice = _hashes(logits, e)
     # What is no number is chosen last, and never points past the experts.
     choice = tl.where(there & (choice == choice), choice, float("-inf"))
     if GROUPS > 1:
@@ -93,6 +98,17 @@ def _route_kernel(
     tl.store(weights_ptr + at, weight * scale, mask=slot < TOP)
     if COUNTS:
         tl.atomic_add(load_ptr + chosen, tl.full([BLOCK_TOP], 1, tl.int64), mask=slot < TOP, sem="relaxed")
+
+
+@triton.jit
+def _hashes(logits, e):
+    digits = tl.where(logits == float("-inf"), 0, logits.to(tl.int32, bitcast=True))
+    digits = (digits ^ (digits >> 16)) * (2 * e + 1)
+    bits = tl.sum(digits.to(tl.int64), 0).to(tl.int32) ^ (e * _FACTOR_0)
+    bits = (bits ^ (bits >> 15)) * _FACTOR_0
+    bits = (bits ^ (bits >> 15)) * _FACTOR_1
+    bits = (bits ^ (bits >> 15)) * _FACTOR_2
+    return bits.to(tl.float32)
 
 
 @triton.jit

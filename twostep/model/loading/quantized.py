@@ -10,7 +10,7 @@ words of 32 bits and their order, which way round tensors lie, scales of a whole
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from twostep.model.loading.weight_files import StoredTensor, bytes_to_read
 _ELEMENTS_AT_ONCE = 1 << 22
 # A part that begins within a group has smaller ones; with still smaller ones the scales take as much as a dense weight.
 _LEAST_GROUP = 8
+_LOW_HALVES = 0x0F0F0F0F
 _NOT_A_NUMBER = 0x7F  # of 8-bit floats, but for the sign
 
 
@@ -89,6 +90,9 @@ class QuantizedTensors:
                 self._buffers[role] = self._buffers[role].t().contiguous()
         self._check_shape()
         scales = self._buffers[Role.SCALE].float()
+        if self._format.storage.exponents:
+            # 255 stands for no number.
+            scales = torch.where(scales == 255, torch.nan, torch.exp2(scales - 127))
         if not bool((scales.isfinite() & (scales != 0)).all()):
             raise self._wrong(Role.SCALE, "has scales that are zero, infinite or no numbers")
         scales, zeros, height = self._by_rows(scales), self._zeros(), self._height
@@ -99,7 +103,8 @@ class QuantizedTensors:
             zeros = None if zeros is None else zeros.index_select(1, groups)
         values = self._values()
         zeros = None if zeros is None else zeros.to(values.dtype) if self._halves else (zeros - self._middle).to(torch.int8)
-        weight = QuantizedWeight(values=values, scales=scales.contiguous(), group=width, block_rows=height, zeros=zeros)
+        float4 = self._format.is_float and self._format.bits == 4
+        weight = QuantizedWeight(values=values, scales=scales.contiguous(), group=width, block_rows=height, zeros=zeros, float4=float4)
         self._check_values(weight)
         self._buffers.clear()
         return weight if width >= min(_LEAST_GROUP, columns) else weight.dequantize(self._place.tensor.dtype)
@@ -160,6 +165,8 @@ class QuantizedTensors:
             # The bytes of a word are in order.
             values = words.flatten().view(torch.uint8).view(rows, -1)[:, :width].contiguous()
             return values if self._halves else values.bitwise_xor_(self._middle).view(torch.int8)
+        if self._halves and format.storage.packed is Axis.OUT:
+            return _two_to_a_byte(words, format.storage.order)[first % format.per_word :][:rows]
         values = torch.empty(rows, width, dtype=torch.uint8 if self._halves else torch.int8, device=self._device)
         at_once = max(1, _ELEMENTS_AT_ONCE // columns)
         for start in range(0, rows, at_once):
@@ -190,9 +197,10 @@ class QuantizedTensors:
     def _check_values(self, weight: QuantizedWeight) -> None:
         dtype = self._place.tensor.dtype
         what = f"has weights that are infinite or no numbers in {str(dtype).removeprefix('torch.')}"
-        if self._format.is_float and bool(((weight.values.view(torch.uint8) & _NOT_A_NUMBER) == _NOT_A_NUMBER).any()):
+        eight = self._format.is_float and self._format.bits == 8
+        if eight and int((weight.values.view(torch.uint8) & _NOT_A_NUMBER).max()) == _NOT_A_NUMBER:
             raise self._wrong(Role.WEIGHT, what)
-        largest = torch.finfo(weight.values.dtype).max if self._format.is_float else float(1 << self._format.bits)
+        largest = torch.finfo(weight.values.dtype).max if eight else float(1 << self._format.bits)
         if float(weight.scales.abs().max()) * largest > torch.finfo(dtype).max and not bool(weight.dequantize(dtype).isfinite().all()):
             raise self._wrong(Role.WEIGHT, what)
 
@@ -225,6 +233,21 @@ class QuantizedTensors:
 
     def _wrong(self, role: Role, what: str) -> SetupError:
         return SetupError(f"tensor {self._stored[role].name} {what}; download the model again, or take another quantization of it")
+
+
+def _two_to_a_byte(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """int32 [N / 8, K] of eight rows' numbers each, at these places; K is even. Returns uint8 [N, K / 2], the even column's number in the
+    low half. Four numbers are moved at a time, and none has more than its half of a byte on the way."""
+    count, columns = words.shape
+    values = torch.empty(count, len(order), columns // 2, dtype=torch.uint8, device=words.device)
+    at_once = max(1, _ELEMENTS_AT_ONCE // (columns * len(order)))
+    for start in range(0, count, at_once):
+        even, odd = (words[start : start + at_once, column::2] for column in (0, 1))
+        # Of each byte of a word both numbers, the even column's and the odd one's beside each other.
+        halves = (even & _LOW_HALVES) | (odd & _LOW_HALVES) << 4, (even >> 4 & _LOW_HALVES) | (odd & ~_LOW_HALVES)
+        for row, place in enumerate(order):
+            values[start : start + at_once, row] = halves[place % 2].view(torch.uint8).unflatten(1, (-1, 4))[..., place // 2]
+    return values.flatten(0, 1)
 
 
 class DenseTensor:

@@ -42,6 +42,7 @@ _DTYPES = {
     # Of quantized layers.
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
 }

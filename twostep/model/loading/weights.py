@@ -14,6 +14,7 @@ from twostep.checkpoint.directory import FLOAT_DTYPES
 from twostep.checkpoint.embedding_format import is_made_for_embeddings
 from twostep.checkpoint.linear_format import Role, StoredPart
 from twostep.checkpoint.quantization import HEAD
+from twostep.checkpoint.stacked import names_apart, shape_apart
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
@@ -72,10 +73,18 @@ def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> Model
 
 
 def _stored(kind: type[Decoder], model_dir: Path) -> list[StoredTensor]:
-    """Returns the files' tensors, the output layer's under the name that it has here."""
+    """Returns the files' tensors, those that hold several of equal size apart, the output layer's under the name that it has here."""
     old = f"{kind.head_name}."
-    tensors = stored_tensors(model_dir)
+    tensors = [each for tensor in stored_tensors(model_dir) for each in _apart(tensor)]
     return [replace(each, name=f"{HEAD}.{each.name.removeprefix(old)}") if each.name.startswith(old) else each for each in tensors]
+
+
+def _apart(tensor: StoredTensor) -> list[StoredTensor]:
+    names = names_apart(tensor.name, tensor.shape)
+    if not names:
+        return [tensor]
+    shape, size = shape_apart(tensor.shape), tensor.num_bytes // len(names)
+    return [replace(tensor, name=name, shape=shape, offset=tensor.offset + i * size, num_bytes=size) for i, name in enumerate(names)]
 
 
 def _embedding(kind: type[Decoder], stored: Sequence[StoredTensor]) -> StoredTensor | None:

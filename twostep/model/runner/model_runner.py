@@ -31,7 +31,7 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import with_whole_experts
-from twostep.model.kernels.ops import Ops
+from twostep.model.kernels.ops import KEYS_TOGETHER, Ops
 from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
@@ -149,6 +149,8 @@ class ModelRunner:
         config = with_quantization(config, quantization)
         if enable_expert_parallel:
             config = with_whole_experts(config)
+        if load_format == "dummy" and (experts := config.experts) is not None:
+            config = replace(config, experts=replace(experts, router=replace(experts.router, scattered=True)))
         if load_format != "dummy":
             config = as_stored(config, model_dir, DTYPES[chosen])
         self._config = config
@@ -176,7 +178,10 @@ class ModelRunner:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
             if member is not None:
                 member.meeting.exchange(b"loaded")
-            new_cache = partial(KvCache, device=str(self._device), scales=_kv_scales(config, model_dir, kv_cache_dtype, load_format))
+            scales = _kv_scales(config, model_dir, kv_cache_dtype, load_format)
+            if scales is not None and part is not None:
+                scales = scales[..., part.shard.kv_heads.slice]
+            new_cache = partial(KvCache, device=str(self._device), scales=scales)
             if isinstance(num_blocks, PoolSizing):
                 self._cache = new_cache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype))
                 self._steps = self._device_steps(ops, 0, progress)
@@ -222,6 +227,11 @@ class ModelRunner:
     @property
     def generates(self) -> bool:
         return self._config.generates
+
+    @property
+    def reach(self) -> int:
+        windows = self._config.windows
+        return max(windows) + KEYS_TOGETHER if all(windows) else 0
 
     @property
     def overlaps(self) -> bool:
@@ -373,7 +383,7 @@ def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_f
     scheme = config.kv_scheme
     if scheme is None or not scheme.static or kv_format(kv_cache_dtype, scheme) != scheme.format or load_format == "dummy":
         return None
-    return read_kv_scales(model_dir, config.num_layers)
+    return read_kv_scales(model_dir, config)
 
 
 def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:

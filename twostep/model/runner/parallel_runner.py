@@ -147,6 +147,10 @@ class ParallelRunner:
         return self._local.generates
 
     @property
+    def reach(self) -> int:
+        return self._local.reach
+
+    @property
     def overlaps(self) -> bool:
         return self._local.overlaps
 

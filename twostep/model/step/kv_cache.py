@@ -31,8 +31,9 @@ class KvCache:
     def __init__(
         self, shape: KvShape, device: str = "cpu", *, tensor: torch.Tensor | None = None, scales: torch.Tensor | None = None
     ) -> None:
-        """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. `scales`: of each layer's keys and values
-        [num_layers, 2], if the checkpoint brings some for this format. Raises SetupError if the memory is not there."""
+        """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. `scales`: of a layer's heads, keys' and
+        values' [num_layers, 2, num_kv_heads], if the checkpoint brings some for this format. Raises SetupError if the memory is not
+        there."""
         self.shape = shape
         self.tensor = _allocate(shape, device) if tensor is None else tensor
         self._bytes = self.tensor.view(shape.num_blocks, -1).view(torch.uint8)
@@ -42,7 +43,7 @@ class KvCache:
         # Checksums that are kept while the pool is written; None: they are computed when they are asked for.
         self.sums: KvSums | None = None
         # Of quantized KV; else rows of numbers.
-        static = None if scales is None else static_scales(scales).to(self.tensor.device)
+        static = None if scales is None else static_scales(scales).flatten(1).to(self.tensor.device)
         self.quantized = QuantizedRows(shape, self.tensor, static) if shape.quantization != "none" else None
         self._slot_rows: list[torch.Tensor] = []
         self._block_rows: list[torch.Tensor] = []

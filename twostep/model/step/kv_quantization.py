@@ -20,8 +20,8 @@ to a factor of two, coarse enough that it matters where a vector's largest numbe
 error is taken, of eight from the least one to twice that (SmolLM2-135M: 11 % less error of the logits). A vector with a NaN or an
 infinity has it in its scale; bytes are always finite, whatever they are multiplied with.
 
-A checkpoint may bring scales, one for a layer's keys and one for its values: then these stand at every token and head, and numbers beyond
-448 times them are cut. Who reads does not know the difference.
+A checkpoint may bring scales, for a layer's keys and its values or for each head of them: then these stand at every token, and numbers
+beyond 448 times them are cut. Who reads does not know the difference.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class QuantizedRows:
     def __init__(self, shape: KvShape, tensor: torch.Tensor, static: torch.Tensor | None = None) -> None:
         """
         tensor  uint8 [num_blocks, num_layers, bytes of a layer], the pool's
-        static  float32 [num_layers, 2], of static_scales: of each layer's keys and values; None: each vector gets its own
+        static  float32 [num_layers, 2 * num_kv_heads], of static_scales: of each layer's heads, keys' then values'; None: each vector gets
+                its own
         """
         check_shape(shape)
         self._shape = shape
@@ -138,8 +139,7 @@ class QuantizedRows:
     def write(self, layer: int, block: torch.Tensor, slot: torch.Tensor, vectors: torch.Tensor) -> None:
         """Quantizes vectors [T, shape.vectors, D], keys then values, into slots of blocks, int64 [T] each."""
         heads, planes = self._shape.num_kv_heads, self._shape.num_planes
-        static = None if self.static is None else self.static[layer].repeat_interleave(heads)
-        values, scales = quantize(vectors, self._shape.quantization, static)
+        values, scales = quantize(vectors, self._shape.quantization, None if self.static is None else self.static[layer, : planes * heads])
         self.k[:, layer][block, :, slot] = values[:, :heads]
         if planes == 2:
             self._v[:, layer][block, :, slot // SLOTS_TOGETHER, slot % SLOTS_TOGETHER] = values[:, heads:]

@@ -7,6 +7,7 @@
     json_calls.py     hermes, llama3_json, mistral, deepseek_v3, deepseek_v31
     tagged_calls.py   qwen3_coder, glm45
     pythonic.py       pythonic
+    harmony_calls.py  openai (gpt-oss)
 
 The table of them is TOOL_CALL_FORMATS in twostep/text/tool_calls.py.
 """
