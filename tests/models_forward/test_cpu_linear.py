@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twostep.checkpoint.held import held_bytes
 from twostep.checkpoint.linear_format import Activations
+from twostep.checkpoint.quantization import quantization_at_load
 from twostep.model.kernels import cpu_linear
 from twostep.model.kernels.cpu_linear import Int4Linear, Int8Linear, pack, split
 from twostep.model.kernels.input_quantizer import InputQuantizer
@@ -63,18 +67,19 @@ def test_int8(rows: int, columns: int, tokens: int, how: Activations | None, bia
     assert isinstance(pack(weight, bias), Int8Linear)
     # A number on the edge between two steps of the inputs may go to either.
     allowed = 2e-6 if how is None else 0.02
-    few = x[:2].to(torch.bfloat16)
-    assert error_of(Int8Linear(weight, None)(few), weight, few, None) < max(allowed, 1e-2)
+    for some in (x[:1], x[:2], x.repeat(300, 1)[:300]) if how is None else (x[:2],):
+        narrow = some.to(torch.bfloat16)
+        assert error_of(Int8Linear(weight, None)(narrow), weight, narrow, None) < max(allowed, 1e-2)
     assert error_of(Int8Linear(weight, bias)(x), weight, x, bias) < allowed
 
 
 @needs_int8
-def test_one_of_few_rows_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     layer = Int8Linear(int8_weight(96, 64), None)
-    x = torch.randn(63, 64)
+    x = torch.randn(200, 64)
     together = layer(x)
-    for at in (slice(0, 2), slice(3, 40), slice(50, 63)):
+    for at in (slice(0, 2), slice(3, 90), slice(100, 200)):
         assert torch.equal(layer(x[at]), together[at])
 
 
@@ -136,3 +141,11 @@ def test_without_torchs_operators_weights_are_unpacked(monkeypatch: pytest.Monke
         assert pack(weight, None) is None
         x = torch.randn(5, 64)
         torch.testing.assert_close(Ops().prepare_quantized(weight, None, torch.float32)(x), multiply_dense(weight, x))
+
+
+def test_int8_layers_that_are_kept_twice_are_counted_so() -> None:
+    format = quantization_at_load("int8").groups[0].format
+    in_tokens = replace(format, activations=PER_TOKEN)
+    for kind, shape, copies in ((format, (64, 96), 2), (in_tokens, (64, 96), 1), (format, (4096, 2048), 1)):
+        once = held_bytes(kind, *shape, item_bytes=2, on_cpu=False)
+        assert held_bytes(kind, *shape, item_bytes=2, on_cpu=True) == once + (copies - 1) * shape[0] * shape[1]

@@ -1,12 +1,13 @@
 """Linear layers of quantized weights on CPUs, through torch's own products of whole numbers.
 
-    rows     int8 for each channel                                  int4 in groups
-    1        small weights: a sum of the weight's columns           torch's kernel for few rows, in bfloat16
-    to 63    oneDNN's product of 8-bit numbers                      the same
-    from 64  unpacked, some of the weight at a time, and multiplied in x's dtype
+    rows       int8 for each channel                             rows       int4 in groups
+    1          small weights: a sum of the weight's columns      to 63      torch's kernel for few rows, in bfloat16
+    to 255     oneDNN's product of 8-bit numbers                 from 64    unpacked
+    from 256   unpacked, for inputs of 16 bits
 
-oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two for bfloat16 and three for float32, so that nothing is lost; where
-the format rounds them to 8 bits, one is enough. A token's result depends on no other's then.
+Unpacked is some of a weight at a time, multiplied in x's dtype. oneDNN takes a token's numbers in parts of 8 bits, 256 · high + low, two
+for 16 bits and three for float32, so that nothing is lost; where the format rounds them to 8 bits, one is enough. A token's result
+depends on no other's then.
 
 A small weight's product takes less time than what prepares it. For one row, where that is most of a step, int8 keeps such a weight once
 more, by its columns; nothing else is kept twice. The operators are torch's own but not public: where they are missing, have changed, or
@@ -29,11 +30,15 @@ Packed = torch.Tensor
 
 # Of int4: what torch's kernel takes, the largest first. The scales are those of fewer groups then.
 _GROUPS = (256, 128, 64, 32)
-# From so many rows on, unpacking a weight takes less time than doing without (one core with AMX), and of so many numbers at a time.
-_UNPACK_FROM = 64
+# Rows that int8 takes at a time: what comes between stays in the cache.
+_ROWS_AT_ONCE = 64
+# From so many rows on, unpacking a weight takes less time than doing without (one core with AMX), and of so many numbers at a time; int8
+# for inputs of 16 bits alone, since three products of 8 bits take less than one of 32.
+_UNPACK_INT4_FROM = 64
+_UNPACK_INT8_FROM = 256
 _UNPACKED_AT_ONCE = 1 << 19
 _ROWS_TOGETHER = 64  # of an int4 weight's layout, with AVX-512; else half of it
-_PACKED_AT_ONCE = 1 << 22  # bytes
+_PACKED_AT_ONCE = 1 << 21  # bytes
 _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _BASE = 256  # of parts that follow each other
 _HALF = _BASE // 2  # what parts have more than the numbers they stand for
@@ -67,14 +72,16 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._activations is not None and not self._in_one:
             x = self._activations(x)
-        if len(x) >= _UNPACK_FROM and not self._in_one:
-            y = self._unpacked_product(x)
-        elif self._in_one:
+        if self._in_one:
             y = self._in_8_bits(x)
         elif len(x) == 1 and self._columns is not None:
             y = self._columns(x).mul_(self._scales)
-        else:
+        elif len(x) <= _ROWS_AT_ONCE:
             y = self._in_parts(x)
+        elif len(x) < _UNPACK_INT8_FROM or x.dtype == torch.float32:
+            y = torch.cat([self._in_parts(rows) for rows in x.split(_ROWS_AT_ONCE)])
+        else:
+            y = self._unpacked_product(x)
         y = y.to(x.dtype)
         return y if self._bias is None else y.add_(self._bias)
 
@@ -172,7 +179,7 @@ class Int4Linear:
         self._multiply = _int4_product()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) >= _UNPACK_FROM:
+        if len(x) >= _UNPACK_INT4_FROM:
             y = self._unpacked_product(x)
         else:
             y = self._multiply(x.to(torch.bfloat16), self._packed, self._group, self._scales_and_zeros).to(x.dtype)
