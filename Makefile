@@ -9,6 +9,7 @@
 #   make check                                                    ruff, mypy, import rules, drift of generated files, helm lint
 #   make test PYTEST_FLAGS="-k client"                            the quick tests; TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make test-all                                                 the others: processes, faults, chart, browser
+#   make test-exhaustive                                          every family and format where those have examples
 #   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"      with pauses at random moments, as a busy machine makes them
 #   make test-outside OUTSIDE_FLAGS="--only openai lm_eval"       what public clients do, against a small system
 #   make generated                                                all that is generated: code of protos/, pages of metrics, settings, values and models, dashboard
@@ -75,7 +76,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-all test-jitter check proto generated screenshots bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image clean test-outside
+.PHONY: help demo up test test-all test-exhaustive test-jitter check proto generated screenshots bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image clean test-outside
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -91,7 +92,11 @@ test: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "smoke or not system" $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "system and not smoke" $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "system and not smoke and not exhaustive" $(PYTEST_FLAGS)
+
+# Every family, format and kind that the tiers have examples of.
+test-exhaustive: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m exhaustive $(PYTEST_FLAGS)
 
 # Finds tests that count on two things happening soon after each other, and races of the product (tests/jitter).
 test-jitter: $(VENV)/.dev

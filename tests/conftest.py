@@ -38,9 +38,9 @@ _SYSTEM_FOLDERS = {"deploy", "faults", "fuzz", "helm", "hostile", "streams", "sy
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts tests into the tiers of `make test` and `make test-all`: a test of the system is marked so by itself, by its folder, or by
-    its need of Ray. Those marked `smoke` are in the first tier all the same."""
+    its need of Ray. Those marked `smoke` are in the first tier all the same, those marked `exhaustive` in neither."""
     for item in items:
-        if item.path.parent.name in _SYSTEM_FOLDERS or item.get_closest_marker("ray"):
+        if item.path.parent.name in _SYSTEM_FOLDERS or item.get_closest_marker("ray") or item.get_closest_marker("exhaustive"):
             item.add_marker("system")
 
 

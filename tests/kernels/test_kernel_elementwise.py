@@ -44,6 +44,24 @@ def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-3).double(), normed(x, weight, 1e-3), **tolerance(dtype))
 
 
+@pytest.mark.parametrize("weights", ["same", "float32"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 20), (32, 4, 128)])
+def test_norms_of_heads_in_place(num_heads: int, num_kv_heads: int, head_dim: int, weights: str) -> None:
+    for dtype in DTYPES:
+        of_weights = dtype if weights == "same" else torch.float32
+        q_weight, k_weight = random(head_dim, dtype=of_weights), random(head_dim, dtype=of_weights)
+        qkv = random(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+        query, key, value = qkv.clone().view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+        by_torch = qkv.clone()
+        kernels.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, 1e-3)
+        Ops().norm_heads(by_torch, q_weight, k_weight, num_heads, num_kv_heads, 1e-3)
+        for got in (qkv, by_torch):
+            parts = got.view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+            torch.testing.assert_close(parts[0].double(), normed(query, q_weight, 1e-3), **tolerance(dtype))
+            torch.testing.assert_close(parts[1].double(), normed(key, k_weight, 1e-3), **tolerance(dtype))
+            assert torch.equal(parts[2], value)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_heads_inside_a_fused_projection(dtype: torch.dtype) -> None:
     qkv, weight = random(7, 11, 20, dtype=dtype), random(20, dtype=dtype)

@@ -47,6 +47,12 @@ def test_routes_as_torch_does(router: Router) -> None:
     got, want = triton_routing.route(logits, router, correction, load), oracle.route(logits, router, correction)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights)
+    # A sum that is still to be made.
+    parts = torch.stack((logits * 0.25, logits * 0.75))
+    again = triton_routing.route(parts, router, correction)
+    assert torch.equal(again.experts, oracle.route(parts, router, correction).experts)
+    if not router.scattered:
+        torch.testing.assert_close(again.weights, want.weights)
     assert torch.equal(load - 5, want.experts.flatten().bincount(minlength=router.num_experts))
 
 

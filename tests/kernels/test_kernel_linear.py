@@ -180,3 +180,15 @@ def test_two_layers_and_the_norm_between(tokens: int) -> None:
     got = ops.join_rms_norm(ops.prepare_linear(first, None), x, residual, weight, 1e-5, ops.prepare_linear(then, None))
     torch.testing.assert_close(residual.double(), total, **tolerance(dtype))
     torch.testing.assert_close(got.double(), normed @ then.double().T, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 40])
+@pytest.mark.parametrize("width", [48, 520])
+def test_exact_products(tokens: int, width: int) -> None:
+    """In float32, whatever the inputs are in; of a weight that 16 bits hold, and of one that they do not."""
+    x, weight = random(tokens, width, dtype=torch.bfloat16), random(24, width, dtype=torch.bfloat16).float()
+    for each in (weight, weight + 1e-4):
+        y = TritonOps(DEVICE).prepare_exact(each, torch.bfloat16)(x)
+        assert y.dtype == torch.float32
+        y = y.sum(0) if y.dim() == 3 else y
+        torch.testing.assert_close(y.double(), product(x, each, None, gated=False), rtol=1e-4, atol=1e-4)

@@ -34,6 +34,10 @@ def system(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.system)
 
 
+def seldom(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def on_triton(directory: Path, quantization: str = "auto") -> tuple[Decoder, KvCache]:
     config = parse_config(directory)
     model = build_model(config, torch.float32, TritonOps(DEVICE), DEVICE)
@@ -46,7 +50,7 @@ OFTEN = ["qwen3-windows", "deepseek-v2-yarn"]
 SELDOM = ["llama-biases", "llama3-rope", "opt", "gemma2", "gemma3", "olmo2", "gpt-neox", "phi3-longrope", "falcon", "starcoder2"]
 
 
-@pytest.mark.parametrize("family", [*OFTEN, *map(system, SELDOM)])
+@pytest.mark.parametrize("family", [*OFTEN, *map(seldom, SELDOM)])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)

@@ -21,10 +21,17 @@ NUM_TOKENS, BLOCK = 200, 4
 TIE = 1e-3
 KINDS = {config_class: family for family, (config_class, _) in FAMILIES.items()}
 
-pytestmark = pytest.mark.system
+# Of each kind of memory one: windows, latents, a state.
+OFTEN = ("gemma3", "deepseek-v2", "qwen3-next")
 
 
-@pytest.mark.parametrize("family", [*KINDS.values(), "falcon", "gpt-neox"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.system if name in OFTEN else pytest.mark.exhaustive)
+        for name in dict.fromkeys((*KINDS.values(), "falcon", "gpt-neox", *OFTEN))
+    ],
+)
 def test_tokens_are_the_likeliest(family: str, tmp_path: Path) -> None:
     oracle = save_model(family, tmp_path)
     prefill_runner, decode_runner = (ModelRunner(tmp_path, num_blocks=number, block_size=BLOCK) for number in (64, 130))

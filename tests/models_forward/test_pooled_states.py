@@ -47,7 +47,7 @@ def states_of(oracle, tokens: list[int]) -> torch.Tensor:
         return oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0].float()
 
 
-@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.system) for name in FAMILIES])
+@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES])
 def test_vectors_are_transformers(family: str, tmp_path: Path) -> None:
     oracle = save_model(family, tmp_path)
     runner, rng = ModelRunner(tmp_path, **OPTIONS), random.Random(3)

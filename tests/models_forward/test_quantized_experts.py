@@ -150,6 +150,23 @@ def test_gpt_oss_is_quantized_at_the_load(tmp_path: Path) -> None:
     assert error(logits(tmp_path / "model", "int8"), logits(tmp_path / "dense")) < 1e-2
 
 
+def test_the_largest_input_scale_of_a_layer_is_every_experts(tmp_path: Path) -> None:
+    save_model("qwen3-moe", tmp_path / "model", moe_intermediate_size=32)
+    quantize_directory(tmp_path / "model", tmp_path / "one", KINDS["fp8 static"])
+    shutil.copytree(tmp_path / "one", tmp_path / "all")
+    before = logits(tmp_path / "one")
+    for directory, changed in (("one", ".0.mlp.experts.3.down_proj.input_scale"), ("all", ".down_proj.input_scale")):
+        file = tmp_path / directory / "model.safetensors"
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith(changed) and ".layers.0.mlp.experts." in name:
+                tensors[name] = torch.tensor([0.3])
+        save_file(tensors, file, metadata={"format": "pt"})
+    after = logits(tmp_path / "one")
+    assert torch.equal(after, logits(tmp_path / "all"))
+    assert not torch.equal(after, before)
+
+
 def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     save_model("gpt-oss", tmp_path / "model", **OSS)
     in_4_bits(tmp_path / "model", tmp_path / "quantized")

@@ -14,7 +14,7 @@ SMOKE = ("mixtral", "deepseek-v2-yarn", "qwen3-next")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else pytest.mark.system) for name in FAMILIES]
+    "family", [pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else pytest.mark.exhaustive) for name in FAMILIES]
 )
 async def test_every_family_gives_the_single_process_s_tokens(family: str, tmp_path: Path) -> None:
     model_dir = tmp_path / "m"

@@ -39,7 +39,9 @@ def give_kv_scales(model_dir: Path) -> None:
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else ()) for name in KINDS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else pytest.mark.exhaustive) for name in KINDS]
+)
 async def test_every_format_gives_the_single_process_s_tokens(name: str, dense_dir: Path, tmp_path: Path) -> None:
     model_dir = tmp_path / "m"
     quantize_directory(dense_dir, model_dir, KINDS[name])
@@ -47,7 +49,7 @@ async def test_every_format_gives_the_single_process_s_tokens(name: str, dense_d
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.smoke if name == "packed and kv" else ()) for name in WITH_KV_SCALES]
+    "name", [pytest.param(name, marks=pytest.mark.smoke if name == "packed and kv" else pytest.mark.exhaustive) for name in WITH_KV_SCALES]
 )
 async def test_kv_in_a_checkpoint_s_scales_does_too(name: str, dense_dir: Path, tmp_path: Path) -> None:
     model_dir, kind = tmp_path / "m", WITH_KV_SCALES[name]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from twostep.checkpoint.expert_sizes import expected_experts
 from twostep.lab.bench import engine as bench
 from twostep.lab.bench import roofline
 from twostep.model.families.registry import parse_config
@@ -61,6 +62,12 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
         print(
             f"limits here: read {limits.bytes_per_s / 1e9:,.0f} GB/s, {dtype} product {limits.flops_per_s / 1e12:,.1f} TFLOP/s", flush=True
         )
+    if model.experts is not None and not args.json:
+        router = model.experts.router
+        reads = ", ".join(
+            f"{expected_experts(router.num_experts, router.top_k, batch):.1f} at batch {batch}" for batch in sorted(set(args.batch_size))
+        )
+        print(f"of {router.num_experts} experts a decode step is counted to read, in each layer: {reads}", flush=True)
     shape = roofline.ModelShape.of(model, runner.kv_shape, dtype)
     results = []
     for scenario in scenarios:

@@ -96,6 +96,8 @@ areas Tokens computed | none | By workers, of prompts and of answers.
   {{role}}: {{kind}} = sum by (role, kind) (rate(twostep_engine_tokens_total{R}[W]))
 lines Step p95 | s | Duration of an engine step by what it computed.
   {{role}}: {{kind}} = histogram_quantile(0.95, sum by (le, role, kind) (rate(twostep_engine_step_duration_seconds_bucket{R}[W])))
+lines Busiest expert | none | Its tokens over the mean of its layer, in the least even layer; 1 is even. Mixtures of experts only.
+  {{role}} {{instance}} = twostep_expert_imbalance_ratio{R}
 lines Sequences | none | reserved: blocks set aside, KV still to come. held: computed, KV not yet fetched.
   {{role}}: running = sum by (role) (twostep_num_requests_running{R})
   {{role}}: reserved = sum by (role) (twostep_num_requests_reserved{R})

@@ -53,6 +53,7 @@ class Attention:
         """Norms before heads turn, q_norm and k_norm in a checkpoint. `qk_norms`: of each head of the queries and of the keys;
         `whole_norms`: of all together."""
         c = self._config = config
+        self._ops = make.ops
         self._gated = gated = config.gated_attention
         self._names = names
         self._qk_norms = qk_norms
@@ -96,11 +97,8 @@ class Attention:
             query, gate = qkv[:, : 2 * width].view(len(qkv), self._config.num_heads, 2, -1).unbind(2)
             qkv = torch.cat((query.reshape(len(qkv), width), qkv[:, 2 * width :]), -1)
         if self._qk_norms is not None:
-            c = self._config
-            heads = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-            query, key = heads[:, : c.num_heads], heads[:, c.num_heads : c.num_heads + c.num_kv_heads]
-            for norm, part in zip(self._qk_norms, (query, key), strict=True):
-                part.copy_(norm(part))
+            c, (of_queries, of_keys) = self._config, self._qk_norms
+            self._ops.norm_heads(qkv, of_queries.weight, of_keys.weight, c.num_heads, c.num_kv_heads, c.norm_eps)
         if self._whole_norms is not None:
             self._whole_norms.apply(qkv)
         plan.rotate_and_write(layer, qkv)

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.linear_format import LinearFormat
@@ -163,6 +162,8 @@ def _dense(make: Maker) -> Maker:
 class _Router:
     def __init__(self, make: Maker, hidden_size: int, config: ExpertsConfig) -> None:
         self._ops = make.ops
+        self._dtype = make.dtype
+        self._exact: Linear
         self._router = config.router
         self._linear = None if config.in_float32 else _dense(make).linear(config.router.num_experts, hidden_size, bias=config.biased)
         self._weight = None
@@ -183,13 +184,16 @@ class _Router:
     def finish_loading(self, ops: Ops) -> None:
         if self._linear is not None:
             self._linear.finish_loading(ops)
+        if self._weight is not None:
+            self._exact = ops.prepare_exact(self._weight, self._dtype)
 
     def __call__(self, x: torch.Tensor, load: torch.Tensor) -> Routing:
         if self._weight is not None:
-            logits = F.linear(x.float(), self._weight)
+            logits = self._exact(x)
         else:
             assert self._linear is not None
-            logits = self._linear(x)
+            run = self._linear.run
+            logits = run.parts(x) if isinstance(run, LinearInParts) else run(x)
         return self._ops.route(logits, self._router, self._correction, load)
 
 

@@ -78,11 +78,11 @@ class Routing:
 def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
     """Chooses experts.
 
-    logits      [T, E]
+    logits      [T, E], or float32 [parts, T, E], whose sum they are
     correction  float32 [E], added to the scores for the choice, and not for the weights
     load        int64 [E]: how many tokens each expert has had so far, to which these are added
     """
-    x = logits.float()
+    x = logits.float() if logits.dim() == 2 else logits.sum(0)
     scores = x.softmax(-1) if router.scores is Scores.SOFTMAX else x.sigmoid() if router.scores is Scores.SIGMOID else x
     choice = scores if correction is None else scores + correction
     if router.scattered:

@@ -110,6 +110,10 @@ class Ops:
             return _packed_linear(weight, bias)
         return lambda x: F.linear(x, weight, bias)
 
+    def prepare_exact(self, weight: torch.Tensor, dtype: torch.dtype) -> Linear:
+        """A callable over x of `dtype`: x @ weight.T in float32, weight float32 [out, in]; [T, out] or [parts, T, out], to be summed."""
+        return lambda x: F.linear(x.float(), weight)
+
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """silu_mul of such a product; the first half of weight's rows are the gates'."""
         linear = self.prepare_linear(weight, bias)
@@ -197,6 +201,18 @@ class Ops:
     ) -> torch.Tensor:
         """then(add_normed(linear(x), residual, w1, w2, eps)), in whatever pieces are fastest."""
         return then(self.add_normed(linear(x), residual, w1, w2, eps))
+
+    def norm_heads(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        """rms_norm of each head of the queries and of the keys, in place.
+
+        qkv  [T, (num_heads + 2 * num_kv_heads) * D], dense: query heads, then key heads, then value heads, which are left alone
+        q_weight, k_weight  [D], both of qkv's dtype or both float32
+        """
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
+            part.copy_(self.rms_norm(part, weight, eps))
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""

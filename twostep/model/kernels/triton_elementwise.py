@@ -23,6 +23,7 @@ from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
 _NORM_WARPS = 8
+_NORMED_TILE = 1024  # of heads: enough programs for one token
 _ROTATE_WARPS = 4
 # Of quantized vectors, which take longer than the memory does: one a warp.
 _QUANTIZED_HEADS = 4
@@ -72,6 +73,41 @@ def _checked(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     assert x.shape[-2:] == residual.shape[-2:]
     assert x.shape == residual.shape or (x.dim() == 3 and x.dtype == torch.float32)
     return x.contiguous()
+
+
+def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+    """Norms each head of the queries and of the keys of `qkv` in place, float32 inside. qkv [T, (num_heads + 2 * num_kv_heads) * D], dense;
+    weights [D]."""
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    assert qkv.is_contiguous()
+    assert q_weight.shape == k_weight.shape == (head_dim,)
+    if len(qkv):
+        pdl, block = overlaps(qkv.device), triton.next_power_of_2(head_dim)
+        normed = num_heads + num_kv_heads
+        heads = min(triton.next_power_of_2(normed), max(1, _NORMED_TILE // block))
+        _norm_heads_kernel[(len(qkv), triton.cdiv(normed, heads))](
+            qkv, q_weight, k_weight, qkv.shape[1], eps, NUM_HEADS=num_heads, NORMED=normed, HEAD_DIM=head_dim, BLOCK=block, HEADS=heads,
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_heads_kernel(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, stride, eps, NUM_HEADS: tl.constexpr, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    of_queries = tl.load(q_weight_ptr + i, mask=i < HEAD_DIM, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_weight_ptr + i, mask=i < HEAD_DIM, other=0.0).to(tl.float32)
+    if PDL:
+        follow()
+    at = qkv_ptr + tl.program_id(0).to(tl.int64) * stride + head * HEAD_DIM + i
+    mask = (head < NORMED) & (i < HEAD_DIM)
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+    y = x * scale[:, None] * tl.where(head < NUM_HEADS, of_queries, of_keys)
+    tl.store(at, y.to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ _SHARED_SLACK = 4096
 # Two products, of which the second may round to 8 bits what the first has rounded to 16.
 _DIFFERENCE = 5e-2
 # On both sides of every change of kernel or layout, for many experts and for few.
-_TRIAL_TOKENS = (1, 2, 3, 17, 64, 257, 1000)
+_TRIAL_TOKENS = (1, 2, 3, 17, 64, 257, 2048)
 
 
 class _Product(Protocol):

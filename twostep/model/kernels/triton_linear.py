@@ -76,6 +76,19 @@ class StreamedLinear(LinearInParts):
         return silu_mul(y) if self._gated else y
 
 
+def exact_linear(x: torch.Tensor, *, weight: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T in float32, [T, N] or [parts, T, N], whose sum it is. weight [N, K] float32; narrow: the same in x's dtype, in which it
+    has the same numbers."""
+    chip = {"num_sms": num_sms_of(x.device), "shared_bytes": _shared_bytes(x.device)}
+    # Rows of the weight in registers give 16 bits, tiles in parts do not.
+    tile = choose_tile(max(len(x), _ROWS_UP_TO + 1), *narrow.shape, gated=False, in_parts=True, **chip)
+    if isinstance(tile, LinearTile) and tile.parts > 1:
+        y = linear_tiles(x, narrow, tile=tile)
+        if y.dtype == torch.float32:
+            return y
+    return F.linear(x.float(), weight)
+
+
 def can_stream(weight: torch.Tensor) -> bool:
     """Returns whether StreamedLinear takes this weight."""
     return weight.dtype in _DTYPES and weight.is_contiguous() and weight.shape[1] % _ALIGNMENT == 0

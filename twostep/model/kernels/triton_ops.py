@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, la
 from twostep.model.kernels.triton_latent_expanded import ExpandedChunks, ExpandedScratch, attend_expanded, expanded_chunks
 from twostep.model.kernels.triton_latent_write import write_latent
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
-from twostep.model.kernels.triton_linear import StreamedLinear, can_stream
+from twostep.model.kernels.triton_linear import StreamedLinear, can_stream, exact_linear
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_progress import StepProgress, note_layers
 from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, QuantizedLinear, prepare
@@ -64,6 +65,14 @@ class TritonOps(Ops):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._streamed(weight, bias, gated=False) or (lambda x: F.linear(x, weight, bias))
+
+    def prepare_exact(self, weight: torch.Tensor, dtype: torch.dtype) -> Linear:
+        narrow = weight.to(dtype)
+        # With no more digits than `dtype` has it loses nothing in that: sums are in float32.
+        is_narrow = torch.equal(narrow.float(), weight)
+        if not is_narrow or self._streamed(narrow, None, gated=False) is None:
+            return super().prepare_exact(weight, dtype)
+        return partial(exact_linear, weight=weight, narrow=narrow)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._streamed(weight, bias, gated=True) or (lambda x: self.silu_mul(F.linear(x, weight, bias)))
@@ -148,6 +157,11 @@ class TritonOps(Ops):
             rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, how, first_weight=first)
             return then.of_rounded(rounded, residual.dtype)
         return then(self._add(y, residual, first, weight, eps))
+
+    def norm_heads(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        triton_elementwise.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)

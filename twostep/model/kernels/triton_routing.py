@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from twostep.model.kernels.experts import HASH_FACTORS, Beside, GroupScore, Router, Routing, Scores
+from twostep.model.kernels.triton_elementwise import sum_parts
 from twostep.model.kernels.triton_launch import follow, overlaps
 
 # Pairs that a program looks at together, the fewest that fit.
@@ -29,9 +30,10 @@ _FACTOR_0, _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for factor in HASH_FACTO
 
 
 def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
-    """Chooses experts as experts.route does; of equal scores the expert with the lower number. logits: rows dense."""
-    tokens, experts = logits.shape
-    assert logits.stride(1) == 1
+    """Chooses experts as experts.route does; of equal scores the expert with the lower number. logits: rows dense; in parts all of it."""
+    tokens, experts = logits.shape[-2:]
+    assert logits.stride(-1) == 1
+    assert logits.dim() == 2 or (logits.is_contiguous() and logits.dtype == torch.float32)
     assert experts == router.num_experts
     routing = Routing(
         torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device),
@@ -40,9 +42,10 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
     if tokens:
         pdl = overlaps(logits.device)
         _route_kernel[(tokens,)](
-            logits, logits.stride(0), logits if correction is None else correction, routing.experts, routing.weights,
+            logits, logits.stride(-2), tokens * experts, logits if correction is None else correction, routing.experts, routing.weights,
             routing.experts if load is None else load, router.scale,
-            EXPERTS=experts, BLOCK=triton.next_power_of_2(experts), TOP=router.top_k, BLOCK_TOP=triton.next_power_of_2(router.top_k),
+            PARTS=len(logits) if logits.dim() == 3 else 1, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
+            TOP=router.top_k, BLOCK_TOP=triton.next_power_of_2(router.top_k),
             SOFTMAX=router.scores is Scores.SOFTMAX, CHOSEN=router.scores is Scores.CHOSEN, RENORMALIZE=router.renormalize,
             GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, BLOCK_GROUPS=triton.next_power_of_2(router.num_groups),
             BEST_TWO=router.group_score is GroupScore.BEST_TWO, CORRECTED=correction is not None,
@@ -52,10 +55,10 @@ def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None 
     return routing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def _route_kernel(
-    logits_ptr, stride, correction_ptr, experts_ptr, weights_ptr, load_ptr, scale,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr,
+    logits_ptr, stride, numel, correction_ptr, experts_ptr, weights_ptr, load_ptr, scale,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr,
     CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     BEST_TWO: tl.constexpr, CORRECTED: tl.constexpr, SCATTERED: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +67,8 @@ def _route_kernel(
     there = e < EXPERTS
     if PDL:
         follow()
-    logits = tl.load(logits_ptr + token * stride + e, mask=there, other=float("-inf")).to(tl.float32)
+    logits = sum_parts(logits_ptr + token * stride + e, there, numel, PARTS)
+    logits = tl.where(there, logits, float("-inf"))
     score = logits
     if SOFTMAX:
         score = tl.exp(score - tl.max(score, 0))
