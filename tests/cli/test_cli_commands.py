@@ -123,7 +123,11 @@ def test_models_of_a_directory(tmp_path: Path) -> None:
     # The one scale is written out for each row; a CPU has no product for it.
     assert (found["loaded_bytes"], found["cpu_bytes"]) == (24 + 4 * 4 + 2 * 48, 2 * (24 + 48))
     assert found["kv"] is None
-    assert "fp8" in run("models", str(tmp_path)).stdout
+    # What there is of it is told all the same.
+    assert "hidden_size" in found["refused"]
+    done = run("models", str(tmp_path))
+    assert (done.returncode, "fp8" in done.stdout, "hidden_size" in done.stderr) == (1, True, True)
+    assert "BloomForCausalLM" in run("models", str(tmp_path), "--architecture", "BloomForCausalLM").stderr
     assert run("models", str(tmp_path / "nowhere")).returncode == 1
     config["quantization_config"] |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -171,7 +175,7 @@ def test_a_reader_that_leaves_is_no_error_message(server: tuple[ScriptedInferenc
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """Enough of a model to get past the first look."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "tokenizer.json").write_text("{}")
     return tmp_path
 
@@ -184,6 +188,8 @@ def test_up_refuses_what_cannot_be(tmp_path: Path, model_dir: Path) -> None:
     assert "neither a directory nor a known name" in run("up", "--model", str(tmp_path / "missing")).stderr
     assert "--prefill and --decode of 1 or more" in run("up", "--model", str(model_dir), "--decode", "0").stderr
     assert "--tensor-parallel-size" in run("up", "--model", str(model_dir), "--tensor-parallel-size", "0").stderr
+    (model_dir / "config.json").write_text('{"architectures": ["BloomForCausalLM"]}')
+    assert "BloomForCausalLM" in run("up", "--model", str(model_dir)).stderr
     (model_dir / "config.json").write_text("{")
     assert "config.json is not valid JSON" in run("up", "--model", str(model_dir)).stderr
 

@@ -14,11 +14,12 @@ import transformers
 from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
 from safetensors.torch import load_file, save_file
 
+from twostep.checkpoint.architectures import MODEL_TYPES
 from twostep.errors import SetupError
-from twostep.model.families.registry import build_model, parse_config
+from twostep.model.families.registry import ARCHITECTURES, build_model, parse_config
 from twostep.model.kernels.ops import Ops
 from twostep.model.loading import weights
-from twostep.model.loading.weights import load_weights
+from twostep.model.loading.weights import check_weights, load_weights
 from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
 
 Tensors = dict[str, torch.Tensor]
@@ -52,9 +53,16 @@ def load(directory: Path, **options: object) -> ModelRunner:
     ids=["missing", "unexpected", "of another shape", "many missing"],
 )
 def test_tensors_that_do_not_fit_are_named(directory: Path, change: Callable[[Tensors], object], named: str) -> None:
+    check_weights(directory)
     edit(directory, change)
     with pytest.raises(SetupError, match=named):
         load(directory)
+    with pytest.raises(SetupError, match=named):
+        check_weights(directory)
+
+
+def test_architectures_are_known_before_anything_is_loaded() -> None:
+    assert {name: kind.architecture for name, kind in ARCHITECTURES.items()} == MODEL_TYPES
 
 
 def test_computed_buffers_of_old_checkpoints_are_ignored(directory: Path) -> None:

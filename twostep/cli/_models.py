@@ -6,15 +6,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from twostep.checkpoint.architectures import take_architecture
+from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.description import FormatShare, describe
+from twostep.checkpoint.fields import Fields
 from twostep.cli._connect import client_of
 from twostep.cli._extras import require_worker_extra
+from twostep.errors import SetupError
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,10 +44,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(name: str, revision: str, architecture: str, *, as_json: bool) -> int:
-    found = describe(_resolve(name, revision), architecture=architecture)
+    model_dir = _resolve(name, revision)
+    found, refused = describe(model_dir, architecture=architecture), _refusal(model_dir, architecture)
     if as_json:
-        print(json.dumps(dataclasses.asdict(found)))
-        return 0
+        print(json.dumps(dataclasses.asdict(found) | {"refused": refused}))
+        return 1 if refused else 0
     print(f"{found.architecture}, {found.num_weights / 1e6:,.1f} M weights, {found.dtype}, {found.method or 'not quantized'}")
     if (experts := found.experts) is not None:
         print(f"   a token goes to {experts.top_k} of {experts.num_experts} experts: {found.token_weights / 1e6:,.1f} M weights")
@@ -56,7 +62,21 @@ def _describe(name: str, revision: str, architecture: str, *, as_json: bool) -> 
     print(f"        served  {_megabytes(found.loaded_bytes)}  {_rest(found.dtype, found.formats)}; KV comes to it (twostep plan)")
     if found.cpu_bytes != found.loaded_bytes:
         print(f"      on a CPU  {_megabytes(found.cpu_bytes)}  which unpacks what it has no product for")
-    return 0
+    if refused:
+        print(f"it cannot be served: {refused}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _refusal(model_dir: Path, architecture: str) -> str:
+    """Returns why no worker would load it, as far as that is known without reading weights; empty: nothing is. Whoever has the client
+    alone learns less."""
+    try:
+        take_architecture(Fields(model_dir / "config.json", read_config(model_dir, architecture)))
+        if importlib.util.find_spec("torch") is not None:
+            importlib.import_module("twostep.model.loading.weights").check_weights(model_dir, architecture)
+    except SetupError as error:
+        return error.message
+    return ""
 
 
 def _rest(dtype: str, formats: Sequence[FormatShare]) -> str:

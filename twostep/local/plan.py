@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from twostep.checkpoint.agreement import check_formats
+from twostep.checkpoint.architectures import take_architecture
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
+from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.model_name import name_of
 from twostep.checkpoint.parts import check_parts
 from twostep.engine.config import check_pool
@@ -460,6 +462,8 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
             raise SetupError(f"{model_dir} has no {name}; give a model directory, ORG/NAME of the hub or a known name")
     worker, config = options.worker, model_dir / "config.json"
     raw = read_config(model_dir, worker.architecture)
+    if worker.runner != "fake":
+        take_architecture(Fields(config, raw))
 
     def length() -> None:
         if worker.max_model_len and worker.max_model_len > (longest := context_of(raw, config)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from twostep.checkpoint.architectures import take_architecture
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.directory import stored_dtype
 from twostep.checkpoint.embedding_format import MATRYOSHKA_KEYS
@@ -34,7 +34,7 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.families.starcoder2 import Starcoder2
 from twostep.model.kernels.ops import Ops
 
-# By what config.json calls it in `architectures`.
+# By what config.json calls it in `architectures`; twostep/checkpoint/architectures.py has the names for those who load nothing.
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "DeepseekV3ForCausalLM": DeepseekV3,
@@ -70,7 +70,7 @@ def parse_config(model_dir: Path, architecture: str = "") -> ModelConfig:
     """
     path = model_dir / "config.json"
     fields = Fields(path, read_config(model_dir, architecture))
-    kind = _architecture(fields)
+    kind = ARCHITECTURES[take_architecture(fields)]
     quantization = read_quantization(model_dir, fields.whole)
     for key in (*QUANTIZATION_KEYS, *MATRYOSHKA_KEYS):
         fields.take(key, None)
@@ -89,24 +89,6 @@ def decoder_class(config: ModelConfig) -> type[Decoder]:
 def build_model(config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> Decoder:
     """Makes a model with uninitialized weights, or one rank's `part` of it (then `config` is that rank's)."""
     return decoder_class(config)(config, dtype, ops, device, part)
-
-
-def _architecture(fields: Fields) -> type[Decoder]:
-    names = fields.take("architectures", None)
-    model_type = fields.take("model_type", None)
-    supported = "supported are " + ", ".join(ARCHITECTURES) + "; --architecture says that it is one of them by another name"
-    if names is None:
-        for kind in ARCHITECTURES.values():
-            if kind.architecture == model_type:
-                return kind
-    # Under the name of the decoder without its head, too.
-    known = ARCHITECTURES | {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): kind for name, kind in ARCHITECTURES.items()}
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
-        fields.refuse("architectures", names if names is not None else model_type, supported)
-    kind = known[names[0]]
-    if model_type not in (None, kind.architecture):
-        fields.refuse("model_type", model_type, f"{names[0]} goes with {kind.architecture!r}; {supported}")
-    return kind
 
 
 def _dtype(fields: Fields, model_dir: Path) -> str:

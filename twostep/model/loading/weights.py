@@ -20,7 +20,8 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.modules import INPUT_SCALE, Place, Places
 from twostep.model.families.quantized_part import QuantizedPart
-from twostep.model.families.registry import decoder_class
+from twostep.model.families.registry import build_model, decoder_class, parse_config
+from twostep.model.kernels.ops import Ops
 from twostep.model.kernels.weight_quantizer import quantize
 from twostep.model.loading.quantized import DenseTensor, QuantizedTensors, check_part
 from twostep.model.loading.weight_files import ReadProgress, StoredTensor, bytes_to_read, read_weights, stored_tensors
@@ -40,6 +41,8 @@ _QUANTIZED_BYTES_AT_ONCE = 256 << 20
 
 # What a quantized layer is filled from.
 _Layer = tuple[QuantizedPart, QuantizedTensors | DenseTensor]
+# By tensors' names: whose places each is for, and as what part of a quantized one.
+_Wanted = dict[str, list[tuple[str, StoredPart | None]]]
 
 
 def as_stored(config: ModelConfig, model_dir: Path, dtype: torch.dtype) -> ModelConfig:
@@ -107,11 +110,40 @@ def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bo
     return True
 
 
+def check_weights(model_dir: Path, architecture: str = "") -> None:
+    """Raises SetupError for what load_weights refuses before anything is read. Takes no memory for weights."""
+    config = parse_config(model_dir, architecture)
+    model = build_model(config, torch.float32, Ops(), "meta")
+    _match(model, model.places(), _stored(type(model), model_dir))
+
+
 def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None = None) -> None:
     """Fills a built model from a model directory. Quantized layers stay so. Raises SetupError, naming the tensor: before anything is read
     for what is missing, unexpected or of the wrong shape or dtype, later for values that cannot be."""
     places = model.places()
-    stored = _stored(type(model), model_dir)
+    work, wanted = _match(model, places, _stored(type(model), model_dir))
+    plain, layers = [], list[_Layer]()
+    quantized: dict[str, dict[Role, StoredTensor]] = {}
+    for name, tensor in work.items():
+        for place_name, stored_part in wanted[name]:
+            place = places[place_name]
+            if stored_part is not None:
+                quantized.setdefault(place_name, {})[stored_part.role] = tensor
+            elif place.part is not None:
+                layers.append((place.part, DenseTensor(place, tensor)))
+            else:
+                plain += [(replace(tensor, shape=run.shape), run) for run in place.runs()]
+    for name, parts in quantized.items():
+        if (layer := places[name].part) is not None:
+            layers.append((layer, QuantizedTensors(_in_stored(places[name]), parts)))
+    _read(plain, layers, progress)
+    _check_input_scales(places)
+    model.finish_loading()
+    return_freed_memory()
+
+
+def _match(model: Decoder, places: Places, stored: Sequence[StoredTensor]) -> tuple[dict[str, StoredTensor], _Wanted]:
+    """Returns the files' tensors under the names that the model has for them, and whose place each is for. Raises SetupError."""
     tied = model.config.tie_word_embeddings
     # Of two that are one, either may have been saved.
     head_is_embedding = tied and _embedding(type(model), stored) is None
@@ -137,29 +169,12 @@ def load_weights(model: Decoder, model_dir: Path, progress: ReadProgress | None 
     shapes = _quantized_shapes(places)
     if names := [tensor.name for tensor in unexpected if not _is_empty_bias(tensor, shapes)]:
         raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(names)}")
-    plain, layers = [], list[_Layer]()
-    quantized: dict[str, dict[Role, StoredTensor]] = {}
-    for name, tensor in work.items():
-        for place_name, stored_part in wanted[name]:
-            place = places[place_name]
-            if stored_part is not None:
-                quantized.setdefault(place_name, {})[stored_part.role] = tensor
-            elif place.part is not None:
-                layers.append((place.part, DenseTensor(place, tensor)))
-            else:
-                plain += [(replace(tensor, shape=run.shape), run) for run in place.runs()]
-    for name, parts in quantized.items():
-        if (layer := places[name].part) is not None:
-            layers.append((layer, QuantizedTensors(_in_stored(places[name]), parts)))
-    _read(plain, layers, progress)
-    _check_input_scales(places)
-    model.finish_loading()
-    return_freed_memory()
+    return work, wanted
 
 
-def _wanted(places: Places) -> dict[str, list[tuple[str, StoredPart | None]]]:
+def _wanted(places: Places) -> _Wanted:
     """Returns, by the tensors' names, whose places each is for, and as what part of a quantized one."""
-    wanted: dict[str, list[tuple[str, StoredPart | None]]] = {}
+    wanted: _Wanted = {}
     for name, place in places.items():
         layer, _, kind = name.rpartition(".")
         layer = layer if place.fused is None else place.fused.layer
