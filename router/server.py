@@ -97,6 +97,7 @@ class Router:
         self._for_embeddings = is_made_for_embeddings(config.model)
         self._tokenizer = Tokenizer.load(config.model, self._card.eos_token_ids)
         self._chat_format = ChatFormat.of(self._card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
+        log.info("chats are read with %s", self._chat_format)
         if self._chat_format.tool_calls is not None and not self._chat_format.shows_tools:
             log.warning(
                 "this model's chat template has no place for tools: it never reads the `tools` and the earlier calls of a chat; "

@@ -58,6 +58,11 @@ class ChatFormat:
         tool_calls = tool_call_format(tool_call_parser, for_tools)
         return cls(reasoning_format(reasoning_parser, card.chat_template), tool_calls, shows_tools="tools" in (for_tools or ""))
 
+    def __str__(self) -> str:
+        reasoning = next((name for name, each in REASONING_FORMATS.items() if each == self.reasoning), "none")
+        calls = "none" if self.tool_calls is None else self.tool_calls.name
+        return f"--reasoning-parser {reasoning}, --tool-call-parser {calls}"
+
     @property
     def markers(self) -> list[str]:
         """Returns what the model itself writes around reasoning and calls."""
