@@ -224,8 +224,4 @@ class WorkerSettings(TracedServiceSettings):
             lambda worker: worker.tensor_parallel_size > 1 and worker.runner == "fake",
             "{tensor-parallel-size} cuts a model over devices, and {runner} has none; leave one of them out",
         ),
-        Rule(
-            lambda worker: worker.enable_expert_parallel and worker.tensor_parallel_size == 1,
-            "{enable-expert-parallel} spreads experts over the devices of {tensor-parallel-size}; raise that, or leave it out",
-        ),
     )
