@@ -9,7 +9,7 @@
 #   make check                                                    ruff, mypy, import rules, drift of generated files, helm lint
 #   make test PYTEST_FLAGS="-k client"                            the quick tests; TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make test-all                                                 the others: processes, faults, chart, browser
-#   make test-exhaustive                                          every family and format where those have examples
+#   make test-exhaustive compile-kernels                                          every family and format where those have examples
 #   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"      with pauses at random moments, as a busy machine makes them
 #   make test-outside OUTSIDE_FLAGS="--only openai lm_eval"       what public clients do, against a small system
 #   make generated                                                all that is generated: code of protos/, pages of metrics, settings, values and models, dashboard
@@ -30,6 +30,7 @@
 #
 # GPUs and simulation
 #   make test-gpu PYTHON=python3                                  the kernels' tests on a GPU
+#   make compile-kernels COMPILE_FLAGS="--only llama"             compiles them for a Hopper GPU that is not there
 #   make bench-gpu BENCH=gpu_step_loop BENCH_FLAGS="--quick"      one of benchmarks/gpu_*.py
 #   make simulate SIMULATE_FLAGS="--trace mixed --who joint hpas,prefill=busy:0.7,decode=pool:0.1"   the autoscaler on a simulated cluster
 #
@@ -128,6 +129,9 @@ bench: $(VENV)/.dev
 # BENCH is any of benchmarks/: gpu_step_loop for the whole engine, gpu_sampling, gpu_engine, ..., hand_over_storm with --device auto
 bench-gpu:
 	@PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/$(BENCH).py $(BENCH_FLAGS)
+
+compile-kernels: $(VENV)/.dev
+	@$(BIN)/python tests/kernels/compile_for.py $(COMPILE_FLAGS)
 
 # The kernels' tests on a GPU instead of in Triton's interpreter, with any Python that has PyTorch, Triton, transformers and pytest.
 test-gpu:
