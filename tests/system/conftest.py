@@ -36,6 +36,8 @@ class Kind:
 AGGREGATED = Kind(
     prefill=0, decode=2, extra=("--max-num-batched-tokens", "48", "--served-model-name", "smollm2-135m-instruct"), env=_PATIENT
 )
+# Under the same name, with a worker that computes prompts for others.
+NAMED_PAIR = Kind(prefill=1, decode=1, extra=("--served-model-name", "smollm2-135m-instruct"), env=_PATIENT)
 PAIRS = Kind(prefill=2, decode=2, env=_PATIENT)
 BOTH_WAYS = Kind(prefill=1, decode=2, local_prefill=True, env={**_PATIENT, "TWOSTEP_MAX_WAITING": "1"})
 
@@ -99,6 +101,12 @@ def oracle(tiny_llama_dir: Path) -> Oracle:
 def aggregated(systems: Systems) -> System:
     """Two workers that do everything, in steps of 48 tokens, under the name that the pages use."""
     return systems.get(AGGREGATED)
+
+
+@pytest.fixture
+def named_pair(systems: Systems) -> System:
+    """A worker of each role, under the name that the pages use."""
+    return systems.get(NAMED_PAIR)
 
 
 @pytest.fixture

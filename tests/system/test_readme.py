@@ -48,9 +48,13 @@ def curls() -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_every_curl_is_answered(aggregated: System) -> None:
-    url, commands = aggregated.http_url, curls()
-    assert len(commands) >= 8
+@pytest.mark.parametrize(("kind", "embeds"), [("aggregated", False), ("named_pair", True)])
+def test_every_curl_is_answered(request: pytest.FixtureRequest, kind: str, embeds: bool) -> None:
+    """Decode workers that never compute prompts for others give no embeddings: those are asked of a pair."""
+    commands = [(page, command) for page, command in curls() if ("/v1/embeddings" in command) == embeds]
+    assert len(commands) >= (1 if embeds else 8)
+    system: System = request.getfixturevalue(kind)
+    url = system.http_url
     for page, command in commands:
         if "json_schema" in command:
             # This model knows no better than to write all the blanks that may stand there.
