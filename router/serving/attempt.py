@@ -17,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -48,6 +49,8 @@ _STREAM_TIMEOUT_S = 1.0
 _BREAK_SPREADS_S = 0.1
 # How long the prefill worker's closing figures may hold up the end of an answer.
 _DONE_TIMEOUT_S = 1.0
+# The end of a lease reaches the router from both workers. How much later than the decode worker the one that computes may tell of it.
+_SOURCE_SPREADS_S = 0.25
 # After the prefill side is lost, how long the decode worker has to say whether it got the KV before.
 _VERDICT_TIMEOUT_S = 5.0
 # Decode tokens may overtake the first token, which comes another way. Beyond these bounds it will never come.
@@ -305,7 +308,14 @@ class Attempt:
             message = f"decode worker {self._decode.record.worker_id}: {failed.message}"
             # Before the commit a transfer fails because of its source, unless the decode worker is itself at fault or full.
             at_source = not self._committed and failed.code not in ("RESOURCE_EXHAUSTED", "INTERNAL", "NOT_FOUND")
-            self._fail(self._computing if at_source else self._decode, failed.code, message, retryable=failed.retryable)
+            link = self._computing if at_source else self._decode
+            fail = partial(self._fail, link, failed.code, message, retryable=failed.retryable)
+            told = self._first is not None or self._output.next_position > self._first_position
+            if at_source and self._prefill is not None and not told:
+                # A first token that ends the request ends its lease too, and may come after the word of that: then nothing failed.
+                asyncio.get_running_loop().call_later(_SOURCE_SPREADS_S, fail)
+            else:
+                fail()
 
     def position(self) -> decode_pb2.StreamPosition:
         """See router.workers.decode_stream.EventSink."""

@@ -256,7 +256,7 @@ class Script:
     fail_code: str = "UNAVAILABLE"
     fail_retryable: bool = True
     fail_before_commit: bool = False
-    fail_after: asyncio.Event | None = None  # and not sooner than this
+    fail_after: asyncio.Event | None = None  # and as soon as this, whether or not there is a first token
     break_stream_at: int | None = None  # the stream breaks before the token at this position
     forget_at_break: bool = False  # and the sequence is lost with it
     repeat: bool = False  # every token twice, and once more out of the past
@@ -445,6 +445,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             return event(failed=decode_pb2.DecodeFailed(code=script.fail_code, message="scripted", retryable=script.fail_retryable))
 
         history = self._history.setdefault(attempt, [])
+        if script.fail_before_commit and script.fail_after is not None:
+            await script.fail_after.wait()
+            send(failed())
+            return
         if reserved.prefill_here:
             await asyncio.sleep(script.prefill_s)
             if script.hold_at == 0:
@@ -454,8 +458,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             hand_over = self.exchange.of(attempt)
             first = await hand_over.first
         if script.fail_before_commit:
-            if script.fail_after is not None:
-                await script.fail_after.wait()
             send(failed())
             return
         if reserved.prefill_here:

@@ -14,9 +14,10 @@ import grpc.aio
 import pytest
 from router_fakes import Cluster, FakeWorker, Hook, Reply, Script, after, refuse, until
 
+from router.serving.attempt import Attempt
 from router.serving.dispatch import Dispatcher
 from router.waiting.queues import WorkerQueue
-from twostep.rpc.v1 import inference_pb2_grpc
+from twostep.rpc.v1 import decode_pb2, inference_pb2_grpc
 
 FULL = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free blocks")
 
@@ -197,6 +198,33 @@ async def test_a_prefill_lost_before_the_fetch_is_repeated_with_the_first_token_
     assert list(second.token_ids) == [*first.token_ids, *cluster.expected(1)]
     assert second.num_prompt_tokens == first.num_prompt_tokens == len(first.token_ids)
     assert second.sampling == first.sampling, "seed and bounds stay"
+
+
+async def test_a_first_token_that_ends_the_request_may_come_after_the_end_of_its_lease(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.serving.attempt._SOURCE_SPREADS_S", 60.0)
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    computed, told = asyncio.Event(), asyncio.Event()
+    decode.script = Script(fail_before_commit=True, fail_after=computed, fail_code="ABORTED")
+    on_event = Attempt.on_event
+
+    def watched(attempt: Attempt, event: decode_pb2.DecodeEvent) -> None:
+        on_event(attempt, event)
+        if event.HasField("failed"):
+            told.set()
+
+    async def overtaken(_request: Any, _context: Any) -> None:
+        computed.set()
+        await told.wait()
+
+    monkeypatch.setattr(Attempt, "on_event", watched)
+    prefill.before_first.append(overtaken)
+    async with cluster.serving():
+        reply = await cluster.ask(max_tokens=1)
+        await cluster.all_free()
+    assert reply.token_ids == cluster.expected(1)
+    assert attempts(reply) == len(prefill.requests) == 1
 
 
 @pytest.mark.parametrize("arrived", [False, True], ids=["ticket lost", "answer lost"])
