@@ -90,7 +90,14 @@ def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, mon
                 sequence.num_computed += 1
 
 
-@pytest.mark.parametrize("family", ["qwen3-windows", *[pytest.param(name, marks=pytest.mark.system) for name in ("opt", "deepseek-v2")]])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-windows",
+        pytest.param("deepseek-v2", marks=pytest.mark.system),
+        pytest.param("opt", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)
     save_model(family, tmp_path)

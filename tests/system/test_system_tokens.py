@@ -29,7 +29,7 @@ def test_equals_the_oracle(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", ["packed asymmetric", "fp8 rows"])
+@pytest.mark.parametrize("kind", [pytest.param("packed asymmetric", marks=pytest.mark.exhaustive), "fp8 rows"])
 def test_quantized_checkpoints_equal_the_oracle(kind: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
     """In chunks, and with inputs rounded in each of them alone."""
     model = tmp_path / "quantized"
