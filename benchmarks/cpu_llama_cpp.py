@@ -47,7 +47,7 @@ class Params(c.Structure):
     _fields_ = [("head", c.c_uint32 * 8), ("flag", c.c_bool), ("rest", c.c_uint8 * 479)]
 
 
-class Batch(c.Structure):
+class LlamaBatch(c.Structure):
     """llama_batch."""
 
     _fields_ = [
@@ -73,12 +73,12 @@ class LlamaCpp:
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
         for name in ("llama_model_default_params", "llama_context_default_params", "llama_model_quantize_default_params"):
             getattr(llama, name).restype = Params
-        llama.llama_batch_init.restype = Batch
+        llama.llama_batch_init.restype = LlamaBatch
         for name in ("llama_model_load_from_file", "llama_init_from_model", "llama_get_memory"):
             getattr(llama, name).restype = c.c_void_p
         llama.llama_model_load_from_file.argtypes = [c.c_char_p, Params]
         llama.llama_init_from_model.argtypes = [c.c_void_p, Params]
-        llama.llama_decode.argtypes = [c.c_void_p, Batch]
+        llama.llama_decode.argtypes = [c.c_void_p, LlamaBatch]
         for name in ("llama_get_memory", "llama_synchronize"):
             getattr(llama, name).argtypes = [c.c_void_p]
         llama.llama_memory_clear.argtypes = [c.c_void_p, c.c_bool]

@@ -20,7 +20,7 @@ from itertools import product
 import torch
 
 from twostep.checkpoint.quantization import fitting, quantization_at_load
-from twostep.model.kernels.experts import EveryExpert, ExpertWeights, Router, Routing
+from twostep.model.kernels.experts import EveryExpert, ExpertRouter, ExpertWeights, Routing
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.triton_expert_products import ExpertTile, Pairs, multiply_tiles
@@ -42,8 +42,8 @@ class Layer:
     width: int
 
     @property
-    def router(self) -> Router:
-        return Router(num_experts=self.num_experts, top_k=self.top_k, renormalize=True, scattered=True)
+    def router(self) -> ExpertRouter:
+        return ExpertRouter(num_experts=self.num_experts, top_k=self.top_k, renormalize=True, scattered=True)
 
 
 LAYERS = {"qwen3-30b-a3b": Layer(128, 8, 2048, 768), "mixtral-8x7b": Layer(8, 2, 4096, 14336), "deepseek-v2-lite": Layer(64, 6, 2048, 1408)}
@@ -93,7 +93,7 @@ def as_format(weights: ExpertWeights, name: str) -> ExpertWeights:
 
 
 def num_bytes(weights: ExpertWeights) -> float:
-    """Of one expert."""
+    """Returns the bytes that one expert takes."""
     total = 0
     for each in (weights.gate_up, weights.down):
         total += each.nbytes if isinstance(each, torch.Tensor) else sum(weight.num_bytes for weight in each)
@@ -119,7 +119,7 @@ def table(layer: Layer, layers: list[ExpertWeights], tokens: list[int], rate: fl
 
 
 def measure(layer: Layer, made: list[TritonExperts], count: int) -> tuple[int, tuple[float, float, float]]:
-    """How many experts so many tokens choose; the microseconds of a layer, and beside it those of routing and of sorting."""
+    """Returns how many experts so many tokens choose, and the microseconds of a layer, of routing and of sorting."""
     x = torch.randn(count, layer.hidden, dtype=torch.bfloat16, device="cuda")
     logits = torch.randn(count, layer.num_experts, dtype=torch.bfloat16, device="cuda")
     routing = route(logits, layer.router)

@@ -1,4 +1,4 @@
-"""How long a CPU takes to load quantized weights, beside reading the same files alone: a random llama of 973 million weights in its layers.
+"""Measures how long a CPU takes to load the quantized weights of a random llama (973 million in its layers), beside reading the files alone.
 
     python benchmarks/quantized_loading.py --threads 1 --formats packed gptq awq
 

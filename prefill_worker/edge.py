@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kv_transfer.telemetry import Direction, TransferMetrics, TransferTelemetry
 from kv_transfer.transport import TransportEnd
 from kv_transfer.transports import TransportTable
-from prefill_worker.embeddings import Embeddings
+from prefill_worker.embeddings import Embedder
 from prefill_worker.hand_over import HandOvers
 from prefill_worker.service import HandOverSpans, KvService, PrefillService
 from twostep.cluster.records import MeasuredHandOver
@@ -29,7 +29,7 @@ class PrefillEdge:
         spans = None if parts.tracer is None else HandOverSpans(parts.tracer)
         self._telemetry = TransferTelemetry(parts.metrics.once(TransferMetrics), None if spans is None else spans.transfers)
         self.hand_overs = HandOvers(parts, transports, self._telemetry)
-        self._embeddings = Embeddings(parts.engine)
+        self._embeddings = Embedder(parts.engine)
         self._prefill = PrefillService(self.hand_overs, self._embeddings, parts.reader, spans)
         self.services: Mapping[str, object] = {"twostep.v1.Prefill": self._prefill, "twostep.v1.Kv": KvService(self.hand_overs)}
 

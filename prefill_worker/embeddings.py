@@ -41,7 +41,7 @@ class Embedding:
         return self.pooled.exception() if self.pooled.done() and not self.pooled.cancelled() else None
 
 
-class Embeddings:
+class Embedder:
     """Has all of one worker life, on its event loop."""
 
     def __init__(self, engine: EnginePort) -> None:

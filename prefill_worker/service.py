@@ -29,7 +29,7 @@ import grpc.aio
 from kv_transfer.lease import Abort, Commit, FetchProgress
 from kv_transfer.telemetry import TransferSpans
 from kv_transfer.ticket import ProbePass, Ticket, layout_to_proto
-from prefill_worker.embeddings import Embedding, Embeddings, told
+from prefill_worker.embeddings import Embedder, Embedding, told
 from prefill_worker.hand_over import MAX_LIFE_S, HandOvers
 from prefill_worker.publisher import HandOver
 from twostep.engine.types import EngineRequest
@@ -45,7 +45,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, hand_overs: HandOvers, embeddings: Embeddings, reader: RequestReader, spans: HandOverSpans | None = None) -> None:
+    def __init__(self, hand_overs: HandOvers, embeddings: Embedder, reader: RequestReader, spans: HandOverSpans | None = None) -> None:
         """`spans` None: nothing is traced."""
         self._hand_overs = hand_overs
         self._embeddings = embeddings

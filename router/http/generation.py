@@ -75,7 +75,7 @@ def request_of(body: ChatBody | CompletionBody, headers: Mapping[str, str], *, s
 
 
 def terms_of(body: RequestBody, headers: Mapping[str, str]) -> pb.GenerateRequest:
-    """What is said of any request: its model, its cached prefixes, how urgent it is, what it was promised. Raises HttpError 400."""
+    """Reads what any request says: its model, its cached prefixes, how urgent it is, what it was promised. Raises HttpError 400."""
     request = pb.GenerateRequest(model=body.model, cache_salt=body.cache_salt or "", request_class=_class(body, headers))
     for name in ("ttft_ms", "tpot_ms", "gap_ms"):
         value = getattr(body, name, None)

@@ -1,4 +1,4 @@
-"""What comes of a prompt that is embedded: one vector, or why there is none."""
+"""A prompt that is embedded ends in one vector, or in the reason why there is none."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
 
 
 def test_vectors_beside_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
-    """Of prompts that chunks cut, while others decode tokens that are carried on the device."""
+    """The readout is of prompts that chunks cut, while others decode tokens that are carried on the device."""
     save_model("llama", tmp_path)
     device = DeviceRunner(tmp_path)
     cpu = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")

@@ -14,17 +14,17 @@ from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, INT8_UNEVEN, ran
 
 from twostep.model.kernels import experts as oracle
 from twostep.model.kernels import triton_routing
-from twostep.model.kernels.experts import Beside, ClampedGate, EveryExpert, ExpertWeights, GroupScore, Router, Scores
+from twostep.model.kernels.experts import Beside, ClampedGate, EveryExpert, ExpertRouter, ExpertWeights, GroupScore, Scores
 from twostep.model.kernels.ops import Ops
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
 from twostep.model.kernels.triton_experts import TritonExperts, choose_tile, tile_tokens
 from twostep.model.kernels.triton_ops import TritonOps
 
 ROUTERS = [
-    Router(num_experts=7, top_k=3, renormalize=True),
-    Router(num_experts=16, top_k=5, scores=Scores.CHOSEN),
-    Router(num_experts=20, top_k=5, scale=16.0, num_groups=5, top_groups=2),
-    Router(
+    ExpertRouter(num_experts=7, top_k=3, renormalize=True),
+    ExpertRouter(num_experts=16, top_k=5, scores=Scores.CHOSEN),
+    ExpertRouter(num_experts=20, top_k=5, scale=16.0, num_groups=5, top_groups=2),
+    ExpertRouter(
         num_experts=24,
         top_k=6,
         scores=Scores.SIGMOID,
@@ -34,13 +34,13 @@ ROUTERS = [
         top_groups=3,
         group_score=GroupScore.BEST_TWO,
     ),
-    Router(num_experts=1, top_k=1, scores=Scores.SIGMOID),
-    Router(num_experts=13, top_k=4, renormalize=True, scattered=True),
+    ExpertRouter(num_experts=1, top_k=1, scores=Scores.SIGMOID),
+    ExpertRouter(num_experts=13, top_k=4, renormalize=True, scattered=True),
 ]
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_routes_as_torch_does(router: Router) -> None:
+def test_routes_as_torch_does(router: ExpertRouter) -> None:
     logits = torch.randn(9, router.num_experts, device=DEVICE)
     correction = torch.randn(router.num_experts, device=DEVICE) if router.scores is Scores.SIGMOID else None
     load = torch.full((router.num_experts,), 5, dtype=torch.int64, device=DEVICE)
@@ -59,7 +59,7 @@ def test_routes_as_torch_does(router: Router) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 def test_rows_of_no_numbers_point_to_experts_and_spoil_no_other() -> None:
     num_experts = 6
-    router = Router(num_experts=num_experts, top_k=3, num_groups=3, top_groups=2, renormalize=True)
+    router = ExpertRouter(num_experts=num_experts, top_k=3, num_groups=3, top_groups=2, renormalize=True)
     logits = torch.randn(4, num_experts, device=DEVICE)
     want = triton_routing.route(logits[1:], router)
     logits[0] = torch.nan
@@ -183,7 +183,7 @@ def test_tiles(second: bool, in_parts: bool, turned: bool, bulk: bool, dtype: to
 
 
 def test_of_equal_scores_the_lower_number_is_chosen() -> None:
-    router = Router(num_experts=5, top_k=2)
+    router = ExpertRouter(num_experts=5, top_k=2)
     logits = torch.zeros(3, 5, device=DEVICE)
     got = triton_routing.route(logits, router)
     assert got.experts.tolist() == [[0, 1]] * 3
@@ -215,7 +215,7 @@ def quantized_experts(held: range, hidden: int, features: int, form: dict[str, A
 @pytest.mark.parametrize(("form", "held"), [(form, HELD[i % 2]) for i, form in enumerate(FORMS)])
 def test_quantized_experts(form: dict[str, Any], held: range) -> None:
     dtype = torch.bfloat16 if form["kind"] in ("int4", "fp4") else torch.float16
-    router = Router(num_experts=5, top_k=2, renormalize=True)
+    router = ExpertRouter(num_experts=5, top_k=2, renormalize=True)
     weights = quantized_experts(held, 128, 160, form)
     layer = TritonExperts(weights, router, dtype)
     x = torch.randn(5, 128, device=DEVICE).to(dtype)
@@ -229,7 +229,7 @@ def test_quantized_experts(form: dict[str, Any], held: range) -> None:
     ("tokens", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (40, torch.bfloat16), (257, torch.float32)]
 )
 def test_a_layer_is_right_whichever_kernel_multiplies(tokens: int, dtype: torch.dtype) -> None:
-    router = Router(num_experts=3, top_k=2, scores=Scores.SIGMOID)
+    router = ExpertRouter(num_experts=3, top_k=2, scores=Scores.SIGMOID)
     gate_up, down = torch.randn(3, 2 * 24, 16, device=DEVICE) * 0.25, torch.randn(3, 16, 24, device=DEVICE) * 0.2
     weights = ExpertWeights(gate_up=gate_up.to(dtype), down=down.to(dtype), held=range(3))
     layer = TritonOps(DEVICE).prepare_experts(weights, router, dtype)
@@ -247,7 +247,7 @@ def test_a_layer_is_right_whichever_kernel_multiplies(tokens: int, dtype: torch.
 @pytest.mark.parametrize("clamped", [None, ClampedGate(1.702, 0.5)])
 @pytest.mark.parametrize(("tokens", "form"), [(2, None), (9, None), (5, {"kind": "int4", "group": 32}), (5, FORMS[5])])
 def test_biases_and_clamped_gates(tokens: int, form: dict[str, Any] | None, clamped: ClampedGate | None) -> None:
-    router, dtype = Router(num_experts=3, top_k=2), torch.float32 if form is None else torch.float16
+    router, dtype = ExpertRouter(num_experts=3, top_k=2), torch.float32 if form is None else torch.float16
     if form is None:
         weights = ExpertWeights(gate_up=torch.randn(3, 96, 32, device=DEVICE), down=torch.randn(3, 32, 48, device=DEVICE), held=range(3))
     else:
@@ -263,7 +263,7 @@ def test_biases_and_clamped_gates(tokens: int, form: dict[str, Any] | None, clam
 
 
 def test_a_trial_finds_what_is_wrong() -> None:
-    router = Router(num_experts=2, top_k=1)
+    router = ExpertRouter(num_experts=2, top_k=1)
     weights = ExpertWeights(gate_up=torch.randn(2, 8, 16, device=DEVICE), down=torch.randn(2, 16, 4, device=DEVICE), held=range(2))
     layer = TritonExperts(weights, router, torch.float32)
     assert layer.trial(EveryExpert(weights), num_tokens=(1, 5)) == ""

@@ -1,4 +1,4 @@
-"""What a model directory says of its embeddings: honoured, or refused by name."""
+"""A model directory says how its embeddings are made: that is honoured, or refused by name."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from twostep.model.kernels.experts import Beside, EveryExpert, ExpertWeights, GroupScore, Router, Routing, Scores, route
+from twostep.model.kernels.experts import Beside, EveryExpert, ExpertRouter, ExpertWeights, GroupScore, Routing, Scores, route
 from twostep.model.kernels.ops import Ops
 from twostep.model.step.expert_load import ExpertLoadMeter
 
@@ -31,36 +31,36 @@ DEEPSEEK = {
 }
 
 # (transformers' router, its config, ours)
-ROUTERS: dict[str, tuple[Any, Any, Router]] = {
+ROUTERS: dict[str, tuple[Any, Any, ExpertRouter]] = {
     "mixtral": (
         MixtralTopKRouter,
         transformers.MixtralConfig(hidden_size=HIDDEN, num_local_experts=7, num_experts_per_tok=3),
-        Router(num_experts=7, top_k=3, renormalize=True),
+        ExpertRouter(num_experts=7, top_k=3, renormalize=True),
     ),
     "qwen3_moe": (
         Qwen3MoeTopKRouter,
         transformers.Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=9, num_experts_per_tok=4, norm_topk_prob=False),
-        Router(num_experts=9, top_k=4),
+        ExpertRouter(num_experts=9, top_k=4),
     ),
     "gpt_oss": (
         GptOssTopKRouter,
         transformers.GptOssConfig(hidden_size=HIDDEN, num_local_experts=6, num_experts_per_tok=4),
-        Router(num_experts=6, top_k=4, scores=Scores.CHOSEN),
+        ExpertRouter(num_experts=6, top_k=4, scores=Scores.CHOSEN),
     ),
     "deepseek_v2": (
         DeepseekV2TopkRouter,
         transformers.DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy", routed_scaling_factor=16.0),
-        Router(num_experts=20, top_k=5, scale=16.0, num_groups=5, top_groups=2),
+        ExpertRouter(num_experts=20, top_k=5, scale=16.0, num_groups=5, top_groups=2),
     ),
     "deepseek_v2-greedy": (
         DeepseekV2TopkRouter,
         transformers.DeepseekV2Config(**DEEPSEEK, topk_method="greedy"),
-        Router(num_experts=20, top_k=5),
+        ExpertRouter(num_experts=20, top_k=5),
     ),
     "deepseek_v3": (
         DeepseekV3TopkRouter,
         transformers.DeepseekV3Config(**DEEPSEEK, routed_scaling_factor=2.5),
-        Router(
+        ExpertRouter(
             num_experts=20,
             top_k=5,
             scores=Scores.SIGMOID,
@@ -93,15 +93,15 @@ def test_a_token_goes_where_transformers_sends_it(name: str) -> None:
 def test_made_up_weights_send_tokens_everywhere() -> None:
     """Tokens whose logits are nearly the same, in few digits."""
     logits = (torch.arange(16.0) + torch.randn(2000, 16, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
-    assert route(logits, Router(num_experts=16, top_k=4)).experts.unique().tolist() == [12, 13, 14, 15]
-    chosen = route(logits, Router(num_experts=16, top_k=4, scattered=True)).experts
+    assert route(logits, ExpertRouter(num_experts=16, top_k=4)).experts.unique().tolist() == [12, 13, 14, 15]
+    chosen = route(logits, ExpertRouter(num_experts=16, top_k=4, scattered=True)).experts
     counts = chosen.flatten().bincount(minlength=16)
     assert counts.min() > 350
     assert counts.max() < 650
     assert len(chosen.sort(-1).values.unique(dim=0)) > 1000
 
 
-def by_expert(routing: Routing, router: Router) -> torch.Tensor:
+def by_expert(routing: Routing, router: ExpertRouter) -> torch.Tensor:
     """Each token's weight of each expert: the order of the chosen says nothing."""
     spread = torch.zeros(len(routing.experts), router.num_experts)
     return spread.scatter(1, routing.experts.long(), routing.weights.float())
@@ -113,7 +113,7 @@ def test_experts_that_are_held_add_up_their_tokens(tokens: int, num_experts: int
     top_k, size = data.draw(st.integers(1, num_experts)), 6
     torch.manual_seed(tokens)
     gate_up, down = torch.randn(held, 2 * size, HIDDEN), torch.randn(held, HIDDEN, size)
-    router = Router(num_experts=num_experts, top_k=top_k)
+    router = ExpertRouter(num_experts=num_experts, top_k=top_k)
     x, routing = torch.randn(tokens, HIDDEN), route(torch.randn(tokens, num_experts), router)
     beside = Beside(torch.randn(tokens, HIDDEN), torch.randn(tokens, 1)) if data.draw(st.booleans()) else None
     weights = ExpertWeights(gate_up=gate_up, down=down, held=range(first, first + held))
@@ -128,7 +128,7 @@ def test_experts_that_are_held_add_up_their_tokens(tokens: int, num_experts: int
 
 
 def test_loads_are_counted_and_read_now_and_then() -> None:
-    router = Router(num_experts=4, top_k=1)
+    router = ExpertRouter(num_experts=4, top_k=1)
     loads = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
     meter = ExpertLoadMeter(loads, steps=2)
     even, uneven = torch.eye(4), torch.tensor([[9.0, 0, 0, 0], [9, 0, 0, 0], [9, 0, 0, 0], [0, 9, 0, 0]])

@@ -93,7 +93,7 @@ def test_a_context_within_the_original_one_turns_by_the_short_factors(tmp_path: 
 def test_log_probabilities_of_a_prompt(model: tuple[object, Path], num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of few rows, beside rows that are sampled."""
     oracle, directory = model
-    monkeypatch.setattr("twostep.model.step.prompt_reader._MAX_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr("twostep.model.step.prompt_readout._MAX_LOGITS", 7 * VOCAB)
     runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16)
     rng = random.Random(5)
     (sequence, other) = scattered_sequences([60, 9], 16, NUM_BLOCKS, rng, num_state_blocks=runner.kv_shape.num_state_blocks)

@@ -62,7 +62,7 @@ def test_long_chunks_beside_short_ones_and_decodes(made: tuple[Any, Path]) -> No
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("quantization", ["exact", "fp8", "int8"])
 def test_fewer_bits_stay_near(tmp_path: Path, quantization: str, dtype: str) -> None:
-    """Of attention that is neither flat nor all on one token."""
+    """Their attention is neither flat nor all on one token."""
     save_model("deepseek-v2-yarn", tmp_path, initializer_range=0.08)
     found = []
     for options in ({}, {"dtype": dtype, "kv_cache_dtype": quantization}):

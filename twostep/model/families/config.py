@@ -12,7 +12,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
-from twostep.model.kernels.experts import ClampedGate, Router
+from twostep.model.kernels.experts import ClampedGate, ExpertRouter
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Activation
 
@@ -40,7 +40,7 @@ class ExpertsConfig:
     part               of a rank that does: which of how many
     """
 
-    router: Router
+    router: ExpertRouter
     layers: tuple[bool, ...]
     intermediate_size: int
     shared_size: int = 0

@@ -27,7 +27,7 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.prompt_reader import PromptReader
+from twostep.model.step.prompt_readout import PromptReadout
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -139,12 +139,12 @@ class Decoder(ABC):
             self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
 
-    def forward(self, batch: Batch, cache: KvCache, reader: PromptReader | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
         `reader`: of the batch's rows that are not sampled."""
         return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader)
 
-    def compute(self, plan: AttentionPlan, reader: PromptReader | None = None) -> torch.Tensor:
+    def compute(self, plan: AttentionPlan, reader: PromptReadout | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
         if reader is not None:

@@ -14,7 +14,7 @@ from twostep.model.families.experts import ExpertNames, parse_router
 from twostep.model.families.latent_attention import LatentAttention
 from twostep.model.families.llama import Llama
 from twostep.model.families.rope import YarnScaling, parse_rope
-from twostep.model.kernels.experts import GroupScore, Router, Scores
+from twostep.model.kernels.experts import ExpertRouter, GroupScore, Scores
 from twostep.model.kernels.latent import LatentDims
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -134,7 +134,7 @@ def _parse_experts(architecture: str, fields: Fields, num_dense: int, num_layers
     )
 
 
-def _parse_groups(fields: Fields, *, is_v3: bool) -> Router:
+def _parse_groups(fields: Fields, *, is_v3: bool) -> ExpertRouter:
     """V2's softmax, of all experts or of the groups with the largest; V3's sigmoids, of the groups whose best two are the largest."""
     if is_v3:
         fields.expect("scoring_func", "sigmoid", default="sigmoid")

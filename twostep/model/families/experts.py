@@ -8,7 +8,7 @@ A family says how many there are and how they are chosen (ExpertsConfig, of conf
 checkpoint calls them (ExpertNames). DeepSeek-V3's, for example:
 
     ExpertsConfig(
-        router=Router(num_experts=256, top_k=8, scores=Scores.SIGMOID, renormalize=True, scale=2.5, num_groups=8, top_groups=4,
+        router=ExpertRouter(num_experts=256, top_k=8, scores=Scores.SIGMOID, renormalize=True, scale=2.5, num_groups=8, top_groups=4,
                       group_score=GroupScore.BEST_TWO),
         intermediate_size=2048, shared_size=2048, corrected=True, in_float32=True, layers=(False,) * 3 + (True,) * 58)
     ExpertsMlp(config, make, ExpertNames(shared="shared_experts"))
@@ -34,7 +34,7 @@ from twostep.model.families.fused import Fused
 from twostep.model.families.mlp import GatedMlp
 from twostep.model.families.modules import Cut, Maker, Place, Places, place_quantized
 from twostep.model.families.quantized_part import QuantizedPart, by_rows, joined
-from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing
+from twostep.model.kernels.experts import Beside, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.ops import Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 
@@ -271,7 +271,7 @@ class _ExpertLinear:
         return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._make.dtype)
 
 
-def parse_router(fields: Fields, key: str, *, renormalize: bool) -> Router:
+def parse_router(fields: Fields, key: str, *, renormalize: bool) -> ExpertRouter:
     """Takes how many experts there are (`key`) and each token goes to, chosen by softmax, and what only training asks of a router."""
     for of_training in ("output_router_logits", "router_aux_loss_coef"):
         fields.take(of_training, None)
@@ -279,4 +279,4 @@ def parse_router(fields: Fields, key: str, *, renormalize: bool) -> Router:
     top_k = fields.positive_int("num_experts_per_tok", MAX_EXPERTS)
     if top_k > num_experts:
         fields.refuse("num_experts_per_tok", top_k, f"it must not be more than {key} ({num_experts})")
-    return Router(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
+    return ExpertRouter(num_experts=num_experts, top_k=top_k, renormalize=renormalize)

@@ -21,7 +21,7 @@ from twostep.model.families.modules import Norm, Places, RmsNorm
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 
 
-class Part(Protocol):
+class LayerPart(Protocol):
     """What a layer is made of."""
 
     def place(self, places: Places, name: str) -> None: ...
@@ -29,7 +29,7 @@ class Part(Protocol):
     def finish_loading(self, ops: Ops) -> None: ...
 
 
-class AttentionPart(Part, Protocol):
+class AttentionPart(LayerPart, Protocol):
     """What a layer has where tokens see those before them: attention of some kind, or something in its place."""
 
     @property
@@ -72,7 +72,7 @@ class DecoderLayer:
         self._names = names
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[LayerPart]:
         return self.input_norm, self.attention, self.post_norm, self.mlp
 
     def place(self, places: Places, prefix: str) -> None:
@@ -115,7 +115,7 @@ class SandwichLayer(DecoderLayer):
         self._mlp_norm = mlp_norm
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[LayerPart]:
         return *super().parts, self._attention_norm, self._mlp_norm
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, norm: Norm, then: Linear) -> torch.Tensor:

@@ -41,7 +41,7 @@ _TINY = 1e-20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
+class ExpertRouter:
     """How a token's experts are chosen from its logits.
 
     renormalize   the weights of the chosen add up to 1, before `scale` multiplies them
@@ -75,7 +75,7 @@ class Routing:
     weights: torch.Tensor
 
 
-def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
     """Chooses experts.
 
     logits      [T, E], or float32 [parts, T, E], whose sum they are

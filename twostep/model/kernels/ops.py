@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
-from twostep.model.kernels.experts import EveryExpert, ExpertLoop, Experts, ExpertWeights, Router, Routing, apply_gate, route
+from twostep.model.kernels.experts import EveryExpert, ExpertLoop, ExpertRouter, Experts, ExpertWeights, Routing, apply_gate, route
 from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
@@ -136,12 +136,12 @@ class Ops:
         return linear if quantizer is None else lambda x: linear(quantizer(x))
 
     def route(
-        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+        self, logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
     ) -> Routing:
         """Chooses each token's experts (see experts.py). Adds to `load`."""
         return route(logits, router, correction, load)
 
-    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+    def prepare_experts(self, weights: ExpertWeights, router: ExpertRouter, dtype: torch.dtype) -> Experts:
         """A callable over the experts that are held here, for inputs of `dtype` that `router` sends. It may keep the weights in another
         layout: drop yours."""
         if len(weights.held) and weights.down[0].device.type != "cpu":

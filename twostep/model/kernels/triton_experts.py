@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import triton
 
-from twostep.model.kernels.experts import Beside, Experts, ExpertWeights, Router, Routing, route
+from twostep.model.kernels.experts import Beside, ExpertRouter, Experts, ExpertWeights, Routing, route
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.linear_trial import try_linear
 from twostep.model.kernels.ops import LinearInParts
@@ -64,7 +64,7 @@ class _Product(Protocol):
 class TritonExperts:
     """The Experts of a GPU."""
 
-    def __init__(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> None:
+    def __init__(self, weights: ExpertWeights, router: ExpertRouter, dtype: torch.dtype) -> None:
         """Experts that are held, for inputs of `dtype`. Waits for the device."""
         self._router = router
         self._dtype = dtype

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
-from twostep.model.kernels.experts import EveryExpert, Experts, ExpertWeights, Router, Routing
+from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
@@ -102,11 +102,11 @@ class TritonOps(Ops):
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
     def route(
-        self, logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+        self, logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
     ) -> Routing:
         return triton_routing.route(logits, router, correction, load)
 
-    def prepare_experts(self, weights: ExpertWeights, router: Router, dtype: torch.dtype) -> Experts:
+    def prepare_experts(self, weights: ExpertWeights, router: ExpertRouter, dtype: torch.dtype) -> Experts:
         if not weights.held:
             return super().prepare_experts(weights, router, dtype)
         layer, right = TritonExperts(weights, router, dtype), EveryExpert(weights)

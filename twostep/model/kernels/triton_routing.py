@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.model.kernels.experts import HASH_FACTORS, Beside, GroupScore, Router, Routing, Scores
+from twostep.model.kernels.experts import HASH_FACTORS, Beside, ExpertRouter, GroupScore, Routing, Scores
 from twostep.model.kernels.triton_elementwise import sum_parts
 from twostep.model.kernels.triton_launch import follow, overlaps
 
@@ -29,7 +29,7 @@ _TERM_TILE = 1024
 _FACTOR_0, _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for factor in HASH_FACTORS)
 
 
-def route(logits: torch.Tensor, router: Router, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
     """Chooses experts as experts.route does; of equal scores the expert with the lower number. logits: rows dense; in parts all of it."""
     tokens, experts = logits.shape[-2:]
     assert logits.stride(-1) == 1

@@ -23,7 +23,7 @@ from twostep.model.runner.device_sampler import DeviceLogprobs, DeviceSampler
 from twostep.model.runner.step_graphs import StepGraphs
 from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.kv_cache import DTYPES, KvCache
-from twostep.model.step.prompt_reader import PromptReader
+from twostep.model.step.prompt_readout import PromptReadout
 
 
 class DeviceSteps:
@@ -68,7 +68,7 @@ class DeviceSteps:
             raise InternalError(f"{num_rows} rows are sampled in one step; at most {len(self._tokens)} can be")
         self._progress.begin()
         # No captured step has rows that are only read.
-        reader = PromptReader.of(batch, self._cache.tensor.device)
+        reader = PromptReadout.of(batch, self._cache.tensor.device)
         logits = None if self._graphs is None or reader is not None else self._graphs.logits(batch)
         picked = logits is not None
         if logits is None:

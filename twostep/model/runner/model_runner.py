@@ -42,7 +42,7 @@ from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
-from twostep.model.step.prompt_reader import PromptReader
+from twostep.model.step.prompt_readout import PromptReadout
 from twostep.process.startup import NoProgress, Progress
 from twostep.settings.worker import QUANTIZATIONS
 
@@ -82,13 +82,13 @@ class CpuSteps:
         self._last_token_ids: Sequence[int] = ()
         self._experts = ExpertLoadMeter(model.expert_loads)
 
-    def forward(self, batch: Batch, reader: PromptReader | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, reader: PromptReadout | None = None) -> torch.Tensor:
         return self._model.forward(batch, self._cache, reader)
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
         # Rank 0 of several picks the tokens; the others' batches have nothing to sample.
-        reader = PromptReader.of(batch, self._cache.tensor.device)
+        reader = PromptReadout.of(batch, self._cache.tensor.device)
         sampled = sample(self.forward(batch, reader), batch.sampling, batch.masks)
         if reader is not None:
             scores, pooled = (None if each is None else each.numpy() for each in (reader.scores, reader.pooled))

@@ -15,7 +15,7 @@ from twostep.engine.batch import Batch
 _MAX_LOGITS = 1 << 24
 
 
-class PromptReader:
+class PromptReadout:
     """Reads one step's rows. The host waits for nothing."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class PromptReader:
         self.pooled: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> PromptReader | None:
+    def of(cls, batch: Batch, device: torch.device) -> PromptReadout | None:
         """None: there is nothing to read."""
         return None if batch.scored is None and batch.pooled is None else cls(batch, device)
 
