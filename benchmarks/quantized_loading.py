@@ -1,4 +1,4 @@
-"""Measures how long a CPU takes to load the quantized weights of a random llama (973 million in its layers), beside reading the files alone.
+"""Measures how long a CPU takes to load the quantized weights of a random llama (973 million in its layers), beside reading its files.
 
     python benchmarks/quantized_loading.py --threads 1 --formats packed gptq awq
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from forward_helpers import FAMILIES, make_batch, reference_logits, save_model, scattered_sequences
 
+from twostep.checkpoint.architectures import MODEL_TYPES
 from twostep.model.families.registry import ARCHITECTURES
 from twostep.model.runner.model_runner import ModelRunner
 
@@ -22,9 +23,11 @@ def test_its_logits_are_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (code,) = re.findall(r"\n```python\n(\"\"\"StableLM.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {"__name__": "stablelm"}
     exec("from __future__ import annotations\n" + code, names)
-    line = re.search(r'`"(\w+)": (\w+)`', text)
+    line, known = re.search(r'`"(\w+)": (\w+)`', text), re.search(r'`"(\w+)": "(\w+)"`', text)
     assert line is not None
+    assert known is not None
     monkeypatch.setitem(ARCHITECTURES, line[1], names[line[2]])
+    monkeypatch.setitem(MODEL_TYPES, known[1], known[2])
     monkeypatch.setitem(FAMILIES, "stablelm", ("StableLmConfig", {"rms_norm_eps": ..., "use_qkv_bias": True}))
     oracle = save_model("stablelm", tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=8, block_size=4)

@@ -1,6 +1,6 @@
 """Model families: what a decoder is made of, and how its config.json and its checkpoint are read.
 
-A family is a page: one file here and one line in registry.ARCHITECTURES. What families share are parts:
+A family is a page: one file here and one line in registry.ARCHITECTURES and in checkpoint/architectures.py. What families share are parts:
 
     layers.py      how norms, attention and MLP stand around the residual        attention.py, mlp.py   what stands there
     modules.py     linear layers, norms, and the places that a checkpoint's tensors go to
