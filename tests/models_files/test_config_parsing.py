@@ -28,7 +28,7 @@ from twostep.errors import SetupError
 from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import parse_config
 from twostep.model.families.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
-from twostep.model.kernels.experts import Router
+from twostep.model.kernels.experts import ExpertRouter
 from twostep.text.model_card import ModelCard
 
 SHAPE: dict[str, Any] = {
@@ -310,10 +310,10 @@ def test_gpt_2s_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("normalized", [False, True])
 def test_experts_of_mixtral_and_qwen(tmp_path: Path, normalized: bool) -> None:
     config = saved(tmp_path, MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3))
-    router = Router(num_experts=5, top_k=3, renormalize=True)
+    router = ExpertRouter(num_experts=5, top_k=3, renormalize=True)
     assert config.experts == ExpertsConfig(router=router, layers=(True, True), intermediate_size=128)
     assert config.windows == (0, 0)
-    router = Router(num_experts=6, top_k=2, renormalize=normalized)
+    router = ExpertRouter(num_experts=6, top_k=2, renormalize=normalized)
     config = saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MOE, norm_topk_prob=normalized, decoder_sparse_step=2))
     assert config.experts == ExpertsConfig(router=router, layers=(False, True), intermediate_size=32)
     assert (config.qkv_bias, config.intermediate_size) == (False, 128)
