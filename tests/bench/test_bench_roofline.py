@@ -14,7 +14,7 @@ from twostep.lab.bench.roofline import Bound, DeviceLimits, ModelShape, Work
 from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
-from twostep.model.kernels.experts import Router
+from twostep.model.kernels.experts import ExpertRouter
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Ops
 
@@ -72,7 +72,7 @@ def test_llama_8b_is_what_it_is_called() -> None:
 
 
 EXPERTS = ExpertsConfig(
-    router=Router(num_experts=6, top_k=2), layers=(True, False, True), intermediate_size=40, shared_size=24, shared_gated=True
+    router=ExpertRouter(num_experts=6, top_k=2), layers=(True, False, True), intermediate_size=40, shared_size=24, shared_gated=True
 )
 
 

@@ -19,7 +19,7 @@ from twostep.model.families.config import ExpertsConfig, ModelConfig
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
-from twostep.model.kernels.experts import Router
+from twostep.model.kernels.experts import ExpertRouter
 from twostep.model.kernels.ops import Ops
 from twostep.model.parallel import channel as parallel_channel
 from twostep.model.parallel.blocks import BlockParts
@@ -63,7 +63,7 @@ def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
 @st.composite
 def with_experts(draw: st.DrawFn, size: int) -> dict[str, Any]:
     """Changes to a config: experts in the second layer, cut or whole on each rank."""
-    router = Router(num_experts=draw(st.integers(size, 9)), top_k=draw(st.integers(1, 2)))
+    router = ExpertRouter(num_experts=draw(st.integers(size, 9)), top_k=draw(st.integers(1, 2)))
     experts = ExpertsConfig(
         router=router,
         layers=(False, True),
