@@ -83,5 +83,5 @@ def no_full_collections() -> Iterator[None]:
     """Routers in the tests' own process start without collecting all garbage: of a process that has PyTorch and a thousand tests in its
     memory that takes half a second for each router, in which the workers beside it stand still. Real processes do it all the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("twostep.rpc.collector._collect", lambda *_, **__: None)
+        patch.setattr("twostep.rpc.collector._collect", lambda *_, **__: 0.0)
         yield
