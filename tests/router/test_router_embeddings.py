@@ -225,7 +225,8 @@ async def test_what_a_worker_has_against_an_input_is_the_client_s(cluster: Clust
 async def test_without_a_prefill_worker_there_is_none(cluster: Cluster, decode: FakeDecode) -> None:
     """However many decode."""
     async with cluster.serving(no_worker_grace=0.1), open_http(cluster) as http:
-        assert "prefill" in (await embedded(http, [IDS], 503))["message"]
+        message = (await embedded(http, [IDS], 503))["message"]
+        assert all(word in message for word in ("no prefill worker", "start a prefill worker", "both roles", "--fixed-roles")), message
     assert not decode.requests
 
 
