@@ -66,13 +66,14 @@ from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
 from twostep.settings.service import DEFAULT_HTTP_PORT
 from twostep.text.chat_format import ChatFormat
-from twostep.text.chat_template import check_syntax
+from twostep.text.chat_template import check_syntax, unknown_control_tokens
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_MAX_TOKENS_TOLD = 16
 # An event loop that has not come round for so long is stuck: liveness fails and the process is restarted.
 _STUCK_S = 10.0
 
@@ -98,6 +99,12 @@ class Router:
         self._tokenizer = Tokenizer.load(config.model, self._card.eos_token_ids)
         self._chat_format = ChatFormat.of(self._card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
         log.info("chats are read with %s", self._chat_format)
+        if unknown := unknown_control_tokens(self._card, self._tokenizer):
+            log.warning(
+                "this model's chat template writes %s, which its tokenizer does not have: the model reads them as plain text, and a client "
+                "can write them, too. If it was trained with them as tokens, bring the tokenizer.json that goes with the template",
+                ", ".join(unknown[:_MAX_TOKENS_TOLD]) + (f" and {more} more" if (more := len(unknown) - _MAX_TOKENS_TOLD) > 0 else ""),
+            )
         if self._chat_format.tool_calls is not None and not self._chat_format.shows_tools:
             log.warning(
                 "this model's chat template has no place for tools: it never reads the `tools` and the earlier calls of a chat; "

@@ -38,20 +38,23 @@ class CompletionGeneration(HttpGeneration[CompletionBody]):
         # What the texts of each prompt's answers begin with.
         self._echoes = [""] * len(self._prompts)
         self._request.text = ""  # it is one of text; the prompt is read apart
-        for prompt in self._prompts:
+        for index, prompt in enumerate(self._prompts):
             # Before millions of them are looked at once more.
             if not isinstance(prompt, str) and len(prompt) >= front.card.max_model_len:
-                raise no_room(len(prompt), front.card.max_model_len)
+                with blaming({}, item=self.item(index)):
+                    raise no_room(len(prompt), front.card.max_model_len)
 
     @property
     def num_choices(self) -> int:
         return len(self._prompts) * self.n
 
+    def item(self, index: int) -> str:
+        return f"prompt[{index}]" if isinstance(self.body.prompt, list) else ""
+
     async def read_prompt(self, index: int) -> Prompt:
         inference, given = self.front.inference, self._prompts[index]
         request = pb.GenerateRequest(keep_special_tokens=self._request.keep_special_tokens)
-        # Of several, a message says which one it is about.
-        name = f"prompt[{index}]" if isinstance(self.body.prompt, list) else "prompt"
+        name = self.item(index) or "prompt"
         with blaming({"text": name, "token_ids": name}):
             if not isinstance(given, str):
                 request.token_ids.ids.extend(given)

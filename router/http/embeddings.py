@@ -92,7 +92,8 @@ class HttpEmbeddings:
             request = pb.GenerateRequest()
             request.CopyFrom(self._terms)
             request.request_id = choice_name(self.name, index)
-            vector = found[index] = await inference.embed(request, HttpAsker(self._call, self._timeout_s), prompt, self._params)
+            with blaming(self._body.names(), item=self._item(index)):
+                vector = found[index] = await inference.embed(request, HttpAsker(self._call, self._timeout_s), prompt, self._params)
             holding.add(len(vector.values))
 
         with blaming(self._body.names()):
@@ -119,10 +120,13 @@ class HttpEmbeddings:
             vector = b64encode(each.values).decode("ascii") if in_base64 else floats_of(each.values)
             yield {"object": "embedding", "index": index, "embedding": vector}
 
+    def _item(self, index: int) -> str:
+        """Of several inputs, a message says which one it is about."""
+        return f"input[{index}]" if isinstance(self._body.input, list) else ""
+
     async def _read(self, index: int) -> Prompt:
         given = self._inputs[index]
-        # Of several, a message says which one it is about.
-        name = f"input[{index}]" if isinstance(self._body.input, list) else "input"
+        name = self._item(index) or "input"
         with blaming({"text": name, "token_ids": name}):
             return await self._front.inference.prompts.embedding_input(
                 given, most=self._most, cut_to=self._cut_to, add_special_tokens=self._body.add_special_tokens is not False

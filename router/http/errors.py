@@ -51,20 +51,32 @@ class HttpError(TwostepError):
         self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
 
 
+class WrongField(HttpError, InvalidRequest):
+    """A field that is to blame for what is found out while the request is served: metrics and status count an InvalidRequest."""
+
+
 @contextmanager
-def blaming(called: Mapping[str, str]) -> Iterator[None]:
+def blaming(called: Mapping[str, str], *, item: str = "") -> Iterator[None]:
     """Around what knows nothing of HTTP: messages that begin with a field's name are about it. `called`: the body's fields by the names
-    that messages have for them."""
+    that messages have for them; `item`: the one of several that all other messages are about, as `input[3]`."""
     try:
         yield
+    except WrongField:
+        raise
     except InvalidRequest as error:
         field = _FIELD.match(error.message)
         name = None if field is None else called.get(field["name"])
-        if field is None or name is None:
-            raise
-        param = f"{name}{field['rest']}"
         code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
-        raise HttpError(400, param + error.message[field.end() :], param=param, code=code) from error
+        if field is not None and name is not None:
+            param = f"{name}{field['rest']}"
+            raise WrongField(400, param + error.message[field.end() :], param=param, code=code) from error
+        if item:
+            raise WrongField(400, f"{item}: {error.message}", param=item, code=code) from error
+        raise
+    except NonFiniteLogits as error:
+        if item:
+            error.args = (f"{item}: {error.message}",)
+        raise
 
 
 _CODES: Mapping[type[TwostepError], str] = {

@@ -305,6 +305,10 @@ class HttpGeneration(ABC, Generic[AnyBody]):
     async def read_prompt(self, index: int) -> Prompt:
         """Reads the index-th prompt of the body. Raises TwostepError."""
 
+    def item(self, index: int) -> str:
+        """Returns what the index-th prompt is called, where there are several: then messages say which one they are about."""
+        return ""
+
     @abstractmethod
     def teller(self, index: int) -> Teller: ...
 
@@ -409,7 +413,8 @@ class HttpGeneration(ABC, Generic[AnyBody]):
 
         async def ask(index: int, prompt: ReadPrompt) -> None:
             caller = HttpCaller(self.call, readers[index], self.timeout_s, repeated=index % self.n > 0)
-            await readers[index].end(await self.front.inference.generate(self.request(index), caller, prompt))
+            with blaming(self.body.names(), item=self.item(index // self.n)):
+                await readers[index].end(await self.front.inference.generate(self.request(index), caller, prompt))
 
         with blaming(self.body.names()):
             await ask_all(len(readers), ask, self.read_prompt, num_each=self.n)

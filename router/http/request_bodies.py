@@ -186,7 +186,7 @@ class RequestBody(Body):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex` is the class `batch`, `priority` is `interactive`."""
     request_class: Literal["interactive", "standard", "batch"] | None = None
-    """How urgent it is; the header `x-twostep-class` says the same. Before `service_tier` and `priority`."""
+    """Says how urgent it is, as the header `x-twostep-class` does. Goes before `service_tier` and `priority`."""
     ttft_ms: float | None = Field(default=None, gt=0, le=3_600_000)
     """The first token, or the vector, is promised within so many milliseconds, or the request refused at once; header
     `x-twostep-ttft-ms`."""
@@ -236,7 +236,7 @@ class CommonBody(RequestBody):
     gap_ms: float | None = Field(default=None, gt=0, le=3_600_000)
     """The longest time between two tokens; header `x-twostep-gap-ms`."""
     return_phases: bool | None = None
-    """How long each phase took, as `twostep` in the body or the last chunk; header `x-twostep-phases: 1`."""
+    """Asks how long each phase took, which `twostep` in the body or the last chunk tells; header `x-twostep-phases: 1`."""
 
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = Field(
         default=None, max_length=MAX_LOGIT_BIASES
@@ -656,7 +656,7 @@ class EmbeddingBody(RequestBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal[-1] | None = None
     """Longer inputs are cut to so many tokens: of a text the first are kept, of token ids the last. -1: to the model's context."""
     normalize: bool | None = None
-    """Whether vectors are brought to a length of 1; if not given, as the model's files say, which is so as a rule."""
+    """Says whether vectors are brought to a length of 1. If it is left out, the model's files say it, and as a rule they are."""
     add_special_tokens: bool | None = None
     """false: the tokenizer adds nothing to a text, such as a token that ends it."""
 

@@ -36,14 +36,14 @@ from twostep.sampling_params import MAX_LOGPROBS
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Part(Body):
+class ItemContentPart(Body):
     type: str = Field(max_length=64)
     """`input_text`, `output_text`, `refusal`, `reasoning_text` or `summary_text`; others are refused: models here read text."""
     text: str | None = None
     refusal: str | None = None
 
 
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+ContentParts = Annotated[list[ItemContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Item(Body):
@@ -51,12 +51,12 @@ class Item(Body):
 
     type: str = Field(default="message", max_length=64)
     role: str = Field(default="", max_length=64)
-    content: str | Parts | None = None
+    content: str | ContentParts | None = None
     call_id: str = ""
     name: str = ""
     arguments: str = ""
-    output: str | Parts | None = None
-    summary: Parts | None = None
+    output: str | ContentParts | None = None
+    summary: ContentParts | None = None
 
 
 def _messages(given: str | list[Item]) -> bytes:
@@ -104,7 +104,7 @@ def _messages(given: str | list[Item]) -> bytes:
 _PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def _text(path: str, content: str | list[Part] | None) -> str:
+def _text(path: str, content: str | list[ItemContentPart] | None) -> str:
     """Parts are lines, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from router.http.errors import HttpError
+from router.http.errors import HttpError, WrongField
 from router.json_pieces import in_chunks
 from twostep.process.bounded_threads import BoundedThreads
 from twostep.sampling_params import MAX_PROMPT_LOGPROBS
@@ -74,7 +74,7 @@ def check_repeated(*, num_answers: int, num_chars: int, num_ids: int) -> None:
     total = num_answers * (num_chars + num_ids * JSON_ID_BYTES)
     if total > _MAX_REPEATED_BYTES:
         field = "echo" if num_chars else "return_token_ids"
-        raise HttpError(
+        raise WrongField(
             400,
             f"{field} tells the prompt with each of {num_answers} answers, which comes to {total >> 20} MiB and may come to "
             f"{_MAX_REPEATED_BYTES >> 20}; lower n, shorten the prompt, or leave {field} out",
@@ -87,7 +87,7 @@ def check_prompt_logprobs(*, num_answers: int, num_each: int, num_named: int, is
     there are answers for. Raises HttpError 400."""
     if num_each * num_named > MAX_PROMPT_LOGPROBS or (is_line and num_answers * num_named * JSON_LOGPROB_BYTES > MAX_LINE_BYTES):
         most = MAX_LINE_BYTES // JSON_LOGPROB_BYTES if is_line else MAX_PROMPT_LOGPROBS
-        raise HttpError(
+        raise WrongField(
             400,
             f"the prompt's log probabilities name {num_named} tokens in each of {num_answers if is_line else num_each} answers, "
             f"and may name {most} in all; ask for fewer of the likeliest, lower n, or shorten the prompt",

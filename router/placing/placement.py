@@ -159,7 +159,7 @@ def _place_embedding(snapshot: Snapshot, demand: PlacementRequest) -> Placement 
     """The best worker among those that hand over."""
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
     if not prefill:
-        return NoPlacement(shortage=Shortage.MISSING, reason=_missing(["prefill"], snapshot))
+        return NoPlacement(shortage=Shortage.MISSING, reason=_missing(["prefill"], snapshot, _FOR_EMBEDDINGS))
     fitting = [c for c in prefill if _fits(c.record, demand.num_tokens, demand.num_tokens)]
     if not fitting:
         return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large(demand, prefill, []))
@@ -377,14 +377,20 @@ def _tie(request_id: str, worker_id: str) -> int:
 # ---- why not: sentences for clients and operators, with what to do -----------------------------------------------------------
 
 
-def _missing(roles: Sequence[str], snapshot: Snapshot) -> str:
-    """Roles of which there is no worker that takes work."""
+_FOR_EMBEDDINGS = (
+    "workers with --fixed-roles that decode make no embeddings: start a prefill worker, or one with both roles (without --fixed-roles), or "
+    "repeat the request later"
+)
+
+
+def _missing(roles: Sequence[str], snapshot: Snapshot, advice: str = "start one, or repeat the request later") -> str:
+    """Names roles of which there is no worker that takes work."""
     parts: list[str] = []
     for role in roles:
         here = snapshot.prefill if role == "prefill" else snapshot.decode
         idle = [f"{c.record.worker_id} {'is draining' if c.record.draining else 'is not ready'}" for c in here]
         parts.append(f"no {role} worker is available" + (f" ({', '.join(idle[:8])})" if idle else ""))
-    return " and ".join(parts) + "; start one, or repeat the request later"
+    return f"{' and '.join(parts)}; {advice}"
 
 
 def _too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:

@@ -77,7 +77,7 @@ class CounterSample:
 
     at: float
     requests: float = 0
-    # Neither OK nor cancelled by their clients.
+    # Of them, those that ended with a status that is not in _NO_FAILURE.
     failures: float = 0
     started: float = 0  # those that got a first token
     prompt_tokens: float = 0
@@ -91,7 +91,8 @@ class CounterSample:
     times: Mapping[str, Buckets] = field(default_factory=lambda: dict.fromkeys(_TIMES, Buckets()))
 
 
-_NO_FAILURE = frozenset({"OK", "CANCELLED"})
+# The client had its answer, went away, or asked for what no system would give it.
+_NO_FAILURE = frozenset({"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED"})
 
 
 def take_sample(metrics: RouterMetrics, at: float) -> CounterSample:

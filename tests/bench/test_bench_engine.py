@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from twostep.cli import main
+from twostep.errors import SetupError
+from twostep.lab.bench.roofline import DeviceLimits
 
 # Ends with a traceback if PyTorch was loaded.
 WITHOUT_TORCH = """
@@ -73,6 +76,29 @@ def test_what_does_not_fit_is_said_before_anything_is_measured(
         main(["bench", "engine", "--device", "cpu", "--model", str(tiny_llama_dir), *words.split()])
     assert ended.value.code == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_known_architecture_by_another_name(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_llama_dir, tmp_path / "own")
+    config = tmp_path / "own" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["OwnForCausalLM"], "model_type": "own"}))
+    measured: list[str] = []
+
+    def scenario(runner: Any, shape: Any, *_: object) -> None:
+        measured.append(shape.config.architecture)
+        raise SetupError("that is enough")
+
+    monkeypatch.setattr("twostep.lab.bench.roofline.measure_limits", lambda *_: DeviceLimits(bytes_per_s=1e9, flops_per_s=1e9))
+    monkeypatch.setattr("twostep.lab.bench.engine.run_scenario", scenario)
+    words = ["bench", "engine", "--device", "cpu", "--model", str(tmp_path / "own"), "--input-tokens", "9"]
+    for given, said in (([], "OwnForCausalLM"), (["--architecture", "LlamaForCausalLM"], "that is enough")):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *given])
+        assert ended.value.code == 1
+        assert said in capsys.readouterr().err
+    assert measured == ["llama"]
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,8 @@ class RayInRedis(FaultSystem):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Outcomes of the requests that ended in one part, and the number of hand-overs."""
+class Stage:
+    """Outcomes of the requests that ended in one stage, and the number of hand-overs."""
 
     name: str
     seconds: float
@@ -134,26 +134,26 @@ HEADER = "| | took | requests | lost or wrong | handed over by Ray | slowest | |
 
 
 class Watch:
-    """Watches a system under load, part after part."""
+    """Watches a system under load, stage after stage."""
 
     def __init__(self, system: RayInRedis, probing: Probing) -> None:
         self._system, self._probing = system, probing
         self._seen = 0
         self._moved = 0
         self._begin = time.monotonic()
-        self.parts: list[Part] = []
+        self.stages: list[Stage] = []
 
     async def end(self, name: str, remark: str = "") -> None:
-        """Ends and prints a part that began with the end of the one before."""
+        """Ends and prints a stage that began with the end of the one before."""
         ended, moved, now = self._probing.ended, await self._system.moved(), time.monotonic()
         outcomes = tuple(outcome for _, outcome in ended[self._seen :])
-        part = Part(name=name, seconds=now - self._begin, outcomes=outcomes, moved=moved - self._moved, remark=remark)
+        stage = Stage(name=name, seconds=now - self._begin, outcomes=outcomes, moved=moved - self._moved, remark=remark)
         self._seen, self._moved, self._begin = self._seen + len(outcomes), moved, now
-        self.parts.append(part)
-        print(part, flush=True)
+        self.stages.append(stage)
+        print(stage, flush=True)
 
 
-async def run(system: RayInRedis, asker: Asker, away_s: float) -> list[Part]:
+async def run(system: RayInRedis, asker: Asker, away_s: float) -> list[Stage]:
     """Raises AssertionError for a worker or an agent that did not live on."""
     async with Probing(system.target(0), asker, every_s=_EVERY_S, timeout_s=60.0) as probing:
         watch = Watch(system, probing)
@@ -190,7 +190,7 @@ async def run(system: RayInRedis, asker: Asker, away_s: float) -> list[Part]:
     assert await system.lives() == lives, "a worker was started again"
     held = await system.until_empty(60.0)
     assert replace(held, markers=0).nothing, f"left behind: {held}"
-    return watch.parts
+    return watch.stages
 
 
 def _kill(pids: list[int]) -> None:
@@ -208,15 +208,15 @@ async def main(model: Path, parent: Path, away_s: float) -> int:
     system = RayInRedis(model, parent)
     try:
         await system.start(_START_S)
-        parts = await run(system, Asker(ModelCard.load(model).vocab_size), away_s)
+        stages = await run(system, Asker(ModelCard.load(model).vocab_size), away_s)
     except BaseException:
         print(system.log_tails(), file=sys.stderr)
         raise
     finally:
         await system.stop()
-    lost = sum(len(part.lost) for part in parts)
-    still = [part.name for part in parts if not part.moved]
-    print(f"{sum(len(part.outcomes) for part in parts)} requests, {lost} lost; epochs of all workers unchanged; nothing left behind")
+    lost = sum(len(stage.lost) for stage in stages)
+    still = [stage.name for stage in stages if not stage.moved]
+    print(f"{sum(len(stage.outcomes) for stage in stages)} requests, {lost} lost; epochs of all workers unchanged; nothing left behind")
     if still:
         print(f"nothing was handed over while: {', '.join(still)}")
     return 1 if lost or still else 0

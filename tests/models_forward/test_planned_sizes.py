@@ -26,6 +26,7 @@ def test_sizes(family: str, tmp_path: Path) -> None:
     config = parse_config(tmp_path / "whole")
     shape = kv_shape(config, "float32", 1, 16)
     assert whole.kv_token_bytes == bare.kv_token_bytes == shape.block_bytes // 16
+    assert whole.num_state_blocks(16) == bare.num_state_blocks(16) == shape.num_state_blocks
     assert whole.num_heads == config.num_heads
     assert whole.intermediate_size in (0, config.intermediate_size)  # 0: all layers have experts
     assert whole.weight_bytes == describe(tmp_path / "whole").loaded_bytes

@@ -133,6 +133,18 @@ def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest
     assert kept + at_once + largest < 4 * numbers, "else the test says nothing"
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_described_is_what_is_quantized(name: str, family: str, tmp_path: Path) -> None:
+    """Scales and all: of GPT-2, whose weights lie as [in, out], and of a tied output layer, which becomes one of its own."""
+    save_model(family, tmp_path)
+    config, ops = with_quantization(parse_config(tmp_path), name), KeepingOps()
+    load_weights(build_model(config, torch.float32, ops), tmp_path)
+    described = describe(tmp_path, quantization=name)
+    dense = described.num_weights - sum(share.num_weights for share in described.formats)
+    assert described.loaded_bytes == sum(weight.num_bytes for weight in ops.weights) + 4 * dense
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_ranks_hold_their_parts(name: str, tmp_path: Path) -> None:
     """Rows of the whole weight; of columns, scales of what a rank has."""

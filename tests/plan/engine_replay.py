@@ -23,7 +23,7 @@ from twostep.sampling_params import SamplingParams
 
 
 def real_engine(spec: EngineSpec, clock: Callable[[], float]) -> Engine:
-    runner = FakeRunner(num_blocks=spec.num_blocks, block_size=spec.block_size)
+    runner = FakeRunner(num_blocks=spec.num_blocks, block_size=spec.block_size, num_state_blocks=spec.num_state_blocks)
     config = EngineConfig(
         max_num_batched_tokens=spec.step_tokens,
         max_num_seqs=spec.max_num_seqs,

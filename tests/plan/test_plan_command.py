@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_plan_inputs import QWEN3_NEXT
 
 from twostep.cli import main
+from twostep.lab.bench.shapes import LLAMA_8B
 
 # Finds nothing but the base install's packages.
 GUARD = """
@@ -58,6 +60,7 @@ def test_a_plan_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert needed in text
     assert raw["kv_bytes_per_token"] == 131072
+    assert (raw["curves_of"], raw["state_bytes_per_sequence"]) == ("llama-3.1-8b", 0)
     assert pair["goodput_per_s"] >= 12
     assert pair["planned_rate"] == pytest.approx(12, rel=0.1)
     assert pair["share_kept"] >= 0.95
@@ -100,3 +103,20 @@ def test_the_base_install_is_enough() -> None:
     told = with_base_install("--help")
     assert told.returncode == 0
     assert "2600+-30%,outputs" in "".join(told.stdout.split()), "the example can be run as it is printed"
+
+
+def test_unknown_architectures_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "bert", "architectures": ["BertModel"]}))
+    words = [*PRESET, "--model", str(tmp_path), *QUICK[4:], "--slo", "ttft=900", "--rate", "1", "--gpu-memory", "1GB"]
+    assert plan(*words)
+    assert "BertModel" in (told := capsys.readouterr().err)
+    assert "--architecture" in told
+    assert plan(*words, "--architecture", "LlamaForCausalLM")
+    assert "does not fit" in capsys.readouterr().err, "it is read as the architecture that it is said to be"
+
+
+def test_what_keeps_states_reuses_no_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
+    words = [*PRESET, "--model", str(tmp_path), "--gpu-memory", "400GB", "--slo", "ttft=800", "--rate", "1"]
+    assert plan(*words, "--workload", "prompts=1500,outputs=20,cached=0.5")
+    assert "cached=0.5" in capsys.readouterr().err

@@ -29,6 +29,7 @@ BOUNDS = st.fixed_dictionaries(
         "max_step_s": st.floats(0.003, 0.02),
         "min_chunk": st.integers(1, 16),
         "curve": st.just(replace(CURVE, mixed_s=0.009)),
+        "num_state_blocks": st.integers(1, 3),
     },
 )
 
@@ -86,7 +87,7 @@ def test_every_token_comes_when_the_engines_says(requests, split, look_ahead, st
     seats = 16 if num_prefill else max_num_seqs
     spec = EngineSpec(curve=CURVE, step_tokens=step_tokens, max_num_seqs=seats, num_blocks=1000, block_size=4, look_ahead=look_ahead)
     spec = replace(spec, **bounds)
-    hand_over = HandOverCost(latency_s=latency_s, bytes_per_s=1e6, kv_token_bytes=7.0)
+    hand_over = HandOverCost(latency_s=latency_s, bytes_per_s=1e6, kv_token_bytes=7.0, state_bytes=40.0 * spec.num_state_blocks)
     deployment = SimulatedDeployment(
         num_prefill=num_prefill, num_decode=num_decode, prefill=spec if num_prefill else None, decode=spec, hand_over=hand_over
     )
@@ -96,7 +97,8 @@ def test_every_token_comes_when_the_engines_says(requests, split, look_ahead, st
 @settings(max_examples=60, deadline=None)
 @given(arrivals(most_output=40), st.integers(26, 50), st.booleans(), BOUNDS)
 def test_who_gives_way_when_blocks_run_out(requests, num_blocks, look_ahead, bounds) -> None:
-    assert_same(short_of_blocks(num_blocks + 8, look_ahead, **bounds), requests)
+    # Beside the longest sequence, states and all.
+    assert_same(short_of_blocks(num_blocks + 8 + bounds.get("num_state_blocks", 0), look_ahead, **bounds), requests)
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -17,7 +17,7 @@ from twostep.lab.bench.serve.lengths import SHAREGPT_PROMPT, Normal, Uniform
 from twostep.lab.bench.shapes import LLAMA_8B, LLAMA_70B
 from twostep.lab.plan import machine
 from twostep.lab.plan.goodput import simulate
-from twostep.lab.plan.machine import load_preset, machine_of_preset, machine_of_workers, preset_names
+from twostep.lab.plan.machine import load_preset, machine_of, machine_of_preset, machine_of_workers, preset_names
 from twostep.lab.plan.model import GIB, model_of, parse_bytes, read_model, worker_memory
 from twostep.lab.plan.workload import parse_workload
 from twostep.lab.simulator.cluster import SimulatedDeployment
@@ -178,6 +178,58 @@ def test_a_token_of_latent_attention_is_one_vector_a_layer(tmp_path: Path) -> No
     assert worker_memory(model, 80 * GIB, tensor_parallel_size=4).kv_token_bytes == model.kv_token_bytes
 
 
+# Qwen/Qwen3-Next-80B-A3B-Instruct's layers.
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "vocab_size": 151936,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_states_of_sequences_are_counted_in_blocks(tmp_path: Path) -> None:
+    """Of 36 layers, each 32 matrices of 128 x 128 in float32 and three inputs of 8192 channels; a block of 16 tokens has 12 layers."""
+    model = model_of(QWEN3_NEXT, tmp_path)
+    assert model.kv_token_bytes == 2 * 12 * 2 * 256 * 2
+    assert model.state_bytes == 4 * 32 * 128 * 128 + 2 * 3 * 8192
+    assert model.num_state_blocks(16) == 36 * 6
+    assert model.num_state_blocks(64) == 36 * 2
+    assert model_of(QWEN3_NEXT, tmp_path, kv_cache_dtype="fp8").num_state_blocks(16) == 36 * 11
+    assert model_of(LLAMA_8B, tmp_path).num_state_blocks(16) == 0
+    machine = machine_of(load_preset("h200-llama-3.1-8b"), model, worker_memory(model, 141 * GIB))
+    assert machine.base.decode.num_state_blocks == 216
+    assert machine.base.hand_over.state_bytes == 216 * 16 * model.kv_token_bytes
+    with pytest.raises(SetupError, match="--tensor-parallel-size 1"):
+        worker_memory(model, 141 * GIB, tensor_parallel_size=2)
+
+
+def test_curves_of_another_model_are_told(tmp_path: Path) -> None:
+    preset = load_preset("h200-llama-3.1-8b")
+
+    def curves_of(config: dict[str, object], **formats: str) -> str:
+        model = model_of(config, tmp_path, **formats)
+        return machine_of(preset, model, worker_memory(model, 1000 * GIB)).curves_of
+
+    assert curves_of(LLAMA_8B) == ""
+    assert curves_of(LLAMA_8B | {"vocab_size": LLAMA_8B["vocab_size"] + 64}) == ""
+    for other in (LLAMA_70B, QWEN3_NEXT, DEEPSEEK):
+        assert curves_of(other) == "llama-3.1-8b"
+    assert curves_of(LLAMA_8B, quantization="int4") == "llama-3.1-8b"
+    assert machine_of_preset("h200-llama-3.1-8b").curves_of == ""
+
+
 def test_a_model_directory(tmp_path: Path) -> None:
     with pytest.raises(SetupError):
         read_model(tmp_path)
@@ -286,6 +338,11 @@ def test_running_workers_are_planned_with_what_they_publish() -> None:
     assert (base.prefill.curve, base.decode.curve.knee, base.decode.mixed) == (CURVE, 5.0, None)
     assert (base.decode.step_tokens, base.decode.num_blocks, base.decode.max_num_seqs) == (777, 1000, 32)
     assert base.hand_over.kv_token_bytes == 131072
+    assert base.hand_over.state_bytes == 0
+    layout = replace(records[0].layout, num_state_blocks=9)
+    stateful = machine_of_workers([replace(record, layout=layout) for record in records], preset).base
+    assert stateful.decode.num_state_blocks == 9
+    assert stateful.hand_over.state_bytes == 9 * 16 * 131072
     with pytest.raises(SetupError, match="decode"):
         machine_of_workers([worker_record("prefill"), worker_record("decode", ready=False)], preset)
 

@@ -12,7 +12,10 @@ from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Fixed, Uniform
 from twostep.lab.bench.serve.metrics import LatencyTargets
 from twostep.lab.plan.goodput import try_rate
+from twostep.lab.plan.machine import Machine
+from twostep.lab.plan.model import PlannedModel
 from twostep.lab.plan.planner import Question, decode_rate, plan_for_rate, plan_for_workers, prompt_work_s
+from twostep.lab.plan.report import plan_json, plan_text
 from twostep.lab.plan.workload import PlannedWorkload
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
@@ -105,6 +108,22 @@ def test_workers_of_both_roles_are_never_worse_than_aggregated_ones() -> None:
     cheapest = plan_for_rate(question(targets, workload=workload, fixed_roles=False), 1.5 * plan.disaggregated.goodput).disaggregated
     assert cheapest is not None
     assert 2 < cheapest.deployment.num_workers <= 4
+
+
+def test_states_and_the_curves_of_another_model_are_told() -> None:
+    spec = replace(SPEC, num_state_blocks=5)
+    base = replace(BASE, prefill=spec, decode=spec, hand_over=replace(BASE.hand_over, state_bytes=5 * 16 * 1024))
+    asked = question(LatencyTargets(ttft_ms=500), base=base)
+    model = PlannedModel(name="hybrid", num_layers=4, num_kv_heads=2, head_dim=32, weight_bytes=1)
+    machine = Machine(name="here", base=base, model=model, memory=None, curves_of="llama")
+    plan = plan_for_rate(asked, 1)
+    text, raw = plan_text(plan, asked, machine), plan_json(plan, asked, machine)
+    assert "measured with llama" in text
+    assert "5 blocks = 81,920 bytes" in text
+    assert (raw["curves_of"], raw["state_bytes_per_sequence"]) == ("llama", 81920)
+    known = plan_text(plan, asked, replace(machine, base=BASE, curves_of=""))
+    assert "measured with" not in known
+    assert "states" not in known
 
 
 def test_impossible_targets_are_refused_with_the_reason() -> None:

@@ -108,6 +108,15 @@ async def test_prompts_that_can_never_fit_are_refused_before_they_are_read(http:
         assert (answer.status, (await answer.json())["error"]["type"]) == (413, "invalid_request_error")
 
 
+async def test_of_several_prompts_it_is_said_which_one_is_too_long(http: aiohttp.ClientSession) -> None:
+    for long, other in (([5] * MAX_MODEL_LEN, [5]), ([5] * (MAX_MODEL_LEN - 9), [5]), ("word " * 3 * MAX_MODEL_LEN, "x")):
+        error = await refused(http, TEXT, {"prompt": [other, long], "n": 2})
+        assert (error["param"], error["code"]) == ("prompt[1]", "context_length_exceeded")
+        assert error["message"].startswith("prompt[1]: This model's maximum context length")
+        assert (await refused(http, TEXT, {"prompt": long}))["param"] is None
+    assert (await refused(http, TEXT, {"prompt": ["x", "x"], "min_tokens": 20}))["param"] == "min_tokens"
+
+
 async def test_limits_that_nobody_sent_are_not_blamed_on_the_client(http: aiohttp.ClientSession) -> None:
     """Completions have 16 tokens where max_tokens is not given; a message says that, and not that max_tokens is 16."""
     prompt = [5] * (MAX_MODEL_LEN - 9)

@@ -111,6 +111,33 @@ async def test_what_cannot_be_embedded(http: aiohttp.ClientSession, given: Any, 
     assert (error["code"] == "context_length_exceeded") == (param is None)
 
 
+async def test_of_several_inputs_it_is_said_which_one_is_too_long(http: aiohttp.ClientSession) -> None:
+    long = "word " * 3 * MAX_MODEL_LEN
+    for given, at in ((["a", long], 1), ([[5] * (MAX_MODEL_LEN + 1)], 0), ([IDS, IDS, [5] * (MAX_MODEL_LEN + 1)], 2)):
+        error = await embedded(http, given, 400)
+        assert (error["param"], error["code"]) == (f"input[{at}]", "context_length_exceeded")
+        assert error["message"].startswith(f"input[{at}]: This model's maximum context length")
+
+
+async def test_of_several_inputs_it_is_said_which_one_a_worker_refuses(cluster: Cluster, prefill: FakePrefill) -> None:
+    prefill.hooks.append(refuse(grpc.StatusCode.INVALID_ARGUMENT, "no such token"))
+    prefill.before_first.append(refuse(grpc.StatusCode.OUT_OF_RANGE, "not finite"))
+    async with cluster.serving(), open_http(cluster) as http:
+        refused = await embedded(http, [IDS], 400)
+        assert (refused["param"], refused["message"].split(":")[0]) == ("input[0]", "input[0]")
+        failed = await embedded(http, [IDS], 422)
+        assert failed["message"].startswith("input[0]: ")
+
+
+async def test_what_clients_get_wrong_is_counted_as_that(http: aiohttp.ClientSession) -> None:
+    for given in ("", ["a", ""], [[5] * (MAX_MODEL_LEN + 1)]):
+        await embedded(http, given, 400)
+    metrics = await (await http.get("/metrics")).text()
+    counted = [line for line in metrics.splitlines() if line.startswith("twostep_requests_total")]
+    assert counted
+    assert all('status="INVALID_ARGUMENT"' in line or 'status="OK"' in line or 'status="CANCELLED"' in line for line in counted), counted
+
+
 async def test_other_refusals(http: aiohttp.ClientSession) -> None:
     await told(http, EMBED, {"model": "another", "input": "a"}, 404)
     await told(http, EMBED, {"model": "m"}, 400)
@@ -198,7 +225,8 @@ async def test_what_a_worker_has_against_an_input_is_the_client_s(cluster: Clust
 async def test_without_a_prefill_worker_there_is_none(cluster: Cluster, decode: FakeDecode) -> None:
     """However many decode."""
     async with cluster.serving(no_worker_grace=0.1), open_http(cluster) as http:
-        assert "prefill" in (await embedded(http, [IDS], 503))["message"]
+        message = (await embedded(http, [IDS], 503))["message"]
+        assert all(word in message for word in ("no prefill worker", "start a prefill worker", "both roles", "--fixed-roles")), message
     assert not decode.requests
 
 

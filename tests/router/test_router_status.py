@@ -32,7 +32,7 @@ from router.status.status import (
 )
 from twostep.cluster.prediction import Candidate, MeanLoad, Snapshot
 from twostep.cluster.records import GpuLoad, WorkerLoad
-from twostep.errors import ResourceExhausted
+from twostep.errors import STATUS, ResourceExhausted
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.rpc.channel import open_channel
@@ -110,6 +110,16 @@ def test_a_sample_is_what_the_metrics_have_counted() -> None:
     assert 0.01 < sample.times["itl"].quantile(0.5) <= 0.015
     assert 0.015 < sample.times["tpot"].quantile(0.5) <= 0.02
     assert 1.5 < sample.times["queue"].quantile(0.99) <= 2.5
+
+
+@given(st.sampled_from(sorted({status.grpc for status in STATUS.values()})))
+def test_a_request_that_no_system_would_serve_is_no_failure(status: str) -> None:
+    metrics = counted()
+    before = take_sample(metrics, at=0.0)
+    metrics.requests.labels(status, "", "standard").inc()
+    after = take_sample(metrics, at=1.0)
+    refused = status in ("CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED")
+    assert (after.requests - before.requests, after.failures - before.failures) == (1, 0 if refused else 1)
 
 
 def test_load_is_what_came_between_two_samples() -> None:

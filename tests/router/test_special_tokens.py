@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import aiohttp
 import pytest
+from bare_deployment import make_bare_model_dir
 from http_fakes import open_http, url
 from router_fakes import Cluster, FakePrefill
 
@@ -79,3 +82,19 @@ async def test_text_beyond_the_context_is_refused_before_all_of_it_is_read(clust
     finally:
         prompts.close()
         await renderer.close()
+
+
+async def test_a_tokenizer_without_the_template_s_tokens_is_told_once(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "<|start|>{{ messages[0].content }}<|message|><|im_end|>"
+    other = Cluster(make_bare_model_dir(tmp_path / "harmony", chat_template=template), cluster.redis_server, tmp_path)
+    try:
+        async with other.serving():
+            pass
+    finally:
+        await other.close()
+    (told,) = [record.getMessage() for record in caplog.records if "tokenizer does not have" in record.getMessage()]
+    assert "<|start|>" in told
+    assert "<|message|>" in told
+    assert "<|im_end|>" not in told

@@ -1,11 +1,11 @@
 """`make rolling`: a rolling update of each role and of Redis under load, with figures (docs/upgrades.md).
 
     python tests/system/rolling.py                  all of it, some minutes on two cores
-    python tests/system/rolling.py --clients 12 --parts short redis
+    python tests/system/rolling.py --clients 12 --stages short redis
     python tests/system/rolling.py --from TREE      begins with processes of another checkout, such as that of the release before
 
 Two routers, two prefill and two decode workers, each a process, serve a small model in float32 to clients of the SDK that ask without a
-pause. Each part prints a line; the exit status is 0 if no request failed, all tokens were right and nothing was left over.
+pause. Each stage prints a line; the exit status is 0 if no request failed, all tokens were right and nothing was left over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oracle import Oracle
 
 LONG_S, SHORT_S = 60.0, 0.05
 ROLES = ("prefill", "decode", "router")
-PARTS = ("long", "short", "in-place", "redis")
+STAGES = ("long", "short", "in-place", "redis")
 ROUTERS = tuple(f"router-{n}" for n in range(6))
 FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--block-size", str(BLOCK_SIZE))
 # Without a time to live: it is there after a restart only if Redis came back with what it had.
@@ -39,8 +39,8 @@ _MARK = "twostep:test:mark"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Outcomes of the requests that were under way in one part of an update."""
+class Stage:
+    """Outcomes of the requests that were under way in one stage of an update."""
 
     name: str
     seconds: float
@@ -73,25 +73,25 @@ HEADER = "| | took | requests | moved | failed | longest wait for the first toke
 
 
 class Update:
-    """Updates a fleet under load, part after part."""
+    """Updates a fleet under load, stage after stage."""
 
     def __init__(self, fleet: Fleet, load: SteadyLoad, say: Callable[[str], None] = lambda _: None) -> None:
         self.fleet, self.load = fleet, load
-        self.parts: list[Part] = []
+        self.stages: list[Stage] = []
         self._say = say
         self._seen = 0
 
-    async def part(self, name: str, work: Awaitable[object]) -> Part:
+    async def stage(self, name: str, work: Awaitable[object]) -> Stage:
         """Does it, and waits until all that was under way has ended."""
         begun = time.monotonic()
         await work
         seconds = time.monotonic() - begun
         await self.load.settled()
-        part = Part(name=name, seconds=seconds, outcomes=tuple(self.load.ended[self._seen :]))
-        self._seen += len(part.outcomes)
-        self.parts.append(part)
-        self._say(str(part))
-        return part
+        stage = Stage(name=name, seconds=seconds, outcomes=tuple(self.load.ended[self._seen :]))
+        self._seen += len(stage.outcomes)
+        self.stages.append(stage)
+        self._say(str(stage))
+        return stage
 
     async def replace(self, old: Sequence[str], new: Sequence[str], *, drain_s: float) -> None:
         """One after the other: the new one serves before the old one is told to end. The new ones will drain for `drain_s`."""
@@ -130,33 +130,33 @@ class Update:
             await self.fleet.until_busy(name, 1)
 
 
-def check(parts: Sequence[Part], oracle: Oracle) -> int:
+def check(stages: Sequence[Stage], oracle: Oracle) -> int:
     """Fails for a request that failed, and for a wrong token. How many comparisons ended at a near-tie of the oracle's own."""
-    return sum(oracle.compare(outcome.case.token_ids, outcome.case.options, outcome.token_ids) for outcome in differing(parts))
+    return sum(oracle.compare(outcome.case.token_ids, outcome.case.options, outcome.token_ids) for outcome in differing(stages))
 
 
-def differing(parts: Sequence[Part]) -> list[Outcome]:
+def differing(stages: Sequence[Stage]) -> list[Outcome]:
     """Answers with other tokens than expected. Fails for a request that failed."""
-    errors = [f"{part.name}: {error}" for part in parts for error in part.errors]
+    errors = [f"{stage.name}: {error}" for stage in stages for error in stage.errors]
     assert not errors, errors
-    return [outcome for part in parts for outcome in part.outcomes if list(outcome.token_ids) != list(outcome.case.expected)]
+    return [outcome for stage in stages for outcome in stage.outcomes if list(outcome.token_ids) != list(outcome.case.expected)]
 
 
-async def roll_all(fleet: Fleet, load: SteadyLoad, parts: Sequence[str], say: Callable[[str], None]) -> list[Part]:
-    """`parts` of PARTS. The fleet has two members of each role, which will drain for a long time if that is the first part."""
+async def roll_all(fleet: Fleet, load: SteadyLoad, stages: Sequence[str], say: Callable[[str], None]) -> list[Stage]:
+    """`stages` of STAGES. The fleet has two members of each role, which will drain for a long time if that is the first stage."""
     update = Update(fleet, load, say)
-    await update.part("nothing happens", load.more(30))
+    await update.stage("nothing happens", load.more(30))
     present = {role: [f"{role}-{n}" for n in (0, 1)] for role in ROLES}
-    for part, drain_s in (("long", LONG_S), ("short", SHORT_S)):
-        for role in ROLES if part in parts else ():
+    for stage, drain_s in (("long", LONG_S), ("short", SHORT_S)):
+        for role in ROLES if stage in stages else ():
             old = present[role]
             new = present[role] = [f"{role}-{int(name.partition('-')[2]) + 2}" for name in old]
-            await update.part(f"{role}: replaced, drained for {drain_s:g} s at most", update.replace(old, new, drain_s=SHORT_S))
-    for role in ROLES if "in-place" in parts else ():
-        await update.part(f"{role}: restarted in place, drained for {SHORT_S:g} s", update.restart(*present[role]))
-    if "redis" in parts:
-        await update.part("Redis restarted, away for 3 s", update.restart_redis(down_s=3.0))
-    return update.parts
+            await update.stage(f"{role}: replaced, drained for {drain_s:g} s at most", update.replace(old, new, drain_s=SHORT_S))
+    for role in ROLES if "in-place" in stages else ():
+        await update.stage(f"{role}: restarted in place, drained for {SHORT_S:g} s", update.restart(*present[role]))
+    if "redis" in stages:
+        await update.stage("Redis restarted, away for 3 s", update.restart_redis(down_s=3.0))
+    return update.stages
 
 
 async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> int:
@@ -164,23 +164,23 @@ async def _main(args: argparse.Namespace, model_dir: Path, oracle: Oracle) -> in
     async with Fleet(model_dir, flags=FLAGS, routers=ROUTERS) as fleet:
         names = [f"{role}-{n}" for role in ROLES for n in (0, 1)]
         fleet.tree = args.from_tree
-        await fleet.start(dict.fromkeys(names, LONG_S if "long" in args.parts else SHORT_S))
+        await fleet.start(dict.fromkeys(names, LONG_S if "long" in args.stages else SHORT_S))
         fleet.tree = None
         print(HEADER, flush=True)
         async with SteadyLoad(fleet.targets, cases, num_clients=args.clients) as load:
-            parts = await roll_all(fleet, load, args.parts, lambda line: print(line, flush=True))
+            stages = await roll_all(fleet, load, args.stages, lambda line: print(line, flush=True))
         await fleet.until_empty()
-        near_ties = check(parts, oracle)
-    outcomes = [outcome for part in parts for outcome in part.outcomes]
+        near_ties = check(stages, oracle)
+    outcomes = [outcome for stage in stages for outcome in stage.outcomes]
     num_tokens, num_moved = sum(len(outcome.token_ids) for outcome in outcomes), sum(outcome.moved for outcome in outcomes)
     print(f"{len(outcomes)} requests, {num_tokens} tokens, {num_moved} moved, 0 failed, 0 wrong tokens, nothing left over")
     print(f"{near_ties} comparisons ended at a near-tie of the oracle's own")
-    return 0 if _moved_when_they_should(parts) else 1
+    return 0 if _moved_when_they_should(stages) else 1
 
 
-def _moved_when_they_should(parts: Sequence[Part]) -> bool:
+def _moved_when_they_should(stages: Sequence[Stage]) -> bool:
     """Tells whether decode workers and routers without time give their streams away, and those that have time do not."""
-    given = {part.name: part.num_moved > 0 for part in parts if "drain" in part.name}
+    given = {stage.name: stage.num_moved > 0 for stage in stages if "drain" in stage.name}
     wrong = [name for name, moved in given.items() if moved and f"{LONG_S:g} s" in name]
     wrong += [name for name, moved in given.items() if not moved and f"{SHORT_S:g} s" in name and not name.startswith("prefill")]
     print("".join(f"streams should {'not ' if given[name] else ''}have moved: {name}\n" for name in wrong), end="")
@@ -190,7 +190,7 @@ def _moved_when_they_should(parts: Sequence[Part]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="drains with time and without, restarts, Redis; all if not given"
+        "--stages", nargs="+", choices=STAGES, default=STAGES, help="drains with time and without, restarts, Redis; all if not given"
     )
     parser.add_argument("--from", dest="from_tree", type=Path, metavar="TREE", help="a checkout whose routers and workers are replaced")
     parser.add_argument("--clients", type=int, default=6, help="requests at any time")

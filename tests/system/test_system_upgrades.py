@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fleet import Fleet
 from loads import SteadyLoad, fake_cases
-from rolling import LONG_S, SHORT_S, Part, Update, differing
+from rolling import LONG_S, SHORT_S, Stage, Update, differing
 
 from twostep.text.model_card import ModelCard
 
@@ -22,12 +22,12 @@ FLAGS = ("--runner", "fake", "--fake-step-ms", "15", "--num-blocks", "512")
 _MOST_TRIES = 4
 
 
-async def until_moved(update: Update, name: str, work: Callable[[], Awaitable[object]]) -> Part:
+async def until_moved(update: Update, name: str, work: Callable[[], Awaitable[object]]) -> Stage:
     """Does it until somebody else had to go on with an answer."""
     for _ in range(_MOST_TRIES):
-        part = await update.part(name, work())
-        if part.num_moved:
-            return part
+        stage = await update.stage(name, work())
+        if stage.num_moved:
+            return stage
     raise AssertionError(f"{name}: in {_MOST_TRIES} times no answer was under way there")
 
 
@@ -46,7 +46,7 @@ async def test_each_role_and_redis_roll_under_load(tiny_llama_dir: Path) -> None
         await fleet.start(drains_s)
         async with SteadyLoad(fleet.targets, cases, num_clients=6) as load:
             update = Update(fleet, load, print)
-            patient = await update.part("a prefill worker leaves, with time to drain", update.drain("prefill-0"))
+            patient = await update.stage("a prefill worker leaves, with time to drain", update.drain("prefill-0"))
             await until_moved(update, "a decode worker is restarted in place, without time", lambda: update.restart("decode-1"))
 
             async def leave() -> None:
@@ -55,7 +55,7 @@ async def test_each_role_and_redis_roll_under_load(tiny_llama_dir: Path) -> None
                 await update.drain("router-0")
 
             await until_moved(update, "a router leaves, without time", leave)
-            await update.part("Redis is restarted", update.restart_redis(down_s=0.5))
+            await update.stage("Redis is restarted", update.restart_redis(down_s=0.5))
         await fleet.until_empty()
-    assert differing(update.parts) == []
+    assert differing(update.stages) == []
     assert patient.num_moved == 0

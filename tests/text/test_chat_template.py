@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from twostep.errors import InvalidRequest, SetupError
-from twostep.text.chat_template import ChatTemplate
+from twostep.text.chat_template import ChatTemplate, unknown_control_tokens
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import Tokenizer
 
@@ -89,3 +90,21 @@ def test_what_cannot_be_rendered() -> None:
     for source, text in (("{{ messages[0].content }}!", "It is "), ("{{ messages[0].content | trim }}!", "It is")):
         assert ChatTemplate(source).render(begun, continue_final_message=True) == text
     assert ChatTemplate("{{ strftime_now('%Y') }}").render(messages) == str(datetime.now().year)
+
+
+@pytest.mark.parametrize(
+    ("template", "unknown"),
+    [
+        ("{{ '<|im_start|>' + messages[0].role }}a<|im_end|>", []),
+        ("<|start|>{{ '<|channel|>' }}{# <|comment|> #}<|im_end|><|start|>", ["<|start|>", "<|channel|>"]),
+        ("<｜User｜>{{ messages[0].content }}<end_of_turn>", ["<｜User｜>", "<end_of_turn>"]),
+        ("[INST] {{ messages[0].content }} <b> a <| b |> [/INST]", []),
+        ("{{ '<|' + messages[0].role + '|>' }}", []),
+    ],
+)
+def test_control_tokens_that_the_tokenizer_does_not_have(template: str, unknown: list[str], tiny_llama_dir: Path) -> None:
+    tokenizer, card = Tokenizer.load(tiny_llama_dir), ModelCard.load(tiny_llama_dir)
+    assert unknown_control_tokens(card, tokenizer) == []
+    assert set(unknown_control_tokens(replace(card, chat_template=template), tokenizer)) == set(unknown)
+    assert set(unknown_control_tokens(replace(card, tool_use_template=template), tokenizer)) == set(unknown)
+    assert unknown_control_tokens(replace(card, chat_template=None), tokenizer) == []

@@ -13,11 +13,12 @@ from typing import Any
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.directory import FLOAT_DTYPES, read_header, stored_dtype, weight_files
 from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
-from twostep.checkpoint.held import held_bytes
+from twostep.checkpoint.held import held_bytes, held_in_head
 from twostep.checkpoint.kv_scheme import read_kv_scheme
 from twostep.checkpoint.linear_format import LinearFormat, Role
-from twostep.checkpoint.quantization import Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
+from twostep.checkpoint.quantization import HEAD, Quantization, check_unquantized, fitting, quantization_at_load, read_quantization
 from twostep.checkpoint.stacked import names_apart, shape_apart
+from twostep.checkpoint.usual_keys import lies_turned, usual_keys
 from twostep.errors import SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,7 +71,7 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
     layers, weights, sizes, held = Counter[str](), Counter[str](), Counter[str](), Counter[bool]()
     experts, in_experts = read_expert_sizes(config), 0
     seen: set[str] = set()
-    for layer, format, (rows, columns) in _quantized(model_dir, found, tensors):
+    for layer, format, (rows, columns) in _quantized(model_dir, config, found, tensors):
         for on_cpu in (False, True):
             held[on_cpu] += held_bytes(format, rows, columns, item_bytes=_ITEM_BYTES[dtype], on_cpu=on_cpu)
         kind = str(format)
@@ -84,6 +85,9 @@ def describe(model_dir: Path, *, dtype: str = "auto", quantization: str = "none"
         parts = {part.role: (part, tensors.get(f"{layer}.{part.suffix}")) for part in format.parts}
         seen |= {f"{layer}.{part.suffix}" for part, raw in parts.values() if raw is not None}
         sizes[kind] += sum(_num_bytes(raw) for _, raw in parts.values())
+    if (head := _tied_head(config, found, tensors)) is not None:
+        for on_cpu in (False, True):
+            held[on_cpu] += held_in_head(found, *head, item_bytes=_ITEM_BYTES[dtype], on_cpu=on_cpu)
     others = {name: raw for name, raw in tensors.items() if name not in seen}
     for name, raw in others.items():
         if raw.get("dtype") not in FLOAT_DTYPES and name.endswith((".weight", ".bias")):
@@ -125,10 +129,10 @@ def _apart(name: str, raw: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]
 
 
 def _quantized(
-    model_dir: Path, quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
+    model_dir: Path, config: Mapping[str, Any], quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
 ) -> Iterable[tuple[str, LinearFormat, tuple[int, int]]]:
-    """Yields the layers whose weight is stored as the config says, or that become so as they are read, with its shape. A tied output layer
-    is one of its own then. Raises SetupError where a tensor is missing beside a weight."""
+    """Yields the layers whose weight is stored as the config says, or that become so as they are read, with its shape as [out, in]. Raises
+    SetupError where a tensor is missing beside a weight."""
     if quantization is None:
         return
     for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
@@ -138,7 +142,8 @@ def _quantized(
         if not quantization.stored:
             shape = _shape(tensors.get(f"{layer}.weight"))
             if len(shape) == 2 and not _LOOKED_UP.search(layer):
-                yield layer, fitting(format, shape[1]), (shape[0], shape[1])
+                rows, columns = shape[::-1] if lies_turned(config, layer) else shape
+                yield layer, fitting(format, columns), (rows, columns)
             continue
         part = next(part for part in format.parts if part.role is Role.WEIGHT)
         weight = tensors.get(f"{layer}.{part.suffix}")
@@ -150,6 +155,18 @@ def _quantized(
         if len(shape) == 2:
             rows, columns = shape[::-1] if part.turned else shape
             yield layer, format, (rows * part.units[0], columns * part.units[1])
+
+
+def _tied_head(
+    config: Mapping[str, Any], quantization: Quantization | None, tensors: Mapping[str, dict[str, Any]]
+) -> tuple[int, int] | None:
+    """Returns the shape of an output layer that is the embedding in the files, and quantized by itself as they are read; None: there is
+    none."""
+    config = usual_keys(config)
+    if quantization is None or quantization.stored or quantization.format_of(HEAD) is None or not config.get("tie_word_embeddings"):
+        return None
+    rows, columns = config.get("vocab_size"), config.get("hidden_size")
+    return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) and f"{HEAD}.weight" not in tensors else None
 
 
 def _shape(raw: dict[str, Any] | None) -> list[int]:

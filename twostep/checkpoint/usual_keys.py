@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "starcoder2": {"tie_word_embeddings": True},
 }
 _FOUR_TIMES = ("falcon", "gpt2")  # as wide as the model, is an MLP where the file says nothing
+_TURNED = ("c_attn", "c_fc", "c_proj")  # GPT-2's products
 _PLAIN = ("falcon", "gpt2", "gpt_neox", "opt", "starcoder2")  # MLPs of two products, not three
 
 
@@ -86,6 +87,11 @@ def num_kv_layers(config: Mapping[str, Any], num_layers: int) -> int:
         return num_layers - kinds.count("linear_attention")
     interval = config.get("full_attention_interval", 4 if kind_of(config) == "qwen3_next" else 1)
     return num_layers // interval if isinstance(interval, int) and interval > 0 else num_layers
+
+
+def lies_turned(config: Mapping[str, Any], layer: str) -> bool:
+    """Returns whether the files have a layer's weight as [in, out]."""
+    return kind_of(config) == "gpt2" and layer.rpartition(".")[2] in _TURNED
 
 
 def mlp_products(config: Mapping[str, Any]) -> int:

@@ -26,7 +26,7 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
     """Measures and shows; returns the exit status. Raises SetupError."""
     name, why = choose_device(args.device)
     device = device_of(name)
-    model = with_quantization(parse_config(model_dir), args.quantization)
+    model = with_quantization(parse_config(model_dir, args.architecture), args.quantization)
     bench.check_context(args.input_tokens, args.output_tokens, model.max_model_len)
     dtype = model.dtype if args.dtype == "auto" else args.dtype
     # A model and its cache leave a GPU no memory to be measured in.
@@ -36,6 +36,7 @@ def bench_engine(args: argparse.Namespace, model_dir: Path) -> int:
     config = WorkerConfig(
         role="decode",
         model=str(model_dir),
+        architecture=args.architecture,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         quantization=args.quantization,

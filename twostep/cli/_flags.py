@@ -191,6 +191,7 @@ def _bench_engine(command: FlagParser) -> None:
         metavar="DIR|NAME|SHAPE",
         help="a model directory, a known name, or random weights of llama-3.1-8b or llama-3.1-70b",
     )
+    command.flag("--architecture", default="", metavar="NAME", help=ARCHITECTURE)
     worker = readers_of(WorkerSettings)
     command.flag("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights, only config.json is read")
     command.flag("--dtype", default="auto", choices=DTYPES, help="auto: that of the weights")

@@ -13,6 +13,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from twostep.checkpoint.architectures import take_architecture
+from twostep.checkpoint.config_file import read_config
+from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.model_name import directory_of, name_of
 from twostep.cli._terminal import Terminal, clipped
 from twostep.errors import InvalidRequest
@@ -40,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     machine = _machine(args)
     workload = parse_workload(args.workload)
+    if workload.cached and machine.base.decode.num_state_blocks:
+        raise InvalidRequest(f"cached={workload.cached:g}: {machine.model.name} keeps states, and reuses no prefixes; leave it out")
     prefill_price, decode_price = _prices(args.gpu_hour_price)
     question = Question(
         base=machine.base,
@@ -129,7 +134,9 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
         return replace(model, name=args.model)
     if args.model:
         # Of the hub, without the weights: they are counted from the shape.
-        model = read_model(directory_of(args.model, weights=False), architecture=args.architecture, **_formats(args))
+        model_dir = directory_of(args.model, weights=False)
+        take_architecture(Fields(model_dir / "config.json", read_config(model_dir, args.architecture)))
+        model = read_model(model_dir, architecture=args.architecture, **_formats(args))
         return replace(model, name=name_of(args.model))
     if preset.model is None:
         raise InvalidRequest(f"which model is not known: give --model DIR, or one of {', '.join(SHAPES)}")

@@ -104,6 +104,7 @@ class RouterLoad:
     num_streams: int
     requests_per_s: float
     failures_per_s: float
+    """Counts those that got no answer and could have had one: not what clients cancelled, or were refused for what they sent."""
     prompt_tokens_per_s: float
     cached_tokens_per_s: float
     """Counts the tokens among prompt_tokens_per_s that were cached."""

@@ -78,7 +78,7 @@ class RequestOptions(SamplingOptions, total=False):
     resume_token_ids: Sequence[int]
     """Tokens that an earlier stream of the same request brought (StreamBroken.token_ids; give its `seed` too)."""
     request_class: RequestClass
-    """How urgent it is: interactive requests go first, batch ones fill the gaps. "standard" if left out."""
+    """Says how urgent it is: interactive requests go first, batch ones fill the gaps. "standard" if left out."""
     ttft_ms: float | None
     """Sets the time within which the first token is needed. If that cannot be kept, the request is refused at once with ResourceExhausted,
     whose `retry_after_s` says when to come again; retries do (batch requests wait instead)."""
@@ -100,7 +100,7 @@ class EmbedOptions(TypedDict, total=False):
     dimensions: int
     """The vectors' first numbers alone, where the model's are trained to be cut."""
     normalize: bool
-    """Whether vectors are brought to a length of 1; left out: as the model's files say, which is so as a rule."""
+    """Says whether vectors are brought to a length of 1. If it is left out, the model's files say it, and as a rule they are."""
     truncate_prompt_tokens: int
     """Longer inputs are cut to so many tokens: of a text the first are kept, of token ids the last. -1: to the model's context."""
     model: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ from twostep.errors import InvalidRequest, SetupError
 from twostep.text.client_words import ClientWords, drawn_mark, strings_in
 from twostep.text.model_card import ModelCard
 from twostep.text.template_sandbox import MAX_CHARS, MAX_STEPS, Sandbox, TooMuch
-from twostep.text.tokenizer import AddedTokens
+from twostep.text.tokenizer import AddedTokens, Tokenizer
 
 # What a client's variables may not be called: arguments of the render itself, and of transformers' function that renders.
 _RESERVED = frozenset({"messages", "tools", "continue_final_message", "chat_template", "tokenize"})
 _MAX_VARIABLES = 256
+# Control tokens as ChatML, harmony, Llama 3 and most others write them, as DeepSeek does, and Gemma's.
+_CONTROL = re.compile(r"<\|\w+\|>|<｜[^<>｜]+｜>|<(?:start|end)_of_turn>")
 # Put behind the message that is continued, to find the place in what the template makes of it. The space at its end shows whether
 # the template strips messages.
 _TAG = "<<twostep: the answer goes on here>> "
@@ -44,6 +47,26 @@ def check_syntax(card: ModelCard) -> None:
                 _reader().parse(source)
             except (jinja2.TemplateError, RecursionError) as error:
                 raise SetupError(f"the model's chat template does not compile ({error}); correct or remove it") from error
+
+
+def unknown_control_tokens(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
+    """Returns those that the model's chat templates write, in their order, and its tokenizer reads as plain text. The templates are those
+    that passed check_syntax; what they put together from pieces is not seen."""
+    found: dict[str, None] = {}
+    for source in (card.chat_template, card.tool_use_template):
+        if source is not None:
+            parsed = _reader().parse(source)
+            texts = [node.data for node in parsed.find_all(jinja2.nodes.TemplateData)]
+            texts += [node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)]
+            found |= dict.fromkeys(token for text in texts for token in _CONTROL.findall(text))
+    return [token for token in found if not _is_token(token, tokenizer)]
+
+
+def _is_token(text: str, tokenizer: Tokenizer) -> bool:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False) == [tokenizer.token_id(text)]
+    except InvalidRequest:
+        return False
 
 
 @functools.cache

@@ -49,7 +49,8 @@ class Preset:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """`base` has all of the workers' specs. `memory` is None where workers publish their blocks themselves; `gpus` is how many each worker
-    takes. `fixed_roles`: workers that are there do nothing but their role's work."""
+    takes. `fixed_roles`: workers that are there do nothing but their role's work. `curves_of`: the model whose steps were measured, where
+    that is another one than `model`; empty: it is this one, or nobody said which."""
 
     name: str
     base: SimulatedDeployment
@@ -57,12 +58,16 @@ class Machine:
     memory: WorkerMemory | None
     gpus: int = 1
     fixed_roles: bool = False
+    curves_of: str = ""
 
 
 def machine_of(preset: Preset, model: PlannedModel, memory: WorkerMemory, *, gpus: int = 1) -> Machine:
     """Workers of a preset's curves and bounds, with what the memory holds."""
-    blocks = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
-    return _machine(preset.with_specs(prefill=blocks, decode=blocks), model, memory, gpus)
+    states = model.num_state_blocks(memory.block_size)
+    blocks = {"num_blocks": memory.num_blocks, "block_size": memory.block_size, "num_state_blocks": states}
+    measured = preset.model
+    curves_of = "" if measured is None or model.resembles(measured) else measured.name
+    return replace(_machine(preset.with_specs(prefill=blocks, decode=blocks), model, memory, gpus), curves_of=curves_of)
 
 
 def machine_of_preset(name: str) -> Machine:
@@ -98,7 +103,10 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
 
 
 def _machine(preset: Preset, model: PlannedModel, memory: WorkerMemory | None, gpus: int) -> Machine:
-    base = replace(preset.base, hand_over=replace(preset.base.hand_over, kv_token_bytes=model.kv_token_bytes))
+    decode = preset.base.decode
+    state_bytes = decode.num_state_blocks * decode.block_size * model.kv_token_bytes
+    hand_over = replace(preset.base.hand_over, kv_token_bytes=model.kv_token_bytes, state_bytes=state_bytes)
+    base = replace(preset.base, hand_over=hand_over)
     return Machine(name=preset.name, base=base, model=model, memory=memory, gpus=gpus)
 
 
@@ -121,6 +129,7 @@ def _published(record: WorkerRecord) -> dict[str, Any]:
         "max_num_seqs": record.max_num_seqs,
         "num_blocks": record.num_blocks,
         "block_size": record.layout.block_size,
+        "num_state_blocks": record.layout.num_state_blocks,
         "max_step_s": record.max_step_s,
     }
 

@@ -15,12 +15,15 @@ from twostep.checkpoint.expert_sizes import ExpertSizes, read_expert_sizes
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
+from twostep.checkpoint.state_sizes import StateSizes
 from twostep.checkpoint.usual_keys import mlp_products, num_kv_layers, usual_keys
 from twostep.errors import InvalidRequest, SetupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A quantized vector of one token and head is a byte a number and a bfloat16 scale.
 _SCALE_BYTES = 2
+# By such a share weights may differ of which it is said that they are of the same size.
+_SAME_WEIGHTS = 0.02
 GIB = 1 << 30
 # Libraries, the largest step and captured graphs, where they have not been measured: an H200 with Llama-3.1-8B's shape and steps of 8192
 # tokens took 0.8 + 1.4 + 0.6 GiB.
@@ -32,7 +35,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10,
 class PlannedModel:
     """`num_layers` counts those with KV. `item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides
     (quantized KV only). `num_planes` is 1 where a token keeps one vector for keys and values (latent attention). `num_heads`,
-    `intermediate_size` and `experts` say into how many parts it can be cut."""
+    `intermediate_size` and `experts` say into how many parts it can be cut. `num_state_layers` keep a state of each sequence in place of
+    KV, of `state_bytes` each."""
 
     name: str
     num_layers: int
@@ -45,6 +49,8 @@ class PlannedModel:
     num_heads: int = 0
     intermediate_size: int = 0  # of dense layers; 0: there are none
     experts: ExpertSizes | None = None
+    num_state_layers: int = 0
+    state_bytes: int = 0
 
     @property
     def kv_token_bytes(self) -> int:
@@ -54,6 +60,18 @@ class PlannedModel:
     def kv_token_bytes_of_rank(self, tensor_parallel_size: int) -> int:
         """Returns what each of several ranks holds of it: its KV heads, or one that others hold too."""
         return self.kv_token_bytes // self.num_kv_heads * -(-self.num_kv_heads // tensor_parallel_size)
+
+    def num_state_blocks(self, block_size: int) -> int:
+        """Returns how many blocks a sequence takes beside those of its tokens: each layer's state lies in whole ones."""
+        return self.num_state_layers * -(-self.state_bytes // (self.kv_token_bytes * block_size))
+
+    def resembles(self, other: PlannedModel) -> bool:
+        """Returns whether its steps take about the same times: KV of the same shape, and weights of the same size."""
+
+        def kept(model: PlannedModel) -> tuple[int, ...]:
+            return model.num_layers, model.num_planes, model.num_kv_heads, model.head_dim, model.num_state_layers
+
+        return kept(self) == kept(other) and abs(self.weight_bytes - other.weight_bytes) <= _SAME_WEIGHTS * other.weight_bytes
 
     def cut_in_mlps(self, *, whole_experts: bool) -> dict[str, int]:
         """Returns what check_parts asks of MLPs."""
@@ -127,13 +145,18 @@ def model_of(
             queries = [(rank, hidden), (num_heads * (nope + rope), rank)]
         attention = [*queries, (head_dim, hidden), (num_heads * (nope + value), latent), (hidden, num_heads * value)]
 
-    num_kept, linear = num_kv_layers(config, num_layers), list[tuple[int, int]]()
+    num_kept, linear, state_bytes = num_kv_layers(config, num_layers), list[tuple[int, int]](), 0
     if num_kept < num_layers:
         # Gated delta nets beside gated attention (qwen3_next).
-        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
-        heads = number("linear_num_value_heads")
-        values = heads * number("linear_value_head_dim")
-        linear = [(2 * keys + 2 * values + 2 * heads, hidden), (hidden, values)]
+        delta = StateSizes(
+            num_key_heads=number("linear_num_key_heads"),
+            num_value_heads=number("linear_num_value_heads"),
+            key_dim=number("linear_key_head_dim"),
+            value_dim=number("linear_value_head_dim"),
+            kernel=number("linear_conv_kernel_dim"),
+        )
+        linear = [(delta.num_inputs + 2 * delta.num_value_heads, hidden), (hidden, delta.num_value_heads * delta.value_dim)]
+        state_bytes = delta.state_bytes(item_bytes)
         attention.append((num_heads * head_dim, hidden))
 
     def mlp(width: int) -> list[tuple[int, int]]:
@@ -172,6 +195,8 @@ def model_of(
         num_heads=num_heads,
         intermediate_size=intermediate if num_dense else 0,
         experts=experts,
+        num_state_layers=num_layers - num_kept,
+        state_bytes=state_bytes,
     )
 
 
@@ -211,7 +236,9 @@ def worker_memory(
     block_size: int = 16,
     tensor_parallel_size: int = 1,
 ) -> WorkerMemory:
-    """Raises SetupError if no KV fits beside the weights, with how much is missing."""
+    """Raises SetupError if no KV fits beside the weights, with how much is missing, and for parts of a model that is not cut."""
+    if model.num_state_layers and tensor_parallel_size > 1:
+        raise SetupError(f"{model.name} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
     memory = WorkerMemory(
         gpu_bytes=gpu_bytes,
         utilization=utilization,

@@ -325,7 +325,8 @@ def decode_rate(spec: EngineSpec, sample: Sequence[SimulatedRequest], targets: L
     if num_later <= 0:
         return float("inf")
     context = sum((r.num_prompt + r.num_output / 2) * (r.num_output - 1) for r in sample) / len(sample) / num_later
-    seats = max(1, min(spec.max_num_seqs, spec.step_tokens, int(spec.num_blocks * spec.block_size / context)))
+    taken = context + spec.num_state_blocks * spec.block_size
+    seats = max(1, min(spec.max_num_seqs, spec.step_tokens, int(spec.num_tokens / taken)))
     limit = float("inf") if targets.tpot_ms is None else targets.tpot_ms / 1e3
 
     def step_s(num_seqs: int) -> float:

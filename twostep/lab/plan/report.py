@@ -66,8 +66,10 @@ def plan_json(plan: Plan, question: Question, machine: Machine) -> dict[str, Any
         "targets_ms": {name.removesuffix("_ms"): value for name, value in asdict(question.targets).items() if value is not None},
         "machine": machine.name,
         "model": model.name,
+        "curves_of": machine.curves_of or model.name,
         "kv_bytes_per_token": model.kv_token_bytes,
         "kv_formula": model.formula,
+        "state_bytes_per_sequence": machine.base.hand_over.state_bytes,
         "memory": None if memory is None else asdict(memory) | {"pool_bytes": memory.pool_bytes, "pool_tokens": memory.num_tokens},
         "recommended": plan.best.deployment.name,
         "disaggregated_over_aggregated": plan.gain,
@@ -87,6 +89,7 @@ def plan_text(plan: Plan, question: Question, machine: Machine) -> str:
         f"workload     {question.workload}",
         f"targets      {question.targets}, of 95 % of the requests",
         f"machine      {machine.name}, {model.name}",
+        *([f"curves       {_foreign(machine)}"] if machine.curves_of else []),
         "",
         f"recommended  {deployment.name}   ({what})",
         f"             {best.goodput:.3g} requests/s kept to the targets, {best.goodput_per_worker / machine.gpus:.3g} per GPU",
@@ -107,6 +110,8 @@ def plan_text(plan: Plan, question: Question, machine: Machine) -> str:
             line += f", {use['sequences_decoding']:.1f} sequences decoding at once, {use['peak_sequences_decoding']} at most"
         lines.append(line + (f", {use['preemptions']} gave way for want of memory" if use["preemptions"] else ""))
     lines += ["", f"memory       KV of a token: {model.formula}"]
+    if states := machine.base.decode.num_state_blocks:
+        lines.append(f"             states of a sequence: {states} blocks = {machine.base.hand_over.state_bytes:,.0f} bytes")
     if memory is not None:
         lines.append(
             f"             a GPU of {gib(memory.gpu_bytes)}, {memory.utilization:.0%} of it: weights {gib(memory.weight_bytes)}, "
@@ -119,6 +124,10 @@ def plan_text(plan: Plan, question: Question, machine: Machine) -> str:
             f"{use['peak_tokens'] / use['pool_tokens']:.0%} of its pool"
         )
     return "\n".join(lines)
+
+
+def _foreign(machine: Machine) -> str:
+    return f"measured with {machine.curves_of}: steps of {machine.model.name} take other times, which this plan does not know"
 
 
 def _verdict(plan: Plan) -> str:

@@ -43,17 +43,18 @@ class SimulatedRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOverCost:
     """From a prompt's last step to its sequence's place in the decode worker's next one: `latency_s`, and what the step did not hide of
-    the bytes at `bytes_per_s`, one hand-over after the other into each decode worker. `hidden` is the share of the bytes that travels
-    while the prompt is still being computed."""
+    the bytes at `bytes_per_s`, one hand-over after the other into each decode worker. `hidden` is the share of the tokens' bytes that
+    travels while the prompt is still being computed; a sequence's state, of `state_bytes`, is there when that has ended."""
 
     latency_s: float = 0.003
     bytes_per_s: float = 50e9
     kv_token_bytes: float = 0.0
+    state_bytes: float = 0.0
     hidden: float = 0.0
 
     def exposed_s(self, num_tokens: int) -> float:
         """Time on the link after the prompt's last step."""
-        return num_tokens * self.kv_token_bytes * (1 - self.hidden) / self.bytes_per_s
+        return (num_tokens * self.kv_token_bytes * (1 - self.hidden) + self.state_bytes) / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,12 +34,12 @@ _MOST_STEP_ENDS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """One worker's engine. `num_blocks` of `block_size` tokens; `step_tokens` is the budget of a step, `max_num_seqs` those that run or are
-    reserved at once. `mixed` is the curve of steps with prompts in them, where they are another matter than `curve` says: on a GPU, steps
-    of decodes alone are replayed graphs. `tpot_s` and `gap_s` are promised to all its sequences (0: are not) and bound steps with prompts
-    (twostep/engine/step_bound.py); without either, such a step takes `max_step_s` at most while sequences decode (0: any time), but
-    computes `min_chunk` tokens in any case. With `look_ahead` a step is planned so long before the running one ends
-    (twostep/engine/pacing.py), or at its beginning if it is shorter."""
+    """One worker's engine. `num_blocks` of `block_size` tokens, of which each sequence takes `num_state_blocks` for its states;
+    `step_tokens` is the budget of a step, `max_num_seqs` those that run or are reserved at once. `mixed` is the curve of steps with prompts
+    in them, where they are another matter than `curve` says: on a GPU, steps of decodes alone are replayed graphs. `tpot_s` and `gap_s` are
+    promised to all its sequences (0: are not) and bound steps with prompts (twostep/engine/step_bound.py); without either, such a step
+    takes `max_step_s` at most while sequences decode (0: any time), but computes `min_chunk` tokens in any case. With `look_ahead` a step
+    is planned so long before the running one ends (twostep/engine/pacing.py), or at its beginning if it is shorter."""
 
     curve: StepCurve
     mixed: StepCurve | None = None
@@ -48,6 +48,7 @@ class EngineSpec:
     max_waiting: int = 256
     num_blocks: int = 1 << 30
     block_size: int = 16
+    num_state_blocks: int = 0
     max_step_s: float = 0.0
     min_chunk: int = 32
     tpot_s: float = 0.0
@@ -527,7 +528,8 @@ class SimulatedEngine:
         return watermark(num_blocks=self.spec.num_blocks, num_growing=self._num_growing, num_wanted=self._num_wanted)
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.spec.block_size)
+        """Returns the blocks of a sequence of so many tokens, its state's included."""
+        return -(-num_tokens // self.spec.block_size) + self.spec.num_state_blocks
 
     def _arrive(self, sequence: SimulatedSequence, num_output: int) -> None:
         self._num_arrived += 1
@@ -543,7 +545,7 @@ class SimulatedEngine:
     def _enter(self, sequence: SimulatedSequence, num_blocks: int) -> None:
         """It takes its first blocks and counts among those that will want more."""
         sequence.num_blocks = num_blocks
-        sequence.room = num_blocks * self.spec.block_size
+        sequence.room = (num_blocks - self.spec.num_state_blocks) * self.spec.block_size
         self.free_blocks -= num_blocks
         wanted = sequence.end_blocks - num_blocks
         self._num_wanted += wanted

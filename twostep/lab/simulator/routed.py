@@ -114,7 +114,7 @@ class RoutedPlacement:
         known = self._known.get(worker)
         if known is None:
             known = self._known[worker] = _Known(self._record(worker))
-        bytes_ = request.num_prompt * self._hand_over.kv_token_bytes
+        bytes_ = request.num_prompt * self._hand_over.kv_token_bytes + self._hand_over.state_bytes
         load = WorkerLoad(
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
@@ -152,6 +152,7 @@ class RoutedPlacement:
             num_layers=1,
             num_kv_heads=1,
             head_dim=round(self._hand_over.kv_token_bytes / 4),
+            num_state_blocks=spec.num_state_blocks,
         )
         return WorkerRecord(
             worker_id=f"{worker.role}-{len(self._known)}",

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from twostep.model.kernels.experts import ClampedGate
 from twostep.model.kernels.triton_launch import follow, overlaps
 from twostep.model.kernels.triton_routing import ExpertTiles
+from twostep.model.kernels.triton_weight_tiles import load_weight_rows, load_weight_tile, multiply_tile
 
 # Tiles of pairs whose tiles of the weight run together, so that both come from the second-level cache.
 _TILES_TOGETHER = tl.constexpr(8)
@@ -128,10 +129,10 @@ def _rows_kernel(
     if (expert < 0) | (expert >= held):
         return
     of_expert = weight_ptr + expert.to(tl.int64) * num_out * (WIDTH * 2 if GATED else WIDTH)
-    weight = _load_rows(of_expert, at, k, WIDTH, BLOCK)
+    weight = load_weight_rows(of_expert, at, k, WIDTH, BLOCK)
     gate = weight
     if GATED:
-        weight = _load_rows(of_expert, at + num_out, k, WIDTH, BLOCK)
+        weight = load_weight_rows(of_expert, at + num_out, k, WIDTH, BLOCK)
     source = pair if OF_PAIRS else pair // TOP
     x = tl.load(x_ptr + source.to(tl.int64) * stride_x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
@@ -150,16 +151,6 @@ def _rows_kernel(
         y *= tl.load(weights_ptr + pair)
     to = (pair % TOP) * tokens + pair // TOP if IN_PARTS else pair
     tl.store(out_ptr + to.to(tl.int64) * num_out + row, y.to(out_ptr.dtype.element_ty), mask=row < num_out)
-
-
-@triton.jit
-def _load_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[len(row), BLOCK], zeros past WIDTH."""
-    at = weight_ptr + row[:, None] * WIDTH + k[None, :]
-    if WIDTH == BLOCK:
-        return tl.load(at, eviction_policy="evict_first")
-    else:
-        return tl.load(at, mask=(k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +225,12 @@ def _tiles_kernel(
             inside = inside & (k + depth < WIDTH)[None, :]
         x = tl.load(x_row[:, None] + k + depth[None, :], mask=inside, other=0.0)
         if GATED:
-            gate = _load_tile(source, of_expert + first, of_expert + at, k, WIDTH, DEPTH, BULK)
-            weight = _load_tile(source, of_expert + first + num_out, of_expert + at + num_out, k, WIDTH, DEPTH, BULK)
-            gate_acc = _multiply(x, gate, gate_acc, TURNED, IN_FLOAT32)
+            gate = load_weight_tile(source, of_expert + first, of_expert + at, k, WIDTH, DEPTH, BULK)
+            weight = load_weight_tile(source, of_expert + first + num_out, of_expert + at + num_out, k, WIDTH, DEPTH, BULK)
+            gate_acc = multiply_tile(x, gate, gate_acc, TURNED, IN_FLOAT32)
         else:
-            weight = _load_tile(source, of_expert + first, of_expert + at, k, WIDTH, DEPTH, BULK)
-        acc = _multiply(x, weight, acc, TURNED, IN_FLOAT32)
+            weight = load_weight_tile(source, of_expert + first, of_expert + at, k, WIDTH, DEPTH, BULK)
+        acc = multiply_tile(x, weight, acc, TURNED, IN_FLOAT32)
     store_pairs(
         acc, gate_acc, bias_ptr + of_expert, alpha, limit, weights_ptr, out_ptr, pair, there, row, tokens, num_out,
         GATED, TURNED, TOP, WEIGHTED, IN_PARTS, HAS_BIAS, CLAMPED,
@@ -293,28 +284,3 @@ def gate_of(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         return gate * tl.sigmoid(gate * alpha) * up
     else:
         return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
-def _load_tile(source, first, row, k, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BULK: tl.constexpr):
-    """[COLS, DEPTH] of the weight, zeros past its width; rows from `first` on, `row` where they are loaded one by one."""
-    if BULK:
-        return source.load([first, k])
-    else:
-        depth = k + tl.arange(0, DEPTH)
-        at = source + row[:, None] * WIDTH + depth[None, :]
-        if WIDTH % DEPTH != 0:
-            return tl.load(at, mask=(depth < WIDTH)[None, :], other=0.0)
-        else:
-            return tl.load(at)
-
-
-@triton.jit
-def _multiply(x, weight, acc, TURNED: tl.constexpr, IN_FLOAT32: tl.constexpr):
-    if IN_FLOAT32:
-        x = x.to(tl.float32)
-        weight = weight.to(tl.float32)
-    if TURNED:
-        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")

@@ -23,6 +23,7 @@ from twostep.model.kernels.linear_trial import try_linear
 from twostep.model.kernels.ops import LinearInParts
 from twostep.model.kernels.triton_elementwise import silu_mul
 from twostep.model.kernels.triton_launch import follow, num_sms_of, overlaps, shared_bytes_of, start_next, wait_for_previous
+from twostep.model.kernels.triton_weight_tiles import load_weight_rows, load_weight_tile, multiply_tile
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # Weights come in pieces of 16 bytes.
@@ -195,10 +196,10 @@ def _rows_kernel(
     # Rows past the end compute the last one again and store nothing.
     at = tl.minimum(row, num_out - 1).to(tl.int64)
     k = tl.arange(0, BLOCK)
-    weight = _load_rows(weight_ptr, at, k, WIDTH, BLOCK)
+    weight = load_weight_rows(weight_ptr, at, k, WIDTH, BLOCK)
     gate = weight
     if GATED:
-        weight = _load_rows(weight_ptr, at + num_out, k, WIDTH, BLOCK)
+        weight = load_weight_rows(weight_ptr, at + num_out, k, WIDTH, BLOCK)
     if PDL:
         wait_for_previous()
     for t in tl.static_range(TOKENS):
@@ -214,16 +215,6 @@ def _rows_kernel(
             y += tl.load(bias_ptr + at).to(tl.float32)
         target = out_ptr + t * tl.full([], num_out, tl.int64) + row  # (an argument of 1 has no type of its own)
         tl.store(target, y.to(out_ptr.dtype.element_ty), mask=row < num_out)
-
-
-@triton.jit
-def _load_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[len(row), BLOCK], zeros past WIDTH. Every weight is read once: it need not stay in the first-level cache."""
-    at = weight_ptr + row[:, None] * WIDTH + k[None, :]
-    if WIDTH == BLOCK:
-        return tl.load(at, eviction_policy="evict_first")
-    else:
-        return tl.load(at, mask=(k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,12 +298,12 @@ def _tiles_kernel(
     for k in tl.range(start, end, DEPTH):
         x = _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH, DEPTH)
         if GATED:
-            gate = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
-            weight = _load_tile(source, first + num_out, at + num_out, k, WIDTH, DEPTH, BULK)
-            gate_acc = _multiply(x, gate, gate_acc, TURNED, IN_FLOAT32)
+            gate = load_weight_tile(source, first, at, k, WIDTH, DEPTH, BULK)
+            weight = load_weight_tile(source, first + num_out, at + num_out, k, WIDTH, DEPTH, BULK)
+            gate_acc = multiply_tile(x, gate, gate_acc, TURNED, IN_FLOAT32)
         else:
-            weight = _load_tile(source, first, at, k, WIDTH, DEPTH, BULK)
-        acc = _multiply(x, weight, acc, TURNED, IN_FLOAT32)
+            weight = load_weight_tile(source, first, at, k, WIDTH, DEPTH, BULK)
+        acc = multiply_tile(x, weight, acc, TURNED, IN_FLOAT32)
     if HAS_BIAS and part == 0:
         if GATED:
             gate_acc += _spread(tl.load(bias_ptr + at).to(tl.float32), TURNED)
@@ -338,31 +329,6 @@ def _load_tokens(x_ptr, stride_x, t, tokens, k, WIDTH: tl.constexpr, DEPTH: tl.c
     if WIDTH % DEPTH != 0:
         inside = inside & (depth < WIDTH)[None, :]
     return tl.load(x_ptr + t[:, None] * stride_x + depth[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _load_tile(source, first, row, k, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BULK: tl.constexpr):
-    """[COLS, DEPTH] of the weight, zeros past its width."""
-    if BULK:
-        return source.load([first, k])
-    else:
-        depth = k + tl.arange(0, DEPTH)
-        at = source + row[:, None] * WIDTH + depth[None, :]
-        if WIDTH % DEPTH != 0:
-            return tl.load(at, mask=(depth < WIDTH)[None, :], other=0.0)
-        else:
-            return tl.load(at)
-
-
-@triton.jit
-def _multiply(x, weight, acc, TURNED: tl.constexpr, IN_FLOAT32: tl.constexpr):
-    if IN_FLOAT32:
-        x = x.to(tl.float32)
-        weight = weight.to(tl.float32)
-    if TURNED:
-        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
 
 
 @triton.jit

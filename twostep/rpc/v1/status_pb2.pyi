@@ -459,6 +459,7 @@ class RouterLoad(_message.Message):
     num_streams: _builtins.int
     requests_per_s: _builtins.float
     failures_per_s: _builtins.float
+    """Of them, those that got no answer and could have had one: not what clients cancelled, or were refused for what they sent."""
     prompt_tokens_per_s: _builtins.float
     cached_tokens_per_s: _builtins.float
     generation_tokens_per_s: _builtins.float
