@@ -5,7 +5,8 @@
 
 Small random models, saved by transformers in bfloat16. Sequences of several lengths go through whole prompts, random chunks beside
 single tokens, and decode by CUDA graph, beyond windows and original contexts. The error of the logits of all positions is relative to their
-norm; "peer" is that of transformers in bfloat16 on the same device. The aim is 2e-2.
+norm; "peer" is that of transformers in bfloat16 on the same device. The aim is 2e-2, or twice the peer's where that is more: of experts
+whose scores lie close together, rounding chooses others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 
-AIM = 2e-2
+AIM, AIM_OF_PEER = 2e-2, 2.0
 BLOCK_SIZE, NUM_BLOCKS = 16, 256
 VOCAB = 1031
 LENGTHS = (700, 333, 90, 17)
@@ -64,6 +65,25 @@ LATENT = {
     "first_k_dense_replace": 4,
 }
 EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+MOE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+LAYERS = ["sliding_attention", "full_attention"] * 2
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 64 for i in range(32)],
+    "long_factor": [1.0 + i / 4 for i in range(32)],
+}
+NEXT = MOE | {
+    "head_dim": 256,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "shared_expert_intermediate_size": 256,
+}
+FALCON = {"vocab_size": VOCAB, "hidden_size": 512, "ffn_hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 512, "n_inner": 1024, "n_layer": 4, "n_head": 8, "n_positions": 2048}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"tie_word_embeddings": True}),
     "llama3 rope": (
@@ -86,15 +106,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, head 80": ("OPTConfig", OPT | {"hidden_size": 640, "word_embed_proj_dim": 640}),
     "qwen2, windows": ("Qwen2Config", LLAMA | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
     "mistral": ("MistralConfig", LLAMA | {"sliding_window": 129, "head_dim": 128}),
+    "mixtral": ("MixtralConfig", LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512}),
+    "qwen2 moe": ("Qwen2MoeConfig", LLAMA | MOE | {"shared_expert_intermediate_size": 512}),
+    "qwen3 moe": ("Qwen3MoeConfig", LLAMA | MOE | {"head_dim": 128, "norm_topk_prob": True}),
+    "qwen3 next": ("Qwen3NextConfig", LLAMA | NEXT),
+    "gpt oss": (
+        "GptOssConfig",
+        LLAMA
+        | {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 512, "head_dim": 64, "sliding_window": 128}
+        | {"layer_types": LAYERS, "rope_parameters": ROPE | {"rope_type": "yarn", "truncate": False}},
+    ),
+    "gemma": ("GemmaConfig", LLAMA | {"head_dim": 256, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", LLAMA | {"head_dim": 256, "sliding_window": 129, "query_pre_attn_scalar": 224}),
+    "gemma3": ("Gemma3TextConfig", LLAMA | {"head_dim": 256, "sliding_window": 129, "layer_types": LAYERS}),
+    "phi3": ("Phi3Config", LLAMA | {"sliding_window": 129, "pad_token_id": None}),
+    "phi3, longrope": (
+        "Phi3Config",
+        LLAMA | {"pad_token_id": None, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    ),
+    "olmo2": ("Olmo2Config", LLAMA),
+    "starcoder2": ("Starcoder2Config", LLAMA | {"sliding_window": 129}),
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt neox": ("GPTNeoXConfig", {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}),
+    "falcon": ("FalconConfig", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, old": ("FalconConfig", FALCON | {"bias": True}),
 }
 
 
 class Sequence_:
     """Tokens over blocks, of which the first `num_computed` are in the pool."""
 
-    def __init__(self, tokens: list[int], blocks: list[int]) -> None:
+    def __init__(self, tokens: list[int], blocks: list[int], state_blocks: list[int]) -> None:
         self.tokens = tokens
         self.blocks = blocks
+        self.state_blocks = state_blocks
         self.num_computed = 0
         self.logits: list[torch.Tensor] = []
 
@@ -117,6 +162,7 @@ def make_batch(work: Sequence[tuple[Sequence_, int]]) -> Batch:
         slots=tables[row_of, flat // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + flat % BLOCK_SIZE,
         sample_rows=np.arange(len(flat), dtype=np.int64),
         sampling=[GREEDY] * len(flat),
+        state_tables=np.array([s.state_blocks for s, _ in work], np.int32) if work[0][0].state_blocks else None,
     )
 
 
@@ -127,13 +173,14 @@ def advance(runner: ModelRunner, work: Sequence[tuple[Sequence_, int]]) -> None:
         sequence.num_computed += count
 
 
-def sequences(rng: random.Random) -> list[Sequence_]:
+def sequences(runner: ModelRunner, rng: random.Random) -> list[Sequence_]:
     free = list(range(NUM_BLOCKS))
     rng.shuffle(free)
     made = []
     for length in LENGTHS:
         blocks = [free.pop() for _ in range(-(-length // BLOCK_SIZE))]
-        made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+        states = [free.pop() for _ in range(runner.kv_shape.num_state_blocks)]
+        made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks, states))
     return made
 
 
@@ -143,14 +190,14 @@ def decode(runner: ModelRunner, all_of_them: list[Sequence_]) -> None:
 
 
 def whole_prompts(runner: ModelRunner, rng: random.Random) -> list[Sequence_]:
-    made = sequences(rng)
+    made = sequences(runner, rng)
     advance(runner, [(sequence, len(sequence.tokens) - NUM_DECODED) for sequence in made])
     decode(runner, made)
     return made
 
 
 def random_chunks(runner: ModelRunner, rng: random.Random) -> list[Sequence_]:
-    made = sequences(rng)
+    made = sequences(runner, rng)
     left = {id(s): len(s.tokens) - NUM_DECODED for s in made}
     while any(left.values()):
         work = [(s, min(rng.choice([1, 5, 60, 300]), left[id(s)])) for s in made if left[id(s)]]
@@ -162,8 +209,12 @@ def random_chunks(runner: ModelRunner, rng: random.Random) -> list[Sequence_]:
 
 
 def reference(model: transformers.PreTrainedModel, made: list[Sequence_], device: str) -> torch.Tensor:
+    longrope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope"
+    # Its factors follow the longest position of a call.
+    behind = [0] * (model.config.original_max_position_embeddings if longrope else 0)
     with torch.inference_mode():
-        return torch.cat([model(torch.tensor([s.tokens], device=device)).logits[0].float().cpu() for s in made])
+        inputs = [torch.tensor([s.tokens + behind], device=device) for s in made]
+        return torch.cat([model(ids).logits[0, : len(s.tokens)].float().cpu() for ids, s in zip(inputs, made, strict=True)])
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -175,8 +226,8 @@ def check(name: str, device: str) -> bool:
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**fields), dtype=torch.float32).eval()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith(("bias", "norm.weight")):  # initialized to 0 and 1, which would hide a mistake
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # initialized to 0 and 1, which would hide a mistake
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     with tempfile.TemporaryDirectory() as directory:
         model.to(torch.bfloat16).save_pretrained(directory)
@@ -194,8 +245,8 @@ def check(name: str, device: str) -> bool:
         rows = np.cumsum([len(s.tokens) for s in made])
         last = torch.cat([want[stop - NUM_DECODED : stop] for stop in rows])
         errors.append(relative(torch.cat([torch.cat(s.logits)[-NUM_DECODED:] for s in made]), last))
-    good = all(error < AIM for error in errors)
     peer = relative(reference(rounded, chunked, device), want)
+    good = all(error < max(AIM, AIM_OF_PEER * peer) for error in errors)
     shown = "  ".join(f"{error:9.2e}" for error in (*errors, peer))
     print(f"{name:16} {shown}  {'ok' if good else 'FAIL'}", flush=True)
     return good
