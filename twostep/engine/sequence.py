@@ -87,8 +87,9 @@ class EngineSequence:
     hasher: PrefixHasher | None
     # In order, for all its tokens; more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
-    # What its state takes, where the model has one.
+    # What its state takes, where the model has one; and where the next step finds it, if that is elsewhere.
     state_blocks: list[int] = field(default_factory=list)
+    state_source: Sequence[int] = ()
     # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
     num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.

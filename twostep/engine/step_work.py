@@ -162,6 +162,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
     if len(known) < num_seqs:
         carried = np.full(total, -1, np.int32)
         carried[firsts] = carried_rows
+    has_state = bool(work.sequences[0].state_blocks)
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -186,7 +187,8 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
         mark_layers=mark_layers,
         scored=_scored_rows(work, query_start) if any(work.scored) else None,
-        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if work.sequences[0].state_blocks else None,
+        state_sources=np.array([s.state_source or s.state_blocks for s in work.sequences], np.int32) if has_state else None,
+        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
         pooled=_pooled_rows(work, query_start) if any(work.pooled) else None,
     )
 
