@@ -5,6 +5,9 @@ Of a long prompt the first trip asks for units 1, 2, 4, 8 ... of it: the first o
 asks for all below that bound, of those workers alone that have the first unit. Most workers hold nothing of most prompts, and every unit
 that is asked for costs this router about 2 us.
 
+Workers whose models keep states tell of the few units that have one. These are asked for in one trip: of a long prompt the first ones,
+where prompts part, and the last ones, where its last turn ended.
+
 The index lives in Redis alone: a router that starts knows at once what the one before it knew.
 
 A late answer is no answer, but its command is left to end. While one is overdue, and for a second after an error, requests go without
@@ -41,6 +44,8 @@ _MAX_WORKERS = 128
 _MAX_PENDING = 64
 # Prompts up to here are asked for in one trip.
 _MAX_AT_ONCE = 16
+# Where units stand alone: so many of the first ones are asked for, and of the last.
+_FIRST, _LAST = 16, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ class PrefixIndex:
     ) -> dict[WorkerLife, CachedPrefix]:
         share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
         probes = [
-            PrefixProbe(life, hashes, -(-len(hashes) // share), tiered=life in tiered, sparse=life in sparse)
+            PrefixProbe(life, hashes, 1 if life in sparse else -(-len(hashes) // share), tiered=life in tiered, sparse=life in sparse)
             for life, hashes in asked.items()
         ]
         await self._probe({probe: probe.first() for probe in probes})
@@ -227,10 +232,14 @@ class PrefixProbe:
     def first(self) -> Sequence[int]:
         """Indices to ask for first."""
         num = len(self.hashes)
-        return range(num) if num <= _MAX_AT_ONCE or self._sparse else [(1 << k) - 1 for k in range(num.bit_length())]
+        if self._sparse:
+            return range(num) if num <= _FIRST + _LAST else [*range(_FIRST), *range(num - _LAST, num)]
+        return range(num) if num <= _MAX_AT_ONCE else [(1 << k) - 1 for k in range(num.bit_length())]
 
     def rest(self) -> Sequence[int]:
         """Then: all others before the first that is known to be missing."""
+        if self._sparse:
+            return []
         asked = self.first()
         bound = next((i for i in asked if not self._in_either[i]), len(self.hashes))
         known = frozenset(asked)
