@@ -198,3 +198,52 @@ def test_host_memory_holds_no_prefix_of_such_a_model() -> None:
     for i in range(20):
         ask(engine, f"{i}", words(100, i))
     assert engine.host_prefixes() == []
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, UNIT), st.integers(1, 60), st.booleans()), min_size=1, max_size=6),
+    num_blocks=st.integers(20, 90),
+    look_ahead=st.booleans(),
+    budget=st.sampled_from([1, 3, 200]),
+    late=st.integers(0, 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_nobody_waits_or_gives_way_for_a_state(
+    lengths: list[tuple[int, int, bool]], num_blocks: int, look_ahead: bool, budget: int, late: int
+) -> None:
+    """Beside an engine whose sequences come to no boundary, until one of that engine's gives way: what is found when it comes back is no
+    loss. The prompts are too short for one of their own."""
+    engines = [
+        engine_of(
+            HookedRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, max_model_len=CONTEXT, num_state_blocks=STATE),
+            hash_unit=unit,
+            look_ahead=look_ahead,
+            max_num_batched_tokens=budget,
+        )
+        for unit in (UNIT, 2 * CONTEXT)
+    ]
+    requests = [
+        make_request(
+            f"{i}",
+            words(prompt, i),
+            max_tokens=answer,
+            ignore_eos=True,
+            request_class=RequestClass.BATCH if is_batch else RequestClass.STANDARD,
+        )
+        for i, (prompt, answer, is_batch) in enumerate(lengths)
+    ]
+    # A step that is in flight when a request comes may take room that it has not seen anyone want.
+    last = requests.pop() if not look_ahead else None
+    for step in range(500):
+        for engine in engines:
+            for request in requests if not step else [last] if step == late and last is not None else []:
+                engine.submit(request)
+        told = [(output.step, list(output.tokens), output.workload) for output in (engine.step() for engine in engines)]
+        given_way = [engine.stats().num_preemptions for engine in engines]
+        if given_way[1]:
+            assert given_way[0] <= given_way[1]
+            return
+        assert given_way[0] == 0
+        assert told[0] == told[1]
+        if step > late and not told[0][1] and not engines[0].wait_for_work(0.0):
+            return

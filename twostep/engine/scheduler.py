@@ -336,7 +336,7 @@ class Scheduler:
             plan = self._plan(active, ready, now)
         self._num_waited = self._num_waited + 1 if plan.withheld else 0
         self._short = None if plan.short is None else plan.short.item
-        work = self._work_of(plan, active, now, is_short=len(ready) < len(active))
+        work = self._work_of(plan, active, now)
         self._blocked = work is None
         if work is not None:
             self._planned.append(work)
@@ -444,12 +444,11 @@ class Scheduler:
             num_uncached = self._blocks.num_to_stop(sequence, num_matched, len(sequence.tokens) - num_matched)
             yield WaitingPrompt(sequence, num_uncached, cost, num_matched, sequence.priority.rank)
 
-    def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float, *, is_short: bool) -> StepWork | None:
-        """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence. `is_short`: there are too few
-        blocks for the running ones."""
-        spare = 0
-        if self._blocks.num_state_blocks and any(candidate.num_before for candidate in plan.admitted) and not is_short:
-            spare = self._num_spare(now, plan.admitted)
+    def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> StepWork | None:
+        """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence."""
+        has_state = bool(self._blocks.num_state_blocks)
+        finds_state = has_state and any(candidate.num_before for candidate in plan.admitted)
+        spare = self._num_spare(now, plan.admitted) if finds_state else 0
         candidates = [candidate.item for candidate in plan.admitted]
         admitted = self._blocks.admit(candidates, spare)
         for sequence in admitted:
@@ -464,7 +463,7 @@ class Scheduler:
         sequences = [*plan.decodes, *(chunk.item for chunk in prompts)]
         if not sequences:
             return None
-        left = [] if is_short or not self._blocks.num_state_blocks else self._leave_states(sequences, now)
+        left = self._leave_states(sequences, now) if has_state else []
         work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], left)
         self._constrained.planned(work)
         return work
@@ -472,14 +471,12 @@ class Scheduler:
     def _leave_states(self, sequences: Sequence[EngineSequence], now: float) -> list[LeftState]:
         """Lets those that have come to where it is worth it leave their states to their prefixes, as far as nobody wants the room."""
         leaving = [sequence for sequence in sequences if self._blocks.may_leave_state(sequence)]
-        num_fitting = max(0, self._num_spare(now)) // self._blocks.num_state_blocks if leaving else 0
+        num_fitting = max(0, self._num_spare(now) // self._blocks.num_state_blocks) if leaving else 0
         return [self._blocks.leave_state(sequence) for sequence in leaving[:num_fitting]]
 
     def _num_spare(self, now: float, admitted: Sequence[WaitingPrompt[EngineSequence]] = ()) -> int:
-        """Returns the blocks that can be away for a step, or two, so that nobody waits for them or gives way meanwhile, beside those that
-        the `admitted` are about to get."""
-        if self._short is not None or self._yielding:
-            return 0
+        """Returns the blocks that can be away for a step, or two, so that nobody here waits for them or gives way meanwhile, beside those
+        that the `admitted` are about to get."""
         coming = {candidate.item for candidate in admitted}
         waiting = (sequence for sequence in chain(self._preempted.values(), self._waiting.values()) if sequence not in coming)
         num_taken = sum(candidate.num_blocks for candidate in admitted) + max(map(self._blocks.num_to_admit, waiting), default=0)
