@@ -5,6 +5,9 @@ Of a long prompt the first trip asks for units 1, 2, 4, 8 ... of it: the first o
 asks for all below that bound, of those workers alone that have the first unit. Most workers hold nothing of most prompts, and every unit
 that is asked for costs this router about 2 us.
 
+Workers whose models keep states tell of the few units that have one. These are asked for in one trip: of a long prompt the first ones,
+where prompts part, and the last ones, where its last turn ended.
+
 The index lives in Redis alone: a router that starts knows at once what the one before it knew.
 
 A late answer is no answer, but its command is left to end. While one is overdue, and for a second after an error, requests go without
@@ -41,6 +44,8 @@ _MAX_WORKERS = 128
 _MAX_PENDING = 64
 # Prompts up to here are asked for in one trip.
 _MAX_AT_ONCE = 16
+# Where units stand alone: so many of the first ones are asked for, and of the last.
+_FIRST, _LAST = 16, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class PrefixIndex:
             else:
                 hashes[key] = await asyncio.to_thread(prefix_hashes, key, job.prompt[:usable], self._unit)
         tiered = {WorkerLife.of(r) for r in records if r.num_host_blocks}
-        return await self.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records}, tiered)
+        sparse = {WorkerLife.of(r) for r in records if r.layout.num_state_blocks}
+        return await self.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records}, tiered, sparse)
 
     def _key(self, job: RequestJob, layout: LayoutRecord) -> bytes:
         return derive_key(
@@ -130,14 +136,18 @@ class PrefixIndex:
         )
 
     async def lookup(
-        self, hashes_of: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife] = frozenset()
+        self,
+        hashes_of: Mapping[WorkerLife, Sequence[bytes]],
+        tiered: Set[WorkerLife] = frozenset(),
+        sparse: Set[WorkerLife] = frozenset(),
     ) -> Mapping[WorkerLife, CachedPrefix]:
         """The longest prefix that each worker holds, given the prompt's unit hashes under each worker's key; of the `tiered` ones, those in
-        host memory too. Workers with none are left out. Empty if Redis is slow or away; never raises."""
+        host memory too; of the `sparse` ones, which tell only of boundaries where a state is, whatever they lack before. Workers with none
+        are left out. Empty if Redis is slow or away; never raises."""
         asked = {life: hashes for life, hashes in list(hashes_of.items())[:_MAX_WORKERS] if hashes}
         if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or self._clock() < self._open_until:
             return NO_HINTS
-        task = asyncio.create_task(self._ask(asked, tiered))
+        task = asyncio.create_task(self._ask(asked, tiered, sparse))
         self._pending.add(task)
         task.add_done_callback(self._finished)
         await asyncio.wait((task,), timeout=self._timeout_s)
@@ -154,9 +164,14 @@ class PrefixIndex:
         await asyncio.gather(*self._pending, return_exceptions=True)
         await self._redis.close()
 
-    async def _ask(self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife]) -> dict[WorkerLife, CachedPrefix]:
+    async def _ask(
+        self, asked: Mapping[WorkerLife, Sequence[bytes]], tiered: Set[WorkerLife], sparse: Set[WorkerLife]
+    ) -> dict[WorkerLife, CachedPrefix]:
         share = _MAX_PROBES // sum(1 + (life in tiered) for life in asked)
-        probes = [PrefixProbe(life, hashes, -(-len(hashes) // share), tiered=life in tiered) for life, hashes in asked.items()]
+        probes = [
+            PrefixProbe(life, hashes, 1 if life in sparse else -(-len(hashes) // share), tiered=life in tiered, sparse=life in sparse)
+            for life, hashes in asked.items()
+        ]
         await self._probe({probe: probe.first() for probe in probes})
         rest = {probe: indices for probe in probes if (indices := probe.rest())}
         if rest:
@@ -202,23 +217,29 @@ def _flags(reply: object) -> Sequence[int]:
 
 
 class PrefixProbe:
-    """Keeps what is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all."""
+    """Keeps what is known of one worker: of every `stride`-th unit, whether it is in the pool, and whether it is there at all. `sparse`:
+    one that is there does not need those before it."""
 
-    def __init__(self, life: WorkerLife, hashes: Sequence[bytes], stride: int, *, tiered: bool) -> None:
+    def __init__(self, life: WorkerLife, hashes: Sequence[bytes], stride: int, *, tiered: bool, sparse: bool = False) -> None:
         self.life = life
         self.hashes = hashes if stride == 1 else hashes[stride - 1 :: stride]
         self.tiered = tiered
         self._stride = stride
+        self._sparse = sparse
         self._in_pool = [False] * len(self.hashes)
         self._in_either = [False] * len(self.hashes)
 
     def first(self) -> Sequence[int]:
         """Indices to ask for first."""
         num = len(self.hashes)
+        if self._sparse:
+            return range(num) if num <= _FIRST + _LAST else [*range(_FIRST), *range(num - _LAST, num)]
         return range(num) if num <= _MAX_AT_ONCE else [(1 << k) - 1 for k in range(num.bit_length())]
 
     def rest(self) -> Sequence[int]:
         """Then: all others before the first that is known to be missing."""
+        if self._sparse:
+            return []
         asked = self.first()
         bound = next((i for i in asked if not self._in_either[i]), len(self.hashes))
         known = frozenset(asked)
@@ -229,10 +250,16 @@ class PrefixProbe:
             self._in_pool[i], self._in_either[i] = bool(pool), bool(pool or host)
 
     def held(self, unit: int) -> CachedPrefix:
-        pool, either = run_length(self._in_pool), run_length(self._in_either)
+        length = last_length if self._sparse else run_length
+        pool, either = length(self._in_pool), length(self._in_either)
         return CachedPrefix(pool * self._stride * unit, (either - pool) * self._stride * unit)
 
 
 def run_length(flags: Sequence[int]) -> int:
     """The middle of a prefix may be gone: what counts is the unbroken run from the start."""
     return next((i for i, flag in enumerate(flags) if not flag), len(flags))
+
+
+def last_length(flags: Sequence[int]) -> int:
+    """The longest of those that are there stands for all that is before."""
+    return next((i + 1 for i in reversed(range(len(flags))) if flags[i]), 0)

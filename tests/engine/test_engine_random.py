@@ -42,13 +42,15 @@ class World:
 
     # Tokens that the next one depends on: one of these; 0: all.
     windows: Sequence[int] = (0,)
+    # Blocks of a sequence's state: one of these.
+    state_blocks: Sequence[int] = (0, 0, 1, 3)
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice([1, 2, 4, 5, 16])
         self.vocab = rng.choice([37, 1000])
         # An int64 is the least a state block holds.
-        self.num_state_blocks = rng.choice([0, 0, 1, 3])
+        self.num_state_blocks = rng.choice(self.state_blocks)
         self.context = rng.choice([60, 150])
         self.window = random.Random(seed).choice(self.windows)
         self.broken_token = 7 if seed % 2 and self.vocab > 37 and not self.window else None
@@ -343,6 +345,26 @@ class WindowAheadWorld(AheadWorld):
     windows = WindowWorld.windows
 
 
+class StateWorld(World):
+    """Prefixes are found as far as a state was kept; many prompts go on where an answer has ended."""
+
+    state_blocks = (1, 2, 3, 5)
+
+    def new_request(self) -> EngineRequest:
+        request, rng = super().new_request(), self.rng
+        over = [attempt for attempt in self.attempts.values() if attempt.over == "finished"]
+        if over and rng.random() < 0.4:
+            before = rng.choice(over)
+            tokens = [*before.request.token_ids, *before.answer, *(rng.randrange(self.vocab) for _ in range(rng.randrange(1, 9)))]
+            tokens = tokens[: self.context - 1]
+            request = replace(request, token_ids=tokens, num_prompt_tokens=len(tokens), prefix_key=before.request.prefix_key)
+        return request
+
+
+class StateAheadWorld(StateWorld, AheadWorld):
+    pass
+
+
 @functools.cache
 def ran(kind: type[World], seed: int) -> World:
     world = kind(seed)
@@ -355,6 +377,8 @@ WORLDS = [
     *((AheadWorld, seed) for seed in range(300, 312)),
     *((WindowWorld, seed) for seed in range(400, 412)),
     *((WindowAheadWorld, seed) for seed in range(500, 506)),
+    *((StateWorld, seed) for seed in range(600, 612)),
+    *((StateAheadWorld, seed) for seed in range(700, 706)),
 ]
 
 
@@ -374,7 +398,21 @@ def test_the_random_worlds_visit_what_they_should() -> None:
     counts = sum((world.seen for world in worlds), Counter(a.over for world in worlds for a in world.attempts.values()))
     counts["preempted"] = sum(stat.num_preemptions for stat in stats)
     counts["from host"] = sum(stat.num_host_hit_tokens for stat in stats)
-    wanted = ("finished", "cancelled", "failed", "broken", "moved", "reused", "carried", "preempted", "from host", "confirmed", "undone")
+    counts["from states"] = sum(stat.num_hit_tokens for world, stat in zip(worlds, stats[::2], strict=True) if world.num_state_blocks)
+    wanted = (
+        "from states",
+        "finished",
+        "cancelled",
+        "failed",
+        "broken",
+        "moved",
+        "reused",
+        "carried",
+        "preempted",
+        "from host",
+        "confirmed",
+        "undone",
+    )
     assert all(counts[name] >= 3 for name in (*wanted, "ended before they were confirmed")), counts
 
 

@@ -210,7 +210,14 @@ class Sequence_:
     blocks: list[int]
     num_computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Where its state is read, where it is left, and blocks beside them.
+    state_source: list[int] = field(default_factory=list)
     state_blocks: list[int] = field(default_factory=list)
+    spare_state_blocks: list[int] = field(default_factory=list)
+
+    def move_state(self) -> None:
+        """The next step leaves its state elsewhere than where it finds it."""
+        self.state_blocks, self.spare_state_blocks = self.spare_state_blocks, self.state_blocks
 
 
 def scattered_sequences(
@@ -223,7 +230,8 @@ def scattered_sequences(
     for length in lengths:
         blocks = [free.pop() for _ in range(-(-length // block_size))]
         made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
-        made[-1].state_blocks = [free.pop() for _ in range(num_state_blocks)]
+        made[-1].state_source = made[-1].state_blocks = [free.pop() for _ in range(num_state_blocks)]
+        made[-1].spare_state_blocks = [free.pop() for _ in range(num_state_blocks)]
     return made
 
 
@@ -250,6 +258,7 @@ def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_
         used = -(-lengths[row] // block_size)
         tables[row, :used] = sequence.blocks[:used]
     rows = range(len(token_ids)) if every_row else [s - 1 for s in starts[1:]]
+    sources = np.array([sequence.state_source for sequence, _ in work], np.int32) if work[0][0].state_blocks else None
     return Batch(
         token_ids=np.array(token_ids, np.int64),
         positions=np.array(positions, np.int64),
@@ -259,5 +268,6 @@ def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_
         slots=np.array(slots, np.int64),
         sample_rows=np.array(list(rows), np.int64),
         sampling=[GREEDY] * len(rows),
-        state_tables=np.array([sequence.state_blocks for sequence, _ in work], np.int32) if work[0][0].state_blocks else None,
+        state_sources=sources,
+        state_tables=None if sources is None else np.array([sequence.state_blocks for sequence, _ in work], np.int32),
     )

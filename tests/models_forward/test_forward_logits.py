@@ -40,6 +40,7 @@ def advance(runner: ModelRunner, work) -> None:
             sequence.logits[sequence.num_computed] = logits[row]
             sequence.num_computed += 1
             row += 1
+        sequence.state_source = sequence.state_blocks
     assert row == len(logits)
 
 
@@ -72,6 +73,9 @@ def test_random_chunks_mixed_with_decode(model: tuple[object, Path], block_size:
         rng.shuffle(open_)
         # One token (decode) and chunks of every size beside each other; some sequences sit the step out.
         work = [(s, min(rng.choice([1, 1, 3, 8, 30, 140]), len(s.tokens) - s.num_computed)) for s in open_[: rng.randint(1, 6)]]
+        for sequence, _ in work:
+            if rng.random() < 0.5:
+                sequence.move_state()
         advance(runner, work)
     for sequence in sequences:
         check(sequence, oracle)

@@ -68,7 +68,7 @@ def test_chunks_and_steps_are_the_rule(tokens: int, heads: int, sizes: tuple[int
         torch.testing.assert_close(states[i], after)
 
 
-@pytest.mark.parametrize(("num_blocks", "budget", "block_size"), [(300, 512, 4), (300, 37, 4), (90, 50, 4), (24, 23, 16)])
+@pytest.mark.parametrize(("num_blocks", "budget", "block_size"), [(300, 512, 4), (300, 37, 4), (80, 50, 4), (24, 23, 16)])
 def test_answers_are_those_of_transformers(num_blocks: int, budget: int, block_size: int, tmp_path: Path) -> None:
     """Prompts in chunks beside others that decode; of the small pools some give way and come back."""
     oracle = save_model("qwen3-next", tmp_path)
@@ -93,6 +93,49 @@ def test_answers_are_those_of_transformers(num_blocks: int, budget: int, block_s
         logits = reference_logits(oracle, [*prompt, *answers[name]])[len(prompt) - 1 : -1]
         lost = logits.max(-1).values - logits.gather(1, torch.tensor(answers[name])[:, None])[:, 0]
         assert float(lost.max()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("num_blocks", "look_ahead"), [(400, False), (400, True), (90, True)])
+def test_answers_are_the_same_after_prefixes_that_were_found(num_blocks: int, look_ahead: bool, tmp_path: Path) -> None:
+    """Prompts that part after 50 tokens, several at once, and then the next turn of each; of the small pool states are evicted."""
+    save_model("qwen3-next", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=num_blocks, block_size=4)
+    generator = torch.Generator().manual_seed(1)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(211, (count,), generator=generator).tolist()
+
+    shared, ends, more = words(50), [words(count) for count in (3, 9, 14, 20)], [words(count) for count in (5, 1, 8, 2)]
+
+    def answers(*, caching: bool) -> tuple[list[list[int]], int]:
+        runner.kv_cache.tensor.fill_(torch.nan)
+        engine = Engine(
+            runner,
+            EngineConfig(max_num_batched_tokens=64, max_num_seqs=3, hash_unit=8, look_ahead=look_ahead, enable_prefix_caching=caching),
+        )
+        turns: list[list[int]] = []
+        for prompts in ([[*shared, *end] for end in ends], more):
+            before, told = list(turns), defaultdict[str, list[int]](list)
+            for i, own in enumerate(prompts):
+                prompt = [*shared, *ends[i], *before[i], *own] if before else own
+                params = SamplingParams(max_tokens=21, temperature=0.0)
+                engine.submit(
+                    EngineRequest(
+                        seq_id=f"{len(before)} {i}", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"k"
+                    )
+                )
+            while engine.wait_for_work(0.0):
+                output = engine.step()
+                assert not output.failures
+                engine.check_integrity()
+                for token in output.tokens:
+                    told[token.seq_id].append(token.token_id)
+            turns += [told[f"{len(before)} {i}"] for i in range(len(prompts))]
+        return turns, engine.stats().num_hit_tokens
+
+    found, num_hits = answers(caching=True)
+    assert found == answers(caching=False)[0]
+    assert num_hits >= (4 * 60 if num_blocks == 400 else 1)
 
 
 @pytest.mark.parametrize(

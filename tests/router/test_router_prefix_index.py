@@ -58,6 +58,14 @@ def test_two_trips_find_what_one_question_for_all_would(pool: list[bool], host: 
     assert probe.held(UNIT) == CachedPrefix(in_pool * stride * UNIT, (in_either - in_pool) * stride * UNIT)
 
 
+@given(st.lists(st.booleans(), max_size=100))
+def test_what_is_told_at_states_alone_is_found_in_one_trip_whatever_lacks_before(pool: list[bool]) -> None:
+    probe = PrefixProbe(LIFE, [bytes([i]) for i in range(len(pool))], 1, tiered=False, sparse=True)
+    assert ask(probe, pool, pool, 1) == min(64, len(pool))
+    held = [i + 1 for i, each in enumerate(pool) if each and (i < 16 or i >= len(pool) - 48)]
+    assert probe.held(UNIT) == CachedPrefix(max(held, default=0) * UNIT)
+
+
 def test_a_worker_that_holds_nothing_is_asked_little() -> None:
     probe = PrefixProbe(LIFE, [b""] * 1000, 1, tiered=False)
     assert ask(probe, [False] * 1000, [False] * 1000, 1) == 10
@@ -114,6 +122,8 @@ async def test_the_longest_unbroken_prefix_of_each_life_in_its_pool_and_behind_i
     assert await index.lookup(dict.fromkeys((A, B, C), ten)) == {A: CachedPrefix(4 * UNIT), B: CachedPrefix(2 * UNIT)}, "C has a new life"
     assert await index.lookup(dict.fromkeys((A, B), ten), {A, B}) == {A: CachedPrefix(4 * UNIT, 3 * UNIT), B: CachedPrefix(2 * UNIT, UNIT)}
     assert await index.lookup({A: []}) == {}
+    told = await index.lookup(dict.fromkeys((A, B), ten), sparse={B})
+    assert told == {A: CachedPrefix(4 * UNIT), B: CachedPrefix(10 * UNIT)}, "B tells of few boundaries"
 
 
 async def test_very_long_prompts_are_probed_at_fewer_places(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,10 @@ class Batch:
     masks          which tokens the rows of constrained sequences may become; None: there are none. Nothing is carried to such a row
     mark_layers    after how many layers the step is to be marked (see InFlight.layer_marks), ascending
     scored         prompt tokens whose log probabilities are wanted; None: there are none
-    state_tables   int32 [S, KvShape.num_state_blocks]: where each sequence's state lies, read and written in place. It begins with the
-                   sequence's position 0, whatever the blocks hold
+    state_sources  int32 [S, KvShape.num_state_blocks]: where each sequence's state lies before the step. It begins with the sequence's
+                   position 0, whatever the blocks hold. None: the model has no state
+    state_tables   int32 [S, KvShape.num_state_blocks]: where it lies afterwards: in the same blocks, or in others that the step does not
+                   read; those of `state_sources` then stay as they are
     pooled         prompt tokens whose hidden states are wanted; None: there are none
     """
 
@@ -121,6 +123,7 @@ class Batch:
     masks: TokenMasks | None = None
     mark_layers: Sequence[int] = ()
     scored: ScoredRows | None = None
+    state_sources: npt.NDArray[np.int32] | None = None
     state_tables: npt.NDArray[np.int32] | None = None
     pooled: PooledRows | None = None
 

@@ -12,6 +12,10 @@ registered block owns its registered parents too (see `register`), and `free` le
 evicts a head before its tail, and every registered hash can be found from the sequence's start. But where sequences leave blocks behind
 (windows, block_manager.py), a head may be evicted first: its tail is found again once that head is, and else goes in its turn.
 
+Where the model has a state of each sequence, that at the end of a registered block may be kept too, in blocks of its own (`keep_state`):
+owned, cached and evicted like the others, all of them together. They go with the block at whose end they are; that may stay without them,
+and is evicted after them: they are as recently used as it is.
+
 A block's generation is one more each time `allocate` gives the block to new content; sharing what it holds changes nothing. A
 reader that does not own the block compares generations afterwards: equal ones mean that the content was not replaced meanwhile.
 """
@@ -83,8 +87,9 @@ _PART = 1 << 14
 class BlockPool:
     """Not thread-safe: the engine's lock guards it."""
 
-    def __init__(self, num_blocks: int, *, block_size: int, hash_unit: int) -> None:
-        """`hash_unit`: tokens between boundaries that the prefix delta speaks of, a multiple of `block_size`."""
+    def __init__(self, num_blocks: int, *, block_size: int, hash_unit: int, has_states: bool = False) -> None:
+        """`hash_unit`: tokens between boundaries that the prefix delta speaks of, a multiple of `block_size`. `has_states`: a prefix is of
+        use only with the state at its end, and the delta speaks of no other."""
         self.num_blocks = num_blocks
         self._announced_every = hash_unit // block_size
         # Arrays, which cost a look no more than lists do, and are summed in a moment however many blocks there are.
@@ -96,6 +101,9 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._boundary = bytearray(num_blocks)  # 1: the block ends at a hash-unit boundary
         self._block_of: dict[bytes, int] = {}
+        self._has_states = has_states
+        # Those of the states that are kept, whose hash is that of the block at whose end they are.
+        self._states: dict[bytes, Sequence[int]] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._change = NetChange()
         self._watcher: CacheWatcher | None = None
@@ -123,7 +131,7 @@ class BlockPool:
         return self._generations[block]
 
     def hash_of(self, block: int) -> bytes | None:
-        """Returns the hash under which it is findable; None: it is not."""
+        """Returns the hash under which it, or the state that it is of, is findable; None: it is not."""
         return self._hash_of[block]
 
     def cached(self) -> list[int]:
@@ -135,8 +143,9 @@ class BlockPool:
         return bool(self._boundary[block])
 
     def watch(self, watcher: CacheWatcher) -> None:
-        """Reports cached blocks to this one watcher from now on; there are none yet."""
+        """Reports cached blocks to this one watcher from now on; there are none yet. A watcher knows of no states."""
         assert not self._lru
+        assert not self._has_states
         self._watcher = watcher
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
@@ -178,10 +187,14 @@ class BlockPool:
                     self._watcher.on_taken(block)
                 self._forget(block)
             self._num_owners[block] = 1
-            self._generations[block] = (self._generations[block] + 1) % _GENERATIONS
+            self._give(block)
             taken.append(block)
-        self._num_given += count
         return taken
+
+    def _give(self, block: int) -> None:
+        """Notes that it is for new content."""
+        self._generations[block] = (self._generations[block] + 1) % _GENERATIONS
+        self._num_given += 1
 
     def free(self, blocks: Sequence[int]) -> None:
         """Takes an owner from each block of one sequence, given in its own order: the tail goes first, to be evicted first."""
@@ -190,9 +203,13 @@ class BlockPool:
             assert owners >= 0, f"block {block} is freed twice"
             self._num_owners[block] = owners
             if owners == 0:
-                if self._hash_of[block] is None:
+                digest = self._hash_of[block]
+                if digest is None:
                     self._free.append(block)
                 else:
+                    for each in self._states.get(digest, ()):
+                        if each in self._lru:
+                            self._lru.move_to_end(each)
                     self._lru[block] = None
                     if self._watcher is not None:
                         self._watcher.on_cached(block)
@@ -215,8 +232,52 @@ class BlockPool:
         self._block_of[digest] = block
         if (index + 1) % self._announced_every == 0:
             self._boundary[block] = 1
-            self._change.add(digest)
+            if not self._has_states:
+                self._change.add(digest)
         return block
+
+    def num_with_state(self, hashes: Sequence[bytes]) -> int:
+        """Returns how many of a chain's hashes there are up to the last one at which a state is kept; 0: none is."""
+        return next((i + 1 for i in reversed(range(len(hashes))) if hashes[i] in self._states), 0)
+
+    def state_at(self, digest: bytes) -> Sequence[int]:
+        """Returns the blocks of the state that is kept there, to be shared like others and only read; none: there is none."""
+        return self._states.get(digest, ())
+
+    def keep_state(self, digest: bytes, blocks: Sequence[int]) -> bool:
+        """Makes owned blocks, which nobody writes any more, findable as the state at a hash-unit boundary. False: there is no such
+        prefix, or its state is kept already."""
+        block = self._block_of.get(digest)
+        if block is None or digest in self._states or not self._boundary[block]:
+            return False
+        for each in blocks:
+            assert self._num_owners[each] > 0, f"block {each} has no owner"
+            assert self._hash_of[each] is None, f"block {each} holds another prefix"
+            self._hash_of[each] = digest
+        self._states[digest] = blocks
+        self._change.add(digest)
+        return True
+
+    def take_state(self, digest: bytes) -> Sequence[int]:
+        """Returns the blocks of a cached state with one owner, who goes on in them: it can be found no more."""
+        blocks = self._states[digest]
+        self.share(blocks)
+        self.drop_state(digest)
+        for block in blocks:
+            self._give(block)
+        return blocks
+
+    def drop_state(self, digest: bytes) -> None:
+        """Lets a state be found no more, if one is kept there. Owners of its blocks keep them."""
+        blocks = self._states.pop(digest, None)
+        if blocks is None:
+            return
+        self._change.remove(digest)
+        for block in blocks:
+            self._hash_of[block] = None
+            if block in self._lru:
+                del self._lru[block]
+                self._free.append(block)
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
         """Makes what is findable as one of these so no more: its content is not to be trusted. Owners of such a block keep it. What follows
@@ -232,19 +293,25 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         digest = self._hash_of[block]
         assert digest is not None
+        self.drop_state(digest)
+        if self._block_of[digest] != block:
+            return  # it was of that state
         self._hash_of[block] = None
         del self._block_of[digest]
         if self._boundary[block]:
             self._boundary[block] = 0
-            self._change.remove(digest)
+            if not self._has_states:
+                self._change.remove(digest)
 
     def take_delta(self) -> PrefixDelta:
-        """Returns what changed at hash-unit boundaries since the last call; net."""
+        """Returns what changed at hash-unit boundaries, where there is a state if the model has one, since the last call; net."""
         added, removed = self._change.take()
         return PrefixDelta(added=added, removed=removed)
 
     def findable(self) -> list[bytes]:
-        """Returns all findable hashes at hash-unit boundaries."""
+        """Returns all findable hashes at such boundaries."""
+        if self._has_states:
+            return list(self._states)
         return [digest for digest, block in self._block_of.items() if self._boundary[block]]
 
     def check_integrity(self, owners: Iterable[Sequence[int] | npt.NDArray[np.int32]]) -> None:
@@ -266,11 +333,19 @@ class BlockPool:
             raise InternalError(f"{np.sum(counted == 0)} blocks have no owner, {len(free)} are listed free and {len(cached)} cached")
         hashed = np.zeros(self.num_blocks, dtype=bool)
         hashed[_numbers(self._block_of.values(), len(self._block_of))] = True
+        of_states = [(block, digest) for digest, blocks in self._states.items() for block in blocks]
+        hashed[_numbers((block for block, _ in of_states), len(of_states))] = True
         if hashed[free].any() or not hashed[cached].all():
             raise InternalError("a free block has a hash, or a cached one has none")
-        num_hashed = self.num_blocks - self._hash_of.count(None)
-        if len(self._block_of) != num_hashed or any(self._hash_of[block] != digest for digest, block in self._block_of.items()):
-            raise InternalError(f"{num_hashed} blocks have a hash and {len(self._block_of)} hashes a block, or they disagree")
+        num_hashed, num_listed = self.num_blocks - self._hash_of.count(None), len(self._block_of) + len(of_states)
+        if (
+            num_listed != num_hashed
+            or any(self._hash_of[block] != digest for digest, block in self._block_of.items())
+            or any(self._hash_of[block] != digest for block, digest in of_states)
+        ):
+            raise InternalError(f"{num_hashed} blocks have a hash and {num_listed} are listed with one, or they disagree")
+        if any(not self._boundary[self._block_of.get(digest, 0)] or digest not in self._block_of for digest in self._states):
+            raise InternalError("a state is kept where no prefix ends")
         num_given = int(np.sum(np.frombuffer(self._generations, np.uint32), dtype=np.uint64))
         if (num_given - self._num_given) % _GENERATIONS:
             raise InternalError(f"the blocks' generations add up to {num_given}, but {self._num_given} blocks were given out")

@@ -64,13 +64,20 @@ class Engine:
         self._config = config
         self._clock = clock
         self._sleep = sleep
-        self._pool = BlockPool(shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit)
-        self._tier = HostTier(
-            self._pool, config.host_cache_bytes // shape.block_bytes, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share
+        self._pool = BlockPool(
+            shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit, has_states=bool(shape.num_state_blocks)
         )
+        # It knows of no states, without which the prefixes of a model that has them are of no use.
+        num_rows = 0 if shape.num_state_blocks else config.host_cache_bytes // shape.block_bytes
+        self._tier = HostTier(self._pool, num_rows, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share)
         self._constrained = ConstrainedSequences()
         blocks = BlockManager(
-            self._pool, self._tier, block_size=shape.block_size, num_state_blocks=shape.num_state_blocks, reach=runner.reach
+            self._pool,
+            self._tier,
+            block_size=shape.block_size,
+            hash_unit=config.hash_unit,
+            num_state_blocks=shape.num_state_blocks,
+            reach=runner.reach,
         )
         self._scheduler = Scheduler(blocks, self._constrained, config)
         # The one lock, over pool and scheduler; notified when there is work.
@@ -395,8 +402,7 @@ class Engine:
             vocab_size=self._runner.vocab_size,
             max_model_len=self._runner.max_model_len,
             block_size=self._runner.kv_shape.block_size,
-            # A prefix is of use with the state at its end only, which nobody keeps.
-            prefix_caching=self._config.enable_prefix_caching and not self._runner.kv_shape.num_state_blocks,
+            prefix_caching=self._config.enable_prefix_caching,
         )
 
     def _end(self, sequence: EngineSequence) -> bool:

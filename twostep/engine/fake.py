@@ -11,7 +11,7 @@ sequence's blocks, never from the batch. A block that was lost, swapped, stale o
 
 With a state, as models have it whose layers remember without KV, the state of all tokens so far is added to that:
 
-    state = (31 * state + token + 1) mod 2**31 - 1, from 0 on             read and written in place, in every state block
+    state = (31 * state + token + 1) mod 2**31 - 1, from 0 on             in every state block, those read and those written
 
 Every (layer, K/V, head) of a slot holds the same two int32, token and position + 1, repeated over head_dim. The sum takes
 tokens from the first of these planes and positions from the last, so that a half-moved block does not pass either.
@@ -186,8 +186,8 @@ class FakeRunner:
         else:
             self._write(batch, slice(None))
         token_ids = self._next_tokens(batch)
-        if batch.state_tables is not None:
-            states = self._next_states(batch, batch.state_tables)
+        if batch.state_sources is not None and batch.state_tables is not None:
+            states = self._next_states(batch, batch.state_sources, batch.state_tables)
             seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
             token_ids = [(token + states[seq]) % self._vocab_size for token, seq in zip(token_ids, seqs, strict=True)]
         masked = {} if batch.masks is None else dict(zip(batch.masks.rows.tolist(), batch.masks.allowed(self._vocab_size), strict=True))
@@ -266,11 +266,11 @@ class FakeRunner:
         sums = np.add.reduceat(values.sum(axis=1), first)
         return [int(token) for token in (sums + lens) % self._vocab_size]
 
-    def _next_states(self, batch: Batch, tables: npt.NDArray[np.int32]) -> list[int]:
-        """Returns each sequence's state after the step, which it leaves in the sequence's blocks. All of them must agree before."""
+    def _next_states(self, batch: Batch, sources: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> list[int]:
+        """Returns each sequence's state after the step, which it leaves in the blocks of `tables`. All those of `sources` must agree."""
         states = []
-        for blocks, start, stop in zip(tables, batch.query_start[:-1], batch.query_start[1:], strict=True):
-            words = self._bytes[blocks].view(np.int64)
+        for source, blocks, start, stop in zip(sources, tables, batch.query_start[:-1], batch.query_start[1:], strict=True):
+            words = self._bytes[source].view(np.int64)
             before = int(words[0, 0]) if batch.positions[start] else 0
             # A block of another's state, or one that was not handed over, spoils all tokens to come.
             torn = bool(batch.positions[start]) and not bool((words == before).all())

@@ -53,7 +53,7 @@ from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import time_limit_of
 from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, WaitingPrompt, plan_step, watermark
-from twostep.engine.step_work import StepResult, StepWork, plan_chunks
+from twostep.engine.step_work import LeftState, StepResult, StepWork, plan_chunks
 from twostep.engine.types import (
     EngineStats,
     FailureKind,
@@ -398,7 +398,8 @@ class Scheduler:
         for sequence in ready:
             num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_planned != 1 or num_tokens <= len(sequence.given):
-                prompts.append(RunningPrompt(sequence, sequence.num_remaining, sequence.num_planned, sequence.priority.rank))
+                num_remaining = self._blocks.num_to_stop(sequence, sequence.num_planned, sequence.num_remaining)
+                prompts.append(RunningPrompt(sequence, num_remaining, sequence.num_planned, sequence.priority.rank))
             elif sequence.priority.rank < _BATCH:
                 decodes.append(sequence)
             else:
@@ -440,12 +441,16 @@ class Scheduler:
                 return
             cost = self._blocks.match(sequence)
             num_matched = sequence.num_matched
-            yield WaitingPrompt(sequence, len(sequence.tokens) - num_matched, cost, num_matched, sequence.priority.rank)
+            num_uncached = self._blocks.num_to_stop(sequence, num_matched, len(sequence.tokens) - num_matched)
+            yield WaitingPrompt(sequence, num_uncached, cost, num_matched, sequence.priority.rank)
 
     def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> StepWork | None:
         """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence."""
-        admitted = [candidate.item for candidate in plan.admitted]
-        self._blocks.admit(admitted)
+        has_state = bool(self._blocks.num_state_blocks)
+        finds_state = has_state and any(candidate.num_before for candidate in plan.admitted)
+        spare = self._num_spare(now, plan.admitted) if finds_state else 0
+        candidates = [candidate.item for candidate in plan.admitted]
+        admitted = self._blocks.admit(candidates, spare)
         for sequence in admitted:
             sequence.priority.serve(now)
             del (self._preempted if sequence.state is SequenceState.PREEMPTED else self._waiting)[sequence.seq_id]
@@ -453,12 +458,29 @@ class Scheduler:
         self._pass_over(plan, active, now)
         # Those admitted whose blocks are on their way from the host tier come with a step after that.
         prompts = [chunk for chunk in plan.prompts if not chunk.item.loading]
+        if len(admitted) < len(candidates):
+            prompts = [chunk for chunk in prompts if chunk.item.state is SequenceState.RUNNING]
         sequences = [*plan.decodes, *(chunk.item for chunk in prompts)]
         if not sequences:
             return None
-        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts])
+        left = self._leave_states(sequences, now) if has_state else []
+        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], left)
         self._constrained.planned(work)
         return work
+
+    def _leave_states(self, sequences: Sequence[EngineSequence], now: float) -> list[LeftState]:
+        """Lets those that have come to where it is worth it leave their states to their prefixes, as far as nobody wants the room."""
+        leaving = [sequence for sequence in sequences if self._blocks.may_leave_state(sequence)]
+        num_fitting = max(0, self._num_spare(now) // self._blocks.num_state_blocks) if leaving else 0
+        return [self._blocks.leave_state(sequence) for sequence in leaving[:num_fitting]]
+
+    def _num_spare(self, now: float, admitted: Sequence[WaitingPrompt[EngineSequence]] = ()) -> int:
+        """Returns the blocks that can be away for a step, or two, so that nobody here waits for them or gives way meanwhile, beside those
+        that the `admitted` are about to get."""
+        coming = {candidate.item for candidate in admitted}
+        waiting = (sequence for sequence in chain(self._preempted.values(), self._waiting.values()) if sequence not in coming)
+        num_taken = sum(candidate.num_blocks for candidate in admitted) + max(map(self._blocks.num_to_admit, waiting), default=0)
+        return self._room(_ANY_RANK, now).blocks - num_taken
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
         """Notes that those that could have gone on and were left out wait, and the others do not."""
@@ -631,6 +653,8 @@ class Scheduler:
     def settle(self, work: StepWork, sampled: Sampled) -> StepResult:
         """Ends the step planned first, which ran: counts what was computed, makes full blocks findable, appends tokens, frees what
         ended."""
+        for left in work.left_states:
+            self._blocks.keep_state(left)
         self._take_off(work)
         tokens = StepTokens()
         progress: list[PrefillProgress] = []

@@ -49,6 +49,7 @@ def gives_tokens(runner: Runner) -> bool:
         sampling=[
             SamplingRow(params=_SAMPLING, position=0, history=(token,), num_prompt_tokens=1, stop_ids=frozenset()) for token in tokens
         ],
+        state_sources=shape.trial_states(count),
         state_tables=shape.trial_states(count),
     )
     return any(token != NO_TOKEN for token in runner.launch(batch).result().token_ids)

@@ -87,8 +87,12 @@ class EngineSequence:
     hasher: PrefixHasher | None
     # In order, for all its tokens; more are taken as it grows.
     blocks: list[int] = field(default_factory=list)
-    # What its state takes, where the model has one.
-    state_blocks: list[int] = field(default_factory=list)
+    # Where its planned steps leave its state, where the model has one.
+    state_blocks: Sequence[int] = ()
+    # While a step is planned: where that finds it, if elsewhere. It owns these too, until the step does.
+    state_source: Sequence[int] = ()
+    # The hash at which a state is kept that it came by after what was given; None: there is none.
+    state_kept: bytes | None = None
     # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
     num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
@@ -98,8 +102,9 @@ class EngineSequence:
     matched: list[int] = field(default_factory=list)
     # The same for those that follow in the host tier: their hashes.
     matched_in_host: Sequence[bytes] = ()
-    # While waiting: tokens whose KV it would start with.
+    # While waiting: tokens whose KV it would start with; and more, whose KV is there without the state that the model needs with it.
     num_matched: int = 0
+    num_stateless: int = 0
     num_computed: int = 0
     num_planned: int = 0
     # Tokens that launched steps will sample; the last of them is row `pending_row` of the step planned last that it is in.
@@ -145,12 +150,12 @@ class EngineSequence:
     def owned(self) -> list[int]:
         """The blocks that it owns, in order, those of its state last."""
         blocks = self.blocks[self.num_left :] if self.num_left else self.blocks
-        return blocks + self.state_blocks if self.state_blocks else blocks
+        return [*blocks, *self.state_blocks] if self.state_blocks else blocks
 
     @property
     def handed_over(self) -> list[int]:
         """The blocks of all its tokens, then those of its state: the order in which they are handed over."""
-        return self.blocks + self.state_blocks
+        return [*self.blocks, *self.state_blocks]
 
     @property
     def is_plannable(self) -> bool:

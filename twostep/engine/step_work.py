@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,14 @@ from twostep.engine.sequence import EngineSequence
 from twostep.engine.types import PooledPrompt, PrefillProgress, PromptScores, SequenceFailure, StepTokens
 from twostep.pooling import Pooling
 from twostep.step_curve import StepWorkload, chunk_pairs
+
+
+class LeftState(NamedTuple):
+    """The state of a sequence after its first `num_tokens`."""
+
+    sequence: EngineSequence
+    num_tokens: int
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +36,7 @@ class StepWork:
     scored      of how many of its first tokens the successors' log probabilities are wanted
     pooled      of how many of its last tokens the hidden states are added up; where the chunk ends a prompt, the pooling is over, and
                 nothing is sampled
+    states      where each chunk finds its sequence's state; none where the model has none
     """
 
     sequences: Sequence[EngineSequence]
@@ -36,9 +46,12 @@ class StepWork:
     sampled: Sequence[bool]
     scored: Sequence[int]
     pooled: Sequence[int]
+    states: Sequence[Sequence[int]]
     num_decodes: int
-    # Blocks that the step reads and whose sequence has taken others in exchange since: owned until it is settled.
+    # Blocks that the step reads and whose sequence has taken others in exchange: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
+    # Of these, states that their sequences go on from elsewhere and that are their prefixes' once the step is settled.
+    left_states: Sequence[LeftState] = ()
     # Of the sampled rows that are constrained: (row, its sequence, its mask).
     masks: Sequence[tuple[int, EngineSequence, npt.NDArray[np.int32]]] = ()
 
@@ -66,12 +79,14 @@ class StepResult:
     pooled: Sequence[PooledPrompt] = ()
 
 
-def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int]) -> StepWork:
+def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int], left_states: Sequence[LeftState] = ()) -> StepWork:
     """Returns the step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned of each, and takes
     the masks of those that sample."""
     num_decodes = len(sequences) - len(prompt_tokens)
     num_tokens = [1] * num_decodes + list(prompt_tokens)
     starts, carried, sampled, masks = [], [], [], []
+    states = [sequence.state_source or sequence.state_blocks for sequence in sequences]
+    exchanged: list[int] = []
     scored = [0] * num_decodes + list(map(_num_scored, sequences[num_decodes:], prompt_tokens))
     pooled = [0] * num_decodes + list(map(_num_pooled, sequences[num_decodes:], prompt_tokens))
     row = 0
@@ -81,6 +96,9 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         carried.append(sequence.pending_row if sequence.num_pending else -1)
         sequence.num_planned = start + count
         sequence.num_steps += 1
+        if sequence.state_source:
+            exchanged += sequence.state_source
+            sequence.state_source = ()
         complete = start + count == len(sequence.tokens) + sequence.num_pending
         sampled.append(complete and not num_pooled)
         if num_pooled:
@@ -101,7 +119,10 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         sampled=sampled,
         scored=scored,
         pooled=pooled,
+        states=states,
         num_decodes=num_decodes,
+        exchanged=exchanged,
+        left_states=left_states,
         masks=masks,
     )
 
@@ -162,6 +183,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
     if len(known) < num_seqs:
         carried = np.full(total, -1, np.int32)
         carried[firsts] = carried_rows
+    has_state = bool(work.states[0])
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -186,7 +208,8 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
         mark_layers=mark_layers,
         scored=_scored_rows(work, query_start) if any(work.scored) else None,
-        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if work.sequences[0].state_blocks else None,
+        state_sources=np.array(work.states, np.int32) if has_state else None,
+        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
         pooled=_pooled_rows(work, query_start) if any(work.pooled) else None,
     )
 

@@ -271,5 +271,6 @@ def _batch(runner: Runner, probe: StepProbe) -> Batch:
         slots=tables[rows, positions // size].astype(np.int64) * size + positions % size,
         sample_rows=query_start[1:].astype(np.int64) - 1,
         sampling=[SamplingRow(params=_PARAMS, position=0, history=[0], num_prompt_tokens=1, stop_ids=frozenset()) for _ in probe.counts],
+        state_sources=runner.kv_shape.trial_states(len(probe.counts)),
         state_tables=runner.kv_shape.trial_states(len(probe.counts)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from twostep.worker.engine_loop import EngineLoop, LoopSink, StepSink
 from twostep.worker.engine_port import EngineEvents, EngineFacts, EngineLook
 from twostep.worker.model import ServedModel
 from twostep.worker.preparation import Preparation
+
+log = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -38,6 +41,8 @@ class LocalEngine:
                 ageing_s=config.ageing,
             ),
         )
+        if config.prefix_cache_space and not self.engine.num_host_blocks:
+            log.warning("--prefix-cache-space %g keeps nothing: it holds no block, or the model keeps states", config.prefix_cache_space)
         self.engine.set_curve(model.curve)
         self.facts = EngineFacts(
             name=model.name,

@@ -174,6 +174,7 @@ def _logits(runner: ModelRunner, token_ids: Sequence[int]) -> torch.Tensor:
             slots=np.arange(count),
             sample_rows=np.arange(count),
             sampling=(),
+            state_sources=runner.kv_shape.trial_states(1),
             state_tables=runner.kv_shape.trial_states(1),
         )
     )

@@ -22,7 +22,7 @@ _HEAD_DIM, _TURNED = 256, 0.25
 
 class Qwen3Next(Llama):
     architecture = "qwen3_next"
-    supported = "gated delta nets and gated attention by `layer_types`, experts as Qwen2's; not over several ranks, no cached prefixes"
+    supported = "gated delta nets and gated attention by `layer_types`, experts as Qwen2's; not over several ranks"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:

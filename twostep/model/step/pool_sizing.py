@@ -74,7 +74,8 @@ def measured_blocks(
             block_size=shape.block_size,
             num_blocks=shape.num_blocks,
         )
-        return replace(widest, state_tables=shape.trial_states(len(widest.seq_lens)))
+        states = shape.trial_states(len(widest.seq_lens))
+        return replace(widest, state_sources=states, state_tables=states)
 
     progress.phase("kernels")
     for num_tokens in (1, min(8, sizing.max_num_batched_tokens)):

@@ -1,6 +1,8 @@
 """What layers without KV remember of a step's sequences, in blocks of the pool that the sequences own (KvShape.num_state_blocks).
 
 a sequence's state blocks    │ layer 0        │ layer 1        │ …       each layer in whole blocks, so that it is one gather of rows
+
+A step reads them in the blocks that hold them before it and leaves them in those of afterwards, mostly the same (Batch.state_sources).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class SequenceStates:
     """
 
     def __init__(self, batch: Batch, cache: KvCache) -> None:
+        assert batch.state_sources is not None
         assert batch.state_tables is not None
         device = cache.tensor.device
         counts = np.diff(batch.query_start)
@@ -43,6 +46,7 @@ class SequenceStates:
             SequenceChunk(sequence=int(i), start=int(starts[i]), stop=int(starts[i] + counts[i])) for i in np.flatnonzero(counts > 1)
         ]
         self._cache = cache
+        self._sources = torch.from_numpy(batch.state_sources.astype(np.int64)).to(device)
         self._tables = torch.from_numpy(batch.state_tables.astype(np.int64)).to(device)
         self._is_new = torch.from_numpy(batch.seq_lens == counts).to(device).unsqueeze(1)
 
@@ -50,10 +54,10 @@ class SequenceStates:
         return len(self._tables)
 
     def read(self, layer: int, num_bytes: int) -> torch.Tensor:
-        """Returns what a layer left there, uint8 [S, num_bytes]; zeros of a sequence that begins."""
-        held = self._cache.read_states(self._tables, layer, num_bytes)
+        """Returns what a layer left of each sequence before the step, uint8 [S, num_bytes]; zeros of a sequence that begins."""
+        held = self._cache.read_states(self._sources, layer, num_bytes)
         return held.masked_fill_(self._is_new, 0)
 
     def write(self, layer: int, states: torch.Tensor) -> None:
-        """The inverse, uint8 [S, num_bytes]."""
+        """Leaves what the layer has of each sequence after it, uint8 [S, num_bytes]."""
         self._cache.write_states(self._tables, layer, states)
