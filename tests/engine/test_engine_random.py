@@ -45,13 +45,14 @@ class World:
     # Tokens that the next one depends on: one of these; 0: all.
     windows: Sequence[int] = (0,)
     drafts = False
+    look_ahead_share = 0.6
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice([1, 2, 4, 5, 16])
         self.vocab = rng.choice([37, 1000])
         # An int64 is the least a state block holds.
-        self.num_state_blocks = rng.choice([0, 0, 1, 3])
+        self.num_state_blocks = rng.choice([0, 0, 1, 3]) * (not self.drafts)
         self.context = rng.choice([60, 150])
         self.window = random.Random(seed).choice(self.windows)
         self.broken_token = 7 if seed % 2 and self.vocab > 37 and not self.window else None
@@ -93,7 +94,7 @@ class World:
             hash_unit=self.unit,
             host_cache_bytes=rng.choice([0, 5, 1000]) * runner.kv_shape.block_bytes,
             host_ahead_share=rng.choice([0.125, 1.0]),
-            look_ahead=rng.random() < 0.6,
+            look_ahead=rng.random() < self.look_ahead_share,
             max_step_s=rng.choice([0.0, 0.002]),
             min_chunk_tokens=rng.choice([1, 8]),
             ageing_s=rng.choice([0.001, 0.1, 30.0]),
@@ -360,15 +361,15 @@ class WindowAheadWorld(AheadWorld):
 class DraftWorld(World):
     """Engines draft tokens, right and wrong ones."""
 
-    drafts = True
+    drafts, look_ahead_share = True, 0.2
 
 
 class DraftAheadWorld(AheadWorld):
-    drafts = True
+    drafts, look_ahead_share = True, 0.2
 
 
 class DraftWindowWorld(WindowWorld):
-    drafts = True
+    drafts, look_ahead_share = True, 0.2
 
 
 @functools.cache
