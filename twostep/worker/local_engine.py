@@ -10,6 +10,7 @@ from twostep.engine.batch import Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, EngineStats, FailureKind, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import StepCurve
 from twostep.worker.config import WorkerConfig
 from twostep.worker.engine_loop import EngineLoop, LoopSink, StepSink
@@ -36,6 +37,7 @@ class LocalEngine:
                 host_cache_bytes=int(config.prefix_cache_space * 2**30),
                 max_step_s=(config.max_step_ms or 0.0) / 1e3,
                 ageing_s=config.ageing,
+                speculative=SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None,
             ),
         )
         self.engine.set_curve(model.curve)
