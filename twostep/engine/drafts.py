@@ -192,16 +192,23 @@ class Drafting:
         counts = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, counts, strict=True)]
 
+    def num_wanted(self, sequence: EngineSequence) -> int:
+        """Returns how many tokens may be drafted at most: after the last token there can be comes none."""
+        return max(0, min(self._most, sequence.max_len - 1 - len(sequence.tokens)))
+
+    def look_up(self, sequence: EngineSequence) -> Sequence[int]:
+        """Returns what the proposer proposes."""
+        most = self.num_wanted(sequence)
+        return self._proposer.propose(sequence.seq_id, sequence.tokens, most) if most else ()
+
     def _propose(self, sequence: EngineSequence) -> Proposal:
-        tokens = sequence.tokens
-        # The last token there can be is none that anything comes after.
-        most = min(self._most, sequence.max_len - 1 - len(tokens))
-        if sequence.num_pending or sequence.constraint is not None or most < 1:
+        if sequence.num_pending:
             return _NOTHING
+        # With a grammar, drafts were looked up when its masks were made.
+        proposed = self.look_up(sequence) if sequence.constraint is None else sequence.constraint.drafts
         record = self._records.setdefault(sequence.seq_id, DraftRecord())
-        record.learn(tokens)
-        proposed = self._proposer.propose(sequence.seq_id, tokens, most)
-        record.propose(proposed, tokens)
+        record.learn(sequence.tokens)
+        record.propose(proposed, sequence.tokens)
         return Proposal(proposed, record.rate)
 
     def count(self, num_drafted: int, num_accepted: int) -> None:

@@ -71,7 +71,6 @@ class Engine:
         self._tier = HostTier(
             self._pool, config.host_cache_bytes // shape.block_bytes, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share
         )
-        self._constrained = ConstrainedSequences()
         blocks = BlockManager(
             self._pool, self._tier, block_size=shape.block_size, num_state_blocks=shape.num_state_blocks, reach=runner.reach
         )
@@ -79,6 +78,7 @@ class Engine:
         # A state cannot forget the drafts that were not accepted.
         if config.speculative is not None and not shape.num_state_blocks:
             drafting = Drafting(proposer or PromptLookup(config.speculative), config.speculative.num_speculative_tokens)
+        self._constrained = ConstrainedSequences(drafting)
         self._scheduler = Scheduler(blocks, self._constrained, config, drafting)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()

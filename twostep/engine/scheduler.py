@@ -447,7 +447,7 @@ class Scheduler:
                     yield sequence
 
         # A sequence without its mask yet could not sample; it is a moment.
-        preempted = [s for s in self._preempted.values() if s.constraint is None or s.constraint.mask is not None]
+        preempted = [s for s in self._preempted.values() if s.constraint is None or s.constraint.next is not None]
         for sequence in preempted:
             sequence.priority.wait(now, self._config.ageing_s)
         for sequence in merge(sorted(preempted, key=place), *map(queue, RequestClass), key=place):

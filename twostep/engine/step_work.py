@@ -98,7 +98,7 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
             sequence.num_drafts = num_drafted
             sequence.pending_row = row
             if sequence.constraint is not None:
-                masks.append((row, sequence, sequence.constraint.take()))
+                masks += [(row + i, sequence, mask) for i, mask in enumerate(sequence.constraint.take(num_drafted))]
             row += 1 + num_drafted
     return StepWork(
         sequences=sequences,
