@@ -26,7 +26,7 @@ from twostep.engine.sequence import EngineSequence
 from twostep.settings.speculative import SpeculativeConfig
 
 # What a sequence's last drafts came to counts for so much less with each of its steps.
-_FORGETTING = 0.9
+_FORGETTING = 0.8
 # Before anything is known: one draft, of which half were right.
 _PRIOR_RIGHT, _PRIOR_WRONG = 0.5, 0.5
 
