@@ -194,6 +194,8 @@ class Drafting:
 
     def num_wanted(self, sequence: EngineSequence) -> int:
         """Returns how many tokens may be drafted at most: after the last token there can be comes none."""
+        if not sequence.request.sampling.speculate:
+            return 0
         return max(0, min(self._most, sequence.max_len - 1 - len(sequence.tokens)))
 
     def look_up(self, sequence: EngineSequence) -> Sequence[int]:
