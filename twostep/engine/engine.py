@@ -43,7 +43,7 @@ from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_launcher import LaunchedStep, MarkedStep, StepLauncher
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
-from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
 from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
@@ -75,8 +75,10 @@ class Engine:
             self._pool, self._tier, block_size=shape.block_size, num_state_blocks=shape.num_state_blocks, reach=runner.reach
         )
         drafting = None
-        # A state cannot forget the drafts that were not accepted.
-        if config.speculative is not None and not shape.num_state_blocks:
+        if config.speculative is not None:
+            if shape.num_state_blocks:
+                # It cannot forget the drafts that were not accepted.
+                raise SetupError("this model's layers keep states, with which no tokens are drafted; leave --speculative-config out")
             drafting = Drafting(proposer or PromptLookup(config.speculative), config.speculative.num_speculative_tokens)
         self._constrained = ConstrainedSequences(drafting)
         self._scheduler = Scheduler(blocks, self._constrained, config, drafting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ from twostep.worker.engine_port import EngineEvents, EngineFacts, EngineLook
 from twostep.worker.model import ServedModel
 from twostep.worker.preparation import Preparation
 
+log = logging.getLogger(__name__)
+
 
 class LocalEngine:
     """See EnginePort. `engine` and `runner` are there for whoever is in this process, too: transports, and tests."""
@@ -27,6 +30,8 @@ class LocalEngine:
     def __init__(self, config: WorkerConfig, model: ServedModel) -> None:
         """Raises SetupError."""
         self.runner: Runner = model.runner
+        if config.speculative_config and model.runner.overlaps:
+            log.warning("on a GPU steps with drafts are not captured as CUDA graphs: --speculative-config makes them slower here")
         self.engine = Engine(
             model.runner,
             EngineConfig(
