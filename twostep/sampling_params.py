@@ -78,6 +78,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     # As `logprobs`, of the prompt's tokens: its whole prompt is computed, whatever is cached.
     prompt_logprobs: int | None = None
+    # Whether tokens may be drafted, where workers do that.
+    speculate: bool = True
     # None: the answer is any text. What a grammar means for the other parameters: docs/structured-output.md.
     grammar: Grammar | None = None
 

@@ -53,7 +53,17 @@ _NUM_GAPS = 8
 _SEED = re.compile(r"-?[0-9]{1,19}")
 
 # Fields that a request calls as the body does.
-_SAME_NAME = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"]
+_SAME_NAME = [
+    "temperature",
+    "top_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "speculate",
+]
 
 
 def drawn_seed_of(headers: Mapping[str, str]) -> int:

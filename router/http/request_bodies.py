@@ -220,6 +220,8 @@ class CommonBody(RequestBody):
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     """No stop token and no stop string ends the answer before so many tokens."""
     ignore_eos: bool | None = None
+    speculate: bool | None = None
+    """false: no token of the answer is drafted, whatever the workers' `--speculative-config`."""
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     skip_special_tokens: bool | None = None
     """false: the text shows special tokens too."""

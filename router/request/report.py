@@ -196,7 +196,8 @@ class RequestReport:
     def on_decode_token(self, position: int, steps: StepTimes | None) -> None:
         """Called for every token of every request: keep it short."""
         now = self.last_decode_at = time.monotonic()
-        if self.last_token_at is not None:
+        # Tokens of one message are seen at once: there is no gap between them.
+        if self.last_token_at is not None and (steps is None or steps is not self.steps):
             gap_s = now - self.last_token_at
             self.metrics.itl.observe(gap_s)
             if gap_s > self.gaps.least_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner, fake_next_token, state_after
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
@@ -122,8 +124,32 @@ class HookedRunner(FakeRunner):
         super().write_blocks(block_ids, data, layers)
 
 
-def engine_of(runner: FakeRunner, *, clock: Callable[[], float] = time.monotonic, **config: Any) -> Engine:
-    return Engine(runner, EngineConfig(**({"hash_unit": runner.kv_shape.block_size} | config)), clock=clock)
+def engine_of(
+    runner: FakeRunner, *, clock: Callable[[], float] = time.monotonic, proposer: Proposer | None = None, **config: Any
+) -> Engine:
+    return Engine(runner, EngineConfig(**({"hash_unit": runner.kv_shape.block_size} | config)), clock=clock, proposer=proposer)
+
+
+class KnowingProposer:
+    """Drafts what the fake device will sample, each token with this probability, and else another one."""
+
+    def __init__(self, vocab_size: int, rate: float, seed: int = 0, window: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._rate = rate
+        self._window = window
+        self._rng = random.Random(seed)
+        self.known: set[str] = set()
+
+    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self.known.add(seq_id)
+        drafts: list[int] = []
+        for _ in range(self._rng.randrange(most + 1)):
+            token = fake_next_token([*tokens, *drafts], self._vocab_size, self._window)
+            drafts.append(token if self._rng.random() < self._rate else self._rng.randrange(self._vocab_size))
+        return drafts
+
+    def forget(self, seq_id: str) -> None:
+        self.known.discard(seq_id)
 
 
 def hooked(engine: Engine) -> HookedRunner:

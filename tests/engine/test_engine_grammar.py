@@ -24,6 +24,7 @@ from twostep.engine.types import EngineRequest, FailureKind, FinishReason, StepO
 from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 from twostep.sampling_params import Grammar, GrammarKind
+from twostep.settings.speculative import SpeculativeConfig
 from twostep.text.grammar import source_of
 
 CONTEXT = 200
@@ -107,7 +108,14 @@ def batches(draw: st.DrawFn) -> list[tuple[GrammarCase | None, dict[str, Any]]]:
 
 
 @settings(max_examples=30)
-@given(work=batches(), budget=st.integers(1, 40), num_seqs=st.integers(1, 6), num_blocks=st.integers(50, 110), ahead=st.booleans())
+@given(
+    work=batches(),
+    budget=st.integers(1, 40),
+    num_seqs=st.integers(1, 6),
+    num_blocks=st.integers(50, 110),
+    ahead=st.booleans(),
+    drafts=st.sampled_from([0, 1, 5]),
+)
 def test_any_batch_gives_the_answers_worked_out(
     compiler: GrammarCompiler,
     reference: Reference,
@@ -116,14 +124,17 @@ def test_any_batch_gives_the_answers_worked_out(
     num_seqs: int,
     num_blocks: int,
     ahead: bool,
+    drafts: int,
 ) -> None:
-    """With chunks, preemption and look-ahead; what stopped by itself is a sentence of its grammar."""
+    """With chunks, preemption, look-ahead and drafts; what stopped by itself is a sentence of its grammar."""
     requests = []
     for i, (case, options) in enumerate(work):
         options = dict(options)
         plain = make_request(f"r{i}", options.pop("prompt"), eos=frozenset({EOS, OTHER_EOS}), **options)
         requests.append(plain if case is None else constrained(compiler, case, plain))
-    engine = make_engine(num_blocks=num_blocks, look_ahead=ahead, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_min=1) if drafts else None
+    bounds = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs}
+    engine = make_engine(num_blocks=num_blocks, look_ahead=ahead, speculative=speculative, **bounds)
     got = generate(engine, requests)
     for (case, _), request, tokens in zip(work, requests, got, strict=True):
         answer, reason = want(reference, request)

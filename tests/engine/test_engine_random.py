@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_helpers import HookedRunner, assert_idle, engine_of, expected_answer, make_request
+from engine_helpers import HookedRunner, KnowingProposer, assert_idle, engine_of, expected_answer, make_request
 
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput, StepTokens, TokenOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.request_class import RequestClass
+from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import StepCurve
 
 
@@ -44,6 +46,8 @@ class World:
     windows: Sequence[int] = (0,)
     # Blocks of a sequence's state: one of these.
     state_blocks: Sequence[int] = (0, 0, 1, 3)
+    drafts = False
+    look_ahead_share = 0.6
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -57,6 +61,7 @@ class World:
         self.unit = self.block_size * rng.choice([1, 3])
         self.now = 0.0
         self.at_the_end = self.fail_next = self.refuse_next = False
+        self.proposers: list[KnowingProposer] = []
         self.prefill, self.decode = self.make_engine(), self.make_engine()
         self.bases = [[rng.randrange(self.vocab) for _ in range(rng.randrange(2 * self.block_size, 50))] for _ in range(3)]
         self.attempts: dict[str, Attempt] = {}
@@ -91,14 +96,24 @@ class World:
             hash_unit=self.unit,
             host_cache_bytes=rng.choice([0, 5, 1000]) * runner.kv_shape.block_bytes,
             host_ahead_share=rng.choice([0.125, 1.0]),
-            look_ahead=rng.random() < 0.6,
+            look_ahead=rng.random() < self.look_ahead_share,
             max_step_s=rng.choice([0.0, 0.002]),
             min_chunk_tokens=rng.choice([1, 8]),
             ageing_s=rng.choice([0.001, 0.1, 30.0]),
+            **self.drafting(),
         )
         if rng.random() < 0.5:
             engine.set_curve(StepCurve(fixed_s=0.0005, per_row_s=1e-4, per_pair_s=1e-6, per_sequence_s=1e-5, per_context_s=1e-6))
         return engine
+
+    def drafting(self) -> dict[str, Any]:
+        if not self.drafts:
+            return {}
+        rng = self.rng
+        proposer = KnowingProposer(self.vocab, rng.choice([0.0, 0.5, 0.9, 1.0]), rng.randrange(1000), self.window)
+        self.proposers.append(proposer)
+        config = SpeculativeConfig(method="ngram", num_speculative_tokens=rng.choice([1, 3, 7]))
+        return {"speculative": config, "proposer": rng.choice([proposer, proposer, None])}
 
     # ---- new work ---------------------------------------------------------------------------------------------------
 
@@ -365,6 +380,20 @@ class StateAheadWorld(StateWorld, AheadWorld):
     pass
 
 
+class DraftWorld(World):
+    """Engines draft tokens, right and wrong ones."""
+
+    drafts, look_ahead_share, state_blocks = True, 0.2, (0,)
+
+
+class DraftAheadWorld(DraftWorld, AheadWorld):
+    pass
+
+
+class DraftWindowWorld(DraftWorld, WindowWorld):
+    pass
+
+
 @functools.cache
 def ran(kind: type[World], seed: int) -> World:
     world = kind(seed)
@@ -379,6 +408,9 @@ WORLDS = [
     *((WindowAheadWorld, seed) for seed in range(500, 506)),
     *((StateWorld, seed) for seed in range(600, 612)),
     *((StateAheadWorld, seed) for seed in range(700, 706)),
+    *((DraftWorld, seed) for seed in range(800, 808)),
+    *((DraftAheadWorld, seed) for seed in range(900, 904)),
+    *((DraftWindowWorld, seed) for seed in range(1000, 1004)),
 ]
 
 
@@ -390,6 +422,7 @@ def test_every_token_is_right_and_nothing_is_left(kind: type[World], seed: int) 
         assert attempt.over != "finished" or (attempt.got == attempt.answer and not attempt.breaks)
     assert_idle(world.prefill)
     assert_idle(world.decode)
+    assert not any(proposer.known for proposer in world.proposers)
 
 
 def test_the_random_worlds_visit_what_they_should() -> None:
@@ -397,6 +430,8 @@ def test_the_random_worlds_visit_what_they_should() -> None:
     stats = [engine.stats() for world in worlds for engine in (world.prefill, world.decode)]
     counts = sum((world.seen for world in worlds), Counter(a.over for world in worlds for a in world.attempts.values()))
     counts["preempted"] = sum(stat.num_preemptions for stat in stats)
+    counts["drafted"] = sum(map(sum, (stat.num_drafted for stat in stats)))
+    counts["accepted"] = sum(map(sum, (stat.num_accepted for stat in stats)))
     counts["from host"] = sum(stat.num_host_hit_tokens for stat in stats)
     counts["from states"] = sum(stat.num_hit_tokens for world, stat in zip(worlds, stats[::2], strict=True) if world.num_state_blocks)
     wanted = (
@@ -412,6 +447,8 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         "from host",
         "confirmed",
         "undone",
+        "drafted",
+        "accepted",
     )
     assert all(counts[name] >= 3 for name in (*wanted, "ended before they were confirmed")), counts
 

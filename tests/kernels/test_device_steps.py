@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.step.kv_cache import KvCache
 from twostep.pooling import Pooling
 from twostep.sampling_params import SamplingParams
+from twostep.settings.speculative import SpeculativeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
 from forward_helpers import save_model
@@ -106,6 +108,38 @@ def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
             assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
             assert [top.token_id for top in left.top_logprobs] == [top.token_id for top in right.top_logprobs]
     assert device.num_carried >= 4
+
+
+def test_drafts_change_no_token(tmp_path: Path) -> None:
+    """Several rows of a sequence are sampled in one step, penalized ones among them, beside chunks of prompts."""
+    save_model("llama", tmp_path)
+    device = DeviceRunner(tmp_path)
+    bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, hash_unit=16)
+    work = requests(1, device.vocab_size)
+    want, _ = answers(Engine(device, bounds), work)
+    known = {
+        request.seq_id: [*request.token_ids, *(token.token_id for token in tokens)] for request, tokens in zip(work, want, strict=True)
+    }
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    engine = Engine(device, replace(bounds, speculative=config), proposer=HalfRight(known))
+    got, _ = answers(engine, work)
+    assert [stream(tokens) for tokens in got] == [stream(tokens) for tokens in want]
+    stats = engine.stats()
+    assert 0 < sum(stats.num_accepted) < sum(stats.num_drafted)
+
+
+class HalfRight:
+    """A Proposer that knows the answers, and is wrong at every third position."""
+
+    def __init__(self, known: dict[str, list[int]]) -> None:
+        self._known = known
+
+    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+        answer = self._known[seq_id]
+        return [token if at % 3 else abs(token - 1) for at, token in enumerate(answer[len(tokens) : len(tokens) + most], len(tokens))]
+
+    def forget(self, seq_id: str) -> None:
+        pass
 
 
 def test_vectors_beside_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def test_every_exported_metric_is_on_the_page_where_the_page_says() -> None:
 
 def test_labels_are_few_and_never_a_request() -> None:
     ours = (
-        "role worker_role transport direction status finish_reason reason request_class path phase state kind peer version handler method"
+        "role worker_role transport direction status finish_reason reason request_class path phase state kind peer version handler method "
+        "position"
     )
     assert {label for family in catalogue.FAMILIES for label in family.labels} <= set(ours.split())
 

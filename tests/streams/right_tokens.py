@@ -59,11 +59,17 @@ async def compare(model_dir: Path, tmp_path: Path, *, rounds: bool, quantization
     prompts = [[rng.randrange(3, 400) for _ in range(length)] for length in (3, 16, 50, 97, 160, 211)]
     options = SamplingOptions(max_tokens=24, temperature=0.0, top_p=1.0, ignore_eos=True)
     got = await through_a_system(model_dir, tmp_path, prompts, options, quantization)
+    want = alone(runner_of(model_dir, quantization), prompts, options)
+    assert_right(got, want, near_tie=NEAR_TIE_OF_ROUNDED if rounds else NEAR_TIE)
+
+
+def assert_right(got: Sequence[Sequence[int]], want: Sequence[Sequence[TokenOutput]], *, near_tie: float = NEAR_TIE) -> None:
+    """Fails unless most answers are equal, and the others up to a near-tie; `want` is of `alone`."""
     near_ties = 0
-    for have, want in zip(got, alone(runner_of(model_dir, quantization), prompts, options), strict=True):
-        if have != [token.token_id for token in want]:
-            at = next(i for i, token in enumerate(want) if token.token_id != have[i])
-            best, second = want[at].top_logprobs
-            assert best.logprob - second.logprob < (NEAR_TIE_OF_ROUNDED if rounds else NEAR_TIE), f"token {at} of {have} is not {want[at]}"
+    for have, answer in zip(got, want, strict=True):
+        if list(have) != [token.token_id for token in answer]:
+            at = next(i for i, token in enumerate(answer) if token.token_id != have[i])
+            best, second = answer[at].top_logprobs
+            assert best.logprob - second.logprob < near_tie, f"token {at} of {have} is not {answer[at]}"
             near_ties += 1
     assert near_ties <= NUM_NEAR_TIES

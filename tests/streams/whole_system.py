@@ -137,6 +137,7 @@ async def whole_system(
     make_runner: Callable[[], Runner] | None = None,
     limits: SequencesConfig | None = None,
     step_tokens: int = 0,
+    speculative_config: str = "",
     **router_options: Any,
 ) -> AsyncIterator[WholeSystem]:
     """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none. `step_tokens`: of
@@ -162,6 +163,7 @@ async def whole_system(
                 advertise_address=advertise,
                 local_prefill=aggregated,
                 max_num_batched_tokens=step_tokens,
+                speculative_config=speculative_config,
                 fixed_roles=True,
                 otlp_endpoint=router_options.get("otlp_endpoint", ""),
             )

@@ -37,6 +37,8 @@ class SamplingOptions(TypedDict, total=False):
     """The answer ends before the first of these."""
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    speculate: bool
+    """False: no token of the answer is drafted, whatever the workers' --speculative-config."""
     min_tokens: int
     """No stop token and no stop string ends the answer before so many tokens."""
     logprobs: int

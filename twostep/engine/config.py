@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twostep.errors import SetupError
+from twostep.settings.speculative import SpeculativeConfig
 from twostep.settings.worker import MAX_BLOCKS
 
 
@@ -35,6 +36,8 @@ class EngineConfig:
     max_step_s: float = 0.0
     # A prompt that the time bound leaves nothing gets so many tokens a step all the same.
     min_chunk_tokens: int = 32
+    # How tokens are drafted; None: they are not.
+    speculative: SpeculativeConfig | None = None
     # So long a wait makes a sequence one class more urgent.
     ageing_s: float = 30.0
 

@@ -2,6 +2,8 @@
 
     step n samples a token ─ settle ─▶ advance ─ another thread: grammar, mask ─▶ advanced ─▶ the sequence is planned again
 
+Where tokens are drafted, the same thread makes a mask for each of those too, and drafts itself what the grammar forces.
+
 A mask needs the token before it, so that the step after n, which is planned while n runs, is one without the sequence: on a GPU it takes
 part in every other step. No other sequence waits for it, and a step without such sequences knows nothing of all this.
 """
@@ -12,11 +14,10 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from twostep.engine.grammar import DEAD_END, AllowedTokens, Constraint, advance_all
+from twostep.engine.drafts import Drafting
+from twostep.engine.grammar import DEAD_END, AllowedTokens, Constraint, NextTokens, advance_all
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_work import StepWork
 from twostep.engine.types import FailureKind, SequenceFailure
@@ -29,16 +30,26 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advanced:
-    """The result of an advance: a mask, or why there is none."""
+    """The result of an advance: what may come next, or why nothing may."""
 
-    mask: npt.NDArray[np.int32] | None
+    next: NextTokens | None
     failure: str = ""
+
+
+class Advance(NamedTuple):
+    """A constraint to be brought up to date: after these tokens, which follow those it knows, and with at most `most` drafts."""
+
+    constraint: Constraint
+    tokens: Sequence[int]
+    proposed: Sequence[int] = ()
+    most: int = 0
 
 
 class ConstrainedSequences:
     """The engine's lock guards it. The scheduler says what becomes of its sequences, the engine has their masks made."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafting: Drafting | None = None) -> None:
+        self._drafting = drafting
         # Those whose next mask is not known: they are in no step that samples.
         self.unready: set[EngineSequence] = set()
         # After which tokens masks are to be made.
@@ -66,16 +77,16 @@ class ConstrainedSequences:
 
     def follow(self, work: StepWork) -> None:
         """A step is settled: those of it that go on are to be advanced."""
-        for _, sequence, _ in work.masks:
-            if sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
-                self.advance(sequence, sequence.tokens[-1:])
+        for sequence in dict.fromkeys(sequence for _, sequence, _ in work.masks):
+            if sequence.constraint is not None and sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
+                self.advance(sequence, sequence.tokens[sequence.request.num_prompt_tokens + len(sequence.constraint.live.tokens) :])
             else:
                 self.unready.discard(sequence)
 
     def advance(self, sequence: EngineSequence, tokens: Sequence[int]) -> None:
         """It has these tokens now."""
         if sequence.constraint is not None:
-            sequence.constraint.mask = None
+            sequence.constraint.next = None
             self.unready.add(sequence)
             self._to_advance.append((sequence, tuple(tokens)))
 
@@ -84,19 +95,26 @@ class ConstrainedSequences:
         then comes `advanced`."""
         work, self._to_advance = self._to_advance, []
         if work:
-            constraints = [(s.constraint, tokens) for s, tokens in work if s.constraint is not None]
-            self._threads.submit(lambda: on_ready([sequence for sequence, _ in work], advance(constraints)))
+            advances = [
+                self._advance(sequence, sequence.constraint, tokens) for sequence, tokens in work if sequence.constraint is not None
+            ]
+            self._threads.submit(lambda: on_ready([sequence for sequence, _ in work], advance(advances)))
+
+    def _advance(self, sequence: EngineSequence, constraint: Constraint, tokens: Sequence[int]) -> Advance:
+        if self._drafting is None:
+            return Advance(constraint, tokens)
+        return Advance(constraint, tokens, self._drafting.look_up(sequence), self._drafting.num_wanted(sequence))
 
     def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced], end: Callable[[EngineSequence], None]) -> None:
         """Their masks are made, or cannot be: then `end` is called. Those that have ended meanwhile are passed over."""
         for sequence, result in zip(sequences, results, strict=True):
             if sequence.state is SequenceState.ENDED or sequence.constraint is None:
                 continue
-            if result.mask is None:
+            if result.next is None:
                 self._failures.append(SequenceFailure(seq_id=sequence.seq_id, message=result.failure, kind=FailureKind.REQUEST))
                 end(sequence)
             else:
-                sequence.constraint.mask = result.mask
+                sequence.constraint.next = result.next
                 self.unready.discard(sequence)
 
     def take_failures(self) -> list[SequenceFailure]:
@@ -105,30 +123,30 @@ class ConstrainedSequences:
         return taken
 
 
-def advance(work: Sequence[tuple[Constraint, Sequence[int]]]) -> Sequence[Advanced]:
-    """Returns one result for each constraint without a mask, after these tokens. Never raises."""
-    for constraint, tokens in work:
-        constraint.live.tokens += tokens
+def advance(work: Sequence[Advance]) -> Sequence[Advanced]:
+    """Returns one result for each constraint without a mask. Never raises."""
+    for each in work:
+        each.constraint.live.tokens += each.tokens
     try:
-        found = advance_all([(constraint.live, tokens) for constraint, tokens in work])
-        return [_result(constraint, allowed) for (constraint, _), allowed in zip(work, found, strict=True)]
+        found = advance_all([(each.constraint.live, each.tokens) for each in work])
+        return [_result(each, allowed) for each, allowed in zip(work, found, strict=True)]
     except Exception:
         log.exception("the masks of %d sequences could not be made side by side; each is made by itself", len(work))
-        return [_advance_alone(constraint) for constraint, _ in work]
+        return [_advance_alone(each) for each in work]
 
 
-def _advance_alone(constraint: Constraint) -> Advanced:
+def _advance_alone(work: Advance) -> Advanced:
     """Does so whatever became of an attempt with others."""
     try:
-        return _result(constraint, constraint.live.again())
+        return _result(work._replace(most=0), work.constraint.live.again())
     except Exception as error:
         # Whatever it was, this sequence cannot go on, and none may be kept waiting.
         log.exception("a mask could not be made")
         return Advanced(None, f"the answer's grammar failed: {type(error).__name__}")
 
 
-def _result(constraint: Constraint, allowed: AllowedTokens) -> Advanced:
+def _result(work: Advance, allowed: AllowedTokens) -> Advanced:
     if allowed.failure:
         return Advanced(None, f"the answer's grammar cannot be followed any further: {allowed.failure}; make it simpler")
-    mask = constraint.mask_after(allowed)
-    return Advanced(mask, "" if mask is not None else DEAD_END)
+    following = work.constraint.after(allowed, work.proposed, work.most)
+    return Advanced(following, "" if following is not None else DEAD_END)

@@ -34,6 +34,7 @@ from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
+from twostep.engine.drafts import Drafting, PromptLookup, Proposer
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.pacing import UNSEEN_S, Pacing
@@ -42,7 +43,7 @@ from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_launcher import LaunchedStep, MarkedStep, StepLauncher
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
-from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
 from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
@@ -56,8 +57,10 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`clock` gives seconds, and `sleep` lets some pass. Raises SetupError for bounds that make no sense together."""
+        """`clock` gives seconds, and `sleep` lets some pass. `proposer` drafts tokens where `config` asks for drafts; None: as that says.
+        Raises SetupError for bounds that make no sense together."""
         shape = runner.kv_shape
         config.check(shape.block_size)
         self._runner = runner
@@ -70,7 +73,6 @@ class Engine:
         # It knows of no states, without which the prefixes of a model that has them are of no use.
         num_rows = 0 if shape.num_state_blocks else config.host_cache_bytes // shape.block_bytes
         self._tier = HostTier(self._pool, num_rows, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share)
-        self._constrained = ConstrainedSequences()
         blocks = BlockManager(
             self._pool,
             self._tier,
@@ -79,13 +81,22 @@ class Engine:
             num_state_blocks=shape.num_state_blocks,
             reach=runner.reach,
         )
-        self._scheduler = Scheduler(blocks, self._constrained, config)
+        drafting = None
+        if config.speculative is not None:
+            if shape.num_state_blocks:
+                # It cannot forget the drafts that were not accepted.
+                raise SetupError("this model's layers keep states, with which no tokens are drafted; leave --speculative-config out")
+            drafting = Drafting(proposer or PromptLookup(config.speculative), config.speculative.num_speculative_tokens)
+        self._constrained = ConstrainedSequences(drafting)
+        self._scheduler = Scheduler(blocks, self._constrained, config, drafting)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
         self._launcher = StepLauncher(runner, blocks.tables, clock)
         self._steps = 0
-        self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
+        # What is drafted is looked up after the last token, which must be known.
+        look_ahead = (runner.overlaps and drafting is None) if config.look_ahead is None else config.look_ahead
+        self._depth = 2 if look_ahead else 1
         self._launched: deque[LaunchedStep] = deque()
         self._self_test = SelfTest(runner.vocab_size)
         self._pacing = Pacing()

@@ -282,7 +282,7 @@ class FakeRunner:
     def _read_by_row(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Returns the blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
         seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
-        lens = batch.seq_lens[seqs].astype(np.int64)
+        lens = batch.positions[batch.sample_rows] + 1
         num_blocks = -(-lens // self._shape.block_size)
         used = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]
         return batch.block_tables[seqs][used], num_blocks, lens

@@ -47,6 +47,17 @@ class AllowedTokens:
     complete: bool
     failure: str = ""
 
+    def has(self, token: int) -> bool:
+        return bool(self.bits[token // WORD] >> (token % WORD) & 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextTokens:
+    """Says which tokens may come next, int32 [words], and after each of some drafts: one more mask than drafts."""
+
+    masks: Sequence[npt.NDArray[np.int32]]
+    drafts: Sequence[int] = ()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarState:
@@ -84,6 +95,28 @@ class LiveGrammar:
         self.tokens += tokens
         return advance_all([(self, tokens)])[0]
 
+    def draft(self, allowed: AllowedTokens, proposed: Sequence[int], most: int) -> list[tuple[int, AllowedTokens]]:
+        """Returns at most `most` tokens that may come next, one after the other, each with what may follow it: text that the grammar
+        forces, in the tokens in which it is usually written, and what is `proposed`, as far as that goes. `allowed`: what may come
+        first. The state stays what it is."""
+        matcher = self.matcher.deep_copy()
+        found: list[tuple[int, AllowedTokens]] = []
+        while len(found) < most:
+            ahead: list[int] = matcher.compute_ff_tokens()
+            if not ahead and list(proposed[: len(found)]) == [token for token, _ in found]:
+                ahead = list(proposed[len(found) : len(found) + 1])
+            if not ahead:
+                break
+            for token in ahead[: most - len(found)]:
+                if not allowed.has(token):
+                    return found
+                matcher.consume_token(token)
+                allowed = self.vocabulary.allowed([matcher])[0]
+                if allowed.failure:
+                    return found
+                found.append((token, allowed))
+        return found
+
     def again(self) -> AllowedTokens:
         """Returns the same by an automaton of its own: the shared one may be at its bounds because of others."""
         self.matcher = self.vocabulary.matcher(self.grammar)
@@ -102,7 +135,7 @@ def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequen
 
 class Constraint:
     """Holds one sequence's tokens to its grammar. The engine's lock guards it, but for `live`, which belongs to the thread that makes masks
-    while `mask` is None."""
+    while `next` is None."""
 
     def __init__(self, state: GrammarState, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """`state`: after the tokens generated before. Raises InvalidRequest where no token could end the answer, or none can follow."""
@@ -115,22 +148,42 @@ class Constraint:
         self._every, self._asked = make_bits(words, every), make_bits(words, asked)
         self._min_tokens = params.min_tokens
         self.live = LiveGrammar(state)
-        # The mask of the token to be sampled next; None: it is being made, or a step has it.
-        self.mask = self.mask_after(state.allowed)
-        if self.mask is None:
+        # Of the token to be sampled next; None: it is being made, or a step has it.
+        self.next: NextTokens | None = self.after(state.allowed)
+        if self.next is None:
             raise InvalidRequest(f"grammar: {DEAD_END}")
 
-    def take(self) -> npt.NDArray[np.int32]:
-        """Returns the mask, for the step that samples the next token."""
-        mask, self.mask = self.mask, None
-        assert mask is not None, "a sequence without its mask is not planned"
-        return mask
+    @property
+    def drafts(self) -> Sequence[int]:
+        """Tokens after each of which a mask is known."""
+        return () if self.next is None else self.next.drafts
 
-    def mask_after(self, allowed: AllowedTokens) -> npt.NDArray[np.int32] | None:
-        """Returns which tokens may come after those followed so far, int32 [words]; None: none may."""
+    def take(self, num_drafts: int = 0) -> Sequence[npt.NDArray[np.int32]]:
+        """Returns the masks for a step that samples the next token, and one after each of so many drafts."""
+        taken, self.next = self.next, None
+        assert taken is not None, "a sequence without its mask is not planned"
+        return taken.masks[: num_drafts + 1]
+
+    def after(self, allowed: AllowedTokens, proposed: Sequence[int] = (), most: int = 0) -> NextTokens | None:
+        """Returns what may come after the tokens followed so far, with at most `most` drafts; None: nothing may. See LiveGrammar.draft."""
+        mask = self._mask(allowed, 0)
+        if mask is None:
+            return None
+        masks, drafts = [mask], list[int]()
+        for token, following in self.live.draft(allowed, proposed, most) if most else ():
+            mask = self._mask(following, len(drafts) + 1)
+            # A stop token ends the answer.
+            if mask is None or self._every[token // WORD] >> (token % WORD) & 1:
+                break
+            masks.append(mask)
+            drafts.append(token)
+        return NextTokens(masks, drafts)
+
+    def _mask(self, allowed: AllowedTokens, num_drafts: int) -> npt.NDArray[np.int32] | None:
+        """int32 [words]; None: no token may come."""
         mask = allowed.bits & ~self._every
         if allowed.complete:
-            if len(self.live.tokens) >= self._min_tokens:
+            if len(self.live.tokens) + num_drafts >= self._min_tokens:
                 mask |= self._asked
             if not mask.any():
                 mask = self._every

@@ -38,9 +38,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from heapq import merge
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +51,11 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
+from twostep.engine.drafts import Drafting, num_sampled
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import time_limit_of
-from twostep.engine.step_plan import BatchDecode, Capacity, RunningPrompt, StepPlan, WaitingPrompt, plan_step, watermark
+from twostep.engine.step_plan import BatchDecode, Capacity, Chunk, RunningPrompt, StepPlan, WaitingPrompt, plan_step, watermark
 from twostep.engine.step_work import LeftState, StepResult, StepWork, plan_chunks
 from twostep.engine.types import (
     EngineStats,
@@ -68,7 +71,7 @@ from twostep.engine.types import (
 from twostep.errors import InternalError, InvalidRequest, NotFound, ResourceExhausted
 from twostep.pooling import Pooling
 from twostep.request_class import RequestClass
-from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, promised_step_s
+from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, chunk_pairs, promised_step_s
 
 # How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
 _KEPT_S = 1.0
@@ -90,6 +93,10 @@ def no_token_message(position: int) -> str:
     )
 
 
+def _with_drafts_s(curve: StepCurve, work: StepWorkload, num_drafts: int) -> float:
+    return curve.step_s(replace(work, drafts=num_drafts))
+
+
 def _entitlement(sequence: EngineSequence) -> tuple[int, int]:
     """Sorts the most entitled first."""
     return sequence.priority.rank, sequence.arrival
@@ -99,11 +106,15 @@ class Scheduler:
     """Owns the sequences and their queues. Not thread-safe: the engine's lock guards it. At most two steps are planned and not yet settled
     or failed, which happens in the order they were planned."""
 
-    def __init__(self, blocks: BlockManager, constrained: ConstrainedSequences, config: EngineConfig) -> None:
+    def __init__(
+        self, blocks: BlockManager, constrained: ConstrainedSequences, config: EngineConfig, drafting: Drafting | None = None
+    ) -> None:
+        """`drafting` None: no token is drafted."""
         # How long steps take; None: not known.
         self.curve: StepCurve | None = None
         self._constrained = constrained
         self._blocks = blocks
+        self._drafting = drafting
         self._pool = blocks.pool
         self.reconfigure(config)
         self._sequences: dict[str, EngineSequence] = {}
@@ -185,6 +196,8 @@ class Scheduler:
             num_handing_over=sum(1 for sequence in self._running.values() if sequence.hold),
             tpot_s=min((s.request.tpot_s for s in decoding if s.request.tpot_s is not None), default=0.0),
             num_preemptions=self._num_preemptions,
+            num_drafted=() if self._drafting is None else tuple(self._drafting.num_drafted),
+            num_accepted=() if self._drafting is None else tuple(self._drafting.num_accepted),
             swapped_bytes=blocks.tier.copied_bytes,
             num_queried_tokens=blocks.num_queried_tokens,
             num_hit_tokens=blocks.num_hit_tokens,
@@ -296,6 +309,8 @@ class Scheduler:
         self._running[sequence.seq_id] = sequence
 
     def _forget(self, sequence: EngineSequence) -> None:
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
         self._blocks.free(sequence)
         del self._sequences[sequence.seq_id]
 
@@ -317,7 +332,7 @@ class Scheduler:
                 continue
             num_tokens = len(sequence.tokens) + sequence.num_pending
             # The token in flight is the last one here, whatever it is.
-            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len):
+            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len or sequence.num_drafts):
                 continue
             active.append(sequence)
             if num_tokens > sequence.num_slots:
@@ -433,7 +448,7 @@ class Scheduler:
                     yield sequence
 
         # A sequence without its mask yet could not sample; it is a moment.
-        preempted = [s for s in self._preempted.values() if s.constraint is None or s.constraint.mask is not None]
+        preempted = [s for s in self._preempted.values() if s.constraint is None or s.constraint.next is not None]
         for sequence in preempted:
             sequence.priority.wait(now, self._config.ageing_s)
         for sequence in merge(sorted(preempted, key=place), *map(queue, RequestClass), key=place):
@@ -464,7 +479,8 @@ class Scheduler:
         if not sequences:
             return None
         left = self._leave_states(sequences, now) if has_state else []
-        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], left)
+        drafts = () if self._drafting is None else self._draft(self._drafting, plan.decodes, prompts, now)
+        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], left_states=left, drafts=drafts)
         self._constrained.planned(work)
         return work
 
@@ -481,6 +497,29 @@ class Scheduler:
         waiting = (sequence for sequence in chain(self._preempted.values(), self._waiting.values()) if sequence not in coming)
         num_taken = sum(candidate.num_blocks for candidate in admitted) + max(map(self._blocks.num_to_admit, waiting), default=0)
         return self._room(_ANY_RANK, now).blocks - num_taken
+
+    def _draft(
+        self, drafting: Drafting, decodes: Sequence[EngineSequence], prompts: Sequence[Chunk[EngineSequence]], now: float
+    ) -> Sequence[Sequence[int]]:
+        """Returns the tokens drafted after each of a step's decodes; empty: after none. Their KV takes blocks that nobody waits for."""
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in prompts)
+        most = self._config.max_num_batched_tokens - len(decodes) - num_prompt_tokens
+        step_s, bound_s = None, math.inf
+        if self.curve is not None:
+            pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
+            context = sum(len(sequence.tokens) for sequence in decodes)
+            work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
+            step_s = partial(_with_drafts_s, self.curve, work)
+            bound_s = self._usual_step_s([sequence for sequence in decodes if sequence.priority.rank < _BATCH])
+        drafts = drafting.draft(decodes, most=most, step_s=step_s, bound_s=bound_s)
+        for i, sequence in enumerate(decodes):
+            room = sequence.num_slots - len(sequence.tokens)
+            if len(drafts[i]) > room:
+                num_blocks = -(-(len(drafts[i]) - room) // self._blocks.block_size)
+                if num_blocks <= self._num_spare(now):
+                    self._blocks.extend(sequence, num_blocks)
+                drafts[i] = drafts[i][: sequence.num_slots - len(sequence.tokens)]
+        return drafts if any(drafts) else ()
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
         """Notes that those that could have gone on and were left out wait, and the others do not."""
@@ -665,21 +704,32 @@ class Scheduler:
         asked = [(row, value) for row, value in enumerate(sampled.logprobs) if value is not None]
         extras = {row: TokenExtras(logprob=value, top_logprobs=sampled.top_logprobs[row]) for row, value in asked}
         block_size, reach = self._blocks.block_size, self._blocks.reach
-        row, scored_end, pooled_row, ended = -1, 0, -1, SequenceState.ENDED
+        row, scored_end, pooled_row, ended = 0, 0, -1, SequenceState.ENDED
         # Of each token of each step: what it costs here, it costs some ten thousand times a second.
-        for sequence, start, count, complete, num_scored, num_pooled in zip(
-            work.sequences, work.starts, work.num_tokens, work.sampled, work.scored, work.pooled, strict=True
+        for sequence, start, count, num_rows, num_scored, num_pooled, drafted in zip(
+            work.sequences,
+            work.starts,
+            work.num_tokens,
+            work.sampled,
+            work.scored,
+            work.pooled,
+            chain(work.drafts, repeat(())),
+            strict=False,
         ):
-            row += complete
+            first_row = row
+            row += num_rows
             scored_end += num_scored
             pooled_row += num_pooled > 0
             sequence.num_steps -= 1
-            sequence.num_pending -= complete
+            sequence.num_pending -= num_rows > 0
             if sequence.state is ended:
                 if not sequence.num_steps:
                     self._forget(sequence)
                 continue
-            if complete and sampled.token_ids[row] < 0:
+            if num_rows > 1:
+                count = self._take_drafts(sequence, drafted, sampled.token_ids[first_row:row], first_row, extras, tokens)
+                first_row += count - 1
+            if num_rows and sampled.token_ids[first_row] < 0:
                 failures.append(self._fail_row(sequence, no_token_message(sequence.position)))
                 continue
             sequence.num_computed += count
@@ -692,8 +742,8 @@ class Scheduler:
             # After a preemption, what was reported before is not reported again.
             if sequence.num_reported < len(sequence.given) and sequence.num_reported < sequence.num_computed:
                 progress.append(self._progress(sequence))
-            if complete:
-                self._append(sequence, sampled.token_ids[row], extras.get(row) if extras else None, tokens)
+            if num_rows:
+                self._append(sequence, sampled.token_ids[first_row], extras.get(first_row) if extras else None, tokens)
             elif num_pooled and sampled.pooled is not None:
                 match self._pool_rows(sequence, sampled.pooled[pooled_row]):
                     case PooledPrompt() as told:
@@ -704,6 +754,27 @@ class Scheduler:
                 self._preempt(sequence)
         self._constrained.follow(work)
         return StepResult(tokens=tokens, progress=progress, failures=failures, scores=scores, pooled=pooled)
+
+    def _take_drafts(
+        self,
+        sequence: EngineSequence,
+        drafted: Sequence[int],
+        token_ids: Sequence[int],
+        first_row: int,
+        extras: Mapping[int, TokenExtras],
+        told: StepTokens,
+    ) -> int:
+        """Appends the drafts that are what was sampled, in rows from `first_row` on. Returns how many tokens of the sequence the step has
+        computed: after the last of these comes another one."""
+        count = num_sampled(sequence, drafted, token_ids)
+        for i in range(count - 1):
+            self._append(sequence, token_ids[i], extras.get(first_row + i), told)
+        # The others' KV is written over by what comes instead.
+        sequence.num_planned -= len(token_ids) - count
+        sequence.num_drafts = 0
+        if self._drafting is not None:
+            self._drafting.count(len(drafted), count - 1)
+        return count
 
     def _progress(self, sequence: EngineSequence) -> PrefillProgress:
         """Returns what is new of its given tokens."""

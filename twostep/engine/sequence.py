@@ -110,6 +110,8 @@ class EngineSequence:
     # Tokens that launched steps will sample; the last of them is row `pending_row` of the step planned last that it is in.
     num_pending: int = 0
     pending_row: int = -1
+    # Tokens drafted in the launched step that it is in: more than one may come of it, and it is in no other step meanwhile.
+    num_drafts: int = 0
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks

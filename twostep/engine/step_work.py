@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,9 @@ class StepWork:
     starts      first token of each chunk
     num_tokens  at least 1 each
     carried     row of the step planned before that samples the chunk's only token, or -1: the tokens are known
-    sampled     whether a token is sampled after the chunk: rows count through these, in order
+    sampled     after how many of the chunk's last tokens one is sampled: none, the last, or in a decode with drafts all. Rows count through
+                these, in order
+    drafts      of each decode: the tokens drafted after its own
     scored      of how many of its first tokens the successors' log probabilities are wanted
     pooled      of how many of its last tokens the hidden states are added up; where the chunk ends a prompt, the pooling is over, and
                 nothing is sampled
@@ -43,11 +46,12 @@ class StepWork:
     starts: Sequence[int]
     num_tokens: Sequence[int]
     carried: Sequence[int]
-    sampled: Sequence[bool]
+    sampled: Sequence[int]
     scored: Sequence[int]
     pooled: Sequence[int]
     states: Sequence[Sequence[int]]
     num_decodes: int
+    drafts: Sequence[Sequence[int]] = ()
     # Blocks that the step reads and whose sequence has taken others in exchange: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
     # Of these, states that their sequences go on from elsewhere and that are their prefixes' once the step is settled.
@@ -67,6 +71,7 @@ class StepWork:
             pairs=sum(chunk_pairs(count, start) for count, start in chunks),
             decodes=self.num_decodes,
             context=sum(self.starts[: self.num_decodes]) + self.num_decodes,
+            drafts=sum(map(len, self.drafts)),
         )
 
 
@@ -79,18 +84,25 @@ class StepResult:
     pooled: Sequence[PooledPrompt] = ()
 
 
-def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int], left_states: Sequence[LeftState] = ()) -> StepWork:
-    """Returns the step of these sequences, decodes first; the last ones compute `prompt_tokens`. Counts what is planned of each, and takes
-    the masks of those that sample."""
+def plan_chunks(
+    sequences: Sequence[EngineSequence],
+    prompt_tokens: Sequence[int],
+    *,
+    left_states: Sequence[LeftState] = (),
+    drafts: Sequence[Sequence[int]] = (),
+) -> StepWork:
+    """Returns the step of these sequences, decodes first, each with its drafts if there are any; the last ones compute `prompt_tokens`.
+    Counts what is planned of each, and takes the masks of those that sample."""
     num_decodes = len(sequences) - len(prompt_tokens)
-    num_tokens = [1] * num_decodes + list(prompt_tokens)
+    num_drafts = list(map(len, drafts)) or [0] * num_decodes
+    num_tokens = [1 + count for count in num_drafts] + list(prompt_tokens)
     starts, carried, sampled, masks = [], [], [], []
     states = [sequence.state_source or sequence.state_blocks for sequence in sequences]
     exchanged: list[int] = []
     scored = [0] * num_decodes + list(map(_num_scored, sequences[num_decodes:], prompt_tokens))
     pooled = [0] * num_decodes + list(map(_num_pooled, sequences[num_decodes:], prompt_tokens))
     row = 0
-    for sequence, count, num_pooled in zip(sequences, num_tokens, pooled, strict=True):
+    for sequence, count, num_pooled, num_drafted in zip(sequences, num_tokens, pooled, chain(num_drafts, repeat(0)), strict=False):
         start = sequence.num_planned
         starts.append(start)
         carried.append(sequence.pending_row if sequence.num_pending else -1)
@@ -99,18 +111,19 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         if sequence.state_source:
             exchanged += sequence.state_source
             sequence.state_source = ()
-        complete = start + count == len(sequence.tokens) + sequence.num_pending
-        sampled.append(complete and not num_pooled)
+        complete = start + count - num_drafted == len(sequence.tokens) + sequence.num_pending
+        sampled.append(0 if num_pooled or not complete else 1 + num_drafted)
         if num_pooled:
             sequence.num_pooled = start + count
             # In place of a token: nothing more is planned of it.
             sequence.num_pending += complete
         elif complete:
             sequence.num_pending += 1
+            sequence.num_drafts = num_drafted
             sequence.pending_row = row
             if sequence.constraint is not None:
-                masks.append((row, sequence, sequence.constraint.take()))
-            row += 1
+                masks += [(row + i, sequence, mask) for i, mask in enumerate(sequence.constraint.take(num_drafted))]
+            row += 1 + num_drafted
     return StepWork(
         sequences=sequences,
         starts=starts,
@@ -123,6 +136,7 @@ def plan_chunks(sequences: Sequence[EngineSequence], prompt_tokens: Sequence[int
         num_decodes=num_decodes,
         exchanged=exchanged,
         left_states=left_states,
+        drafts=drafts,
         masks=masks,
     )
 
@@ -179,6 +193,8 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         end = start + count
         tokens = sequence.given if end <= len(sequence.given) else sequence.tokens
         token_ids[first : first + count] = tokens[start:end]
+    for first, drafted in zip(firsts.tolist(), work.drafts, strict=False):
+        token_ids[first + 1 : first + 1 + len(drafted)] = drafted
     carried = None
     if len(known) < num_seqs:
         carried = np.full(total, -1, np.int32)
@@ -191,19 +207,8 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         seq_lens=seq_lens.astype(np.int32),
         block_tables=block_tables,
         slots=slots,
-        sample_rows=query_start[1:][np.array(work.sampled, bool)].astype(np.int64) - 1,
-        sampling=[
-            SamplingRow(
-                sequence.request.sampling,
-                end - sequence.request.num_prompt_tokens,
-                sequence.tokens,
-                sequence.request.num_prompt_tokens,
-                sequence.stop_ids,
-                sequence.request.seq_id,
-            )
-            for sequence, end, complete in zip(work.sequences, seq_lens.tolist(), work.sampled, strict=True)
-            if complete
-        ],
+        sample_rows=_sample_rows(work, query_start),
+        sampling=_sampling(work, seq_lens.tolist()),
         carried=carried,
         masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
         mark_layers=mark_layers,
@@ -212,6 +217,31 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
         pooled=_pooled_rows(work, query_start) if any(work.pooled) else None,
     )
+
+
+def _sample_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    counts = np.array(work.sampled, np.int64)
+    lasts = query_start[1:].astype(np.int64) - 1
+    if not work.drafts:
+        return lasts[counts > 0]
+    # Of each sequence its last rows, in order.
+    ends = np.cumsum(counts)
+    return np.repeat(lasts + 1 - ends, counts) + np.arange(ends[-1])
+
+
+def _sampling(work: StepWork, seq_lens: Sequence[int]) -> list[SamplingRow]:
+    rows = []
+    for sequence, end, count, drafted in zip(work.sequences, seq_lens, work.sampled, chain(work.drafts, repeat(())), strict=False):
+        if count:
+            request, tokens = sequence.request, sequence.tokens
+            params, num_prompt, stop_ids = request.sampling, request.num_prompt_tokens, sequence.stop_ids
+            position = end + 1 - count - num_prompt
+            rows.append(SamplingRow(params, position, tokens, num_prompt, stop_ids, request.seq_id if count == 1 else ""))
+            for i in range(1, count) if count > 1 else ():
+                # A history is looked at for penalties alone.
+                history = [*tokens, *drafted[:i]] if params.has_penalties else tokens
+                rows.append(SamplingRow(params, position + i, history, num_prompt, stop_ids))
+    return rows
 
 
 def _scored_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> ScoredRows:

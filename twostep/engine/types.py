@@ -268,6 +268,9 @@ class EngineStats:
     tpot_s: float = 0.0  # tightest time per token promised to those that decode; 0: none was
     # Since the start: sequences that gave way for a while, and bytes copied to the host and back for it.
     num_preemptions: int = 0
+    # Tokens drafted that steps computed, by their place among those of a step, and how many of them were accepted.
+    num_drafted: Sequence[int] = ()
+    num_accepted: Sequence[int] = ()
     swapped_bytes: int = 0
     # Since the start: tokens of new sequences that were looked up among cached prefixes, and found there.
     num_queried_tokens: int = 0

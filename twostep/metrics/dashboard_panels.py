@@ -96,6 +96,9 @@ areas Tokens computed | none | By workers, of prompts and of answers.
   {{role}}: {{kind}} = sum by (role, kind) (rate(twostep_engine_tokens_total{R}[W]))
 lines Step p95 | s | Duration of an engine step by what it computed.
   {{role}}: {{kind}} = histogram_quantile(0.95, sum by (le, role, kind) (rate(twostep_engine_step_duration_seconds_bucket{R}[W])))
+lines Drafts accepted | percentunit max=1 | Of the tokens drafted (--speculative-config) at each position, those that were right.
+  {{role}} {{position}} = sum by (role, position) (rate(twostep_spec_decode_num_accepted_tokens_total{R}[W])) / sum by (role, position)
+      (rate(twostep_spec_decode_num_draft_tokens_total{R}[W]))
 lines Busiest expert | none | Its tokens over the mean of its layer, in the least even layer; 1 is even. Mixtures of experts only.
   {{role}} {{instance}} = twostep_expert_imbalance_ratio{R}
 lines Sequences | none | reserved: blocks set aside, KV still to come. held: computed, KV not yet fetched.

@@ -32,6 +32,14 @@ EXPERTS = gauge(
     _ROLE,
 )
 STEP_TOKENS = counter("twostep_engine_tokens_total", "Tokens computed, by kind: prefill, decode.", ["role", "kind"])
+DRAFTED = counter(
+    "twostep_spec_decode_num_draft_tokens_total",
+    "Drafted tokens that steps computed (--speculative-config), by their position in the draft, from 0.",
+    ["role", "position"],
+)
+ACCEPTED = counter(
+    "twostep_spec_decode_num_accepted_tokens_total", "Of the drafted tokens, those that became part of an answer.", ["role", "position"]
+)
 FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up because a step of theirs failed.", _ROLE)
 NO_TOKEN = counter(
     "twostep_engine_non_finite_sequences_total",
@@ -41,7 +49,10 @@ NO_TOKEN = counter(
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
 _GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS, EXPERTS)
-_READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS)
+_READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS, DRAFTED, ACCEPTED)
+
+# What an engine has counted, by family and the labels after the role.
+_Counts = dict[tuple[Family, tuple[str, ...]], int]
 
 
 class EngineMetrics:
@@ -52,7 +63,7 @@ class EngineMetrics:
         self._tokens, self._duration = registry.counter(STEP_TOKENS), registry.histogram(STEP_DURATION)
         self._failures, self._no_tokens = registry.counter(FAILED), registry.counter(NO_TOKEN)
         # What the engine had counted in all when each role but the present one ended, less what was counted in others.
-        self._counted: dict[str, dict[Family, int]] = {}
+        self._counted: dict[str, _Counts] = {}
         self._serve(role)
         registry.on_scrape(_READ, self._read)
 
@@ -98,14 +109,14 @@ class EngineMetrics:
         }
         yield from (MetricSample(family, value, role) for family, value in values.items())
         for of_role, counts in (others | {self._role: _less(_counters(stats), others)}).items():
-            yield from (MetricSample(family, value, (of_role,)) for family, value in counts.items())
+            yield from (MetricSample(family, value, (of_role, *labels)) for (family, labels), value in counts.items())
         for state, count in (("used", used), ("cached", stats.num_cached_blocks), ("free", stats.num_free_blocks)):
             yield MetricSample(KV_BLOCKS, count, (self._role, state))
 
 
-def _counters(stats: EngineStats) -> dict[Family, int]:
+def _counters(stats: EngineStats) -> _Counts:
     """Returns what the engine has counted since its start."""
-    return {
+    counts: dict[Family, int] = {
         PREEMPTIONS: stats.num_preemptions,
         SWAPPED: stats.swapped_bytes,
         STEPS: stats.steps,
@@ -113,8 +124,14 @@ def _counters(stats: EngineStats) -> dict[Family, int]:
         PREFIX_HITS: stats.num_hit_tokens,
         HOST_HITS: stats.num_host_hit_tokens,
     }
+    by_position: _Counts = {
+        (family, (str(position),)): count
+        for family, values in ((DRAFTED, stats.num_drafted), (ACCEPTED, stats.num_accepted))
+        for position, count in enumerate(values)
+    }
+    return {**{(family, ()): count for family, count in counts.items()}, **by_position}
 
 
-def _less(counts: dict[Family, int], others: dict[str, dict[Family, int]]) -> dict[Family, int]:
+def _less(counts: _Counts, others: dict[str, _Counts]) -> _Counts:
     """Returns `counts` less what the other roles have counted."""
-    return {family: count - sum(values[family] for values in others.values()) for family, count in counts.items()}
+    return {key: count - sum(values[key] for values in others.values()) for key, count in counts.items()}

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twostep.errors import SetupError
+from twostep.settings.speculative import SpeculativeConfig
+
 KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
 KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
 # See kv_transfer/wire_encoding.py.
@@ -108,6 +111,16 @@ def kv_cache_dtype(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r}: give fp8 (which is e4m3) or int8, each a byte a number, exact (as --dtype), or auto (as the checkpoint says)"
         )
+    return text
+
+
+def speculative_config(text: str) -> str:
+    """Reads --speculative-config: a JSON object, or nothing."""
+    if text:
+        try:
+            SpeculativeConfig.parse(text)
+        except SetupError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error.message}") from None
     return text
 
 

@@ -21,6 +21,7 @@ from twostep.settings.readers import (
     host_and_port,
     kv_cache_dtype,
     kv_transports,
+    speculative_config,
 )
 from twostep.settings.service import DTYPES, HASH_UNIT, TracedServiceSettings
 from twostep.settings.table import Rule, setting
@@ -111,6 +112,13 @@ class WorkerSettings(TracedServiceSettings):
         Whole(0, 1 << 20),
     )
     max_waiting: int = setting(256, "prompts that may wait; more are refused", Whole(1, 1 << 20))
+    speculative_config: str = setting(
+        "",
+        'drafts several tokens a step where that pays, and keeps those that are right: {"method": "ngram", "num_speculative_tokens": 4} '
+        "looks up what followed the last tokens where they came before. Answers are those without",
+        speculative_config,
+        metavar="JSON",
+    )
     max_step_ms: float | None = setting(
         None,
         "longest a step may take that computes prompts beside tokens of requests without a tpot_ms or gap_ms of their own; 0: any time. "

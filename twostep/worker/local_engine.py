@@ -11,6 +11,7 @@ from twostep.engine.batch import Runner
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, EngineStats, FailureKind, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import StepCurve
 from twostep.worker.config import WorkerConfig
 from twostep.worker.engine_loop import EngineLoop, LoopSink, StepSink
@@ -29,6 +30,8 @@ class LocalEngine:
     def __init__(self, config: WorkerConfig, model: ServedModel) -> None:
         """Raises SetupError."""
         self.runner: Runner = model.runner
+        if config.speculative_config and model.runner.overlaps:
+            log.warning("on a GPU steps with drafts are not captured as CUDA graphs: --speculative-config makes them slower here")
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -39,6 +42,7 @@ class LocalEngine:
                 host_cache_bytes=int(config.prefix_cache_space * 2**30),
                 max_step_s=(config.max_step_ms or 0.0) / 1e3,
                 ageing_s=config.ageing,
+                speculative=SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None,
             ),
         )
         if config.prefix_cache_space and not self.engine.num_host_blocks:

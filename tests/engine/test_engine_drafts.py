@@ -1,0 +1,213 @@
+"""Drafted tokens: what is proposed, how much of it is worth a step's time, and answers that stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_helpers import HookedRunner, KnowingProposer, answer_of, assert_idle, drain, engine_of, hand_over, ids_of, make_request
+from grammar_cases import EOS, VOCAB, regex_case, save_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostep.engine.drafts import DraftRecord, PromptLookup, Proposal, choose_drafts, look_up
+from twostep.engine.generate import generate
+from twostep.engine.grammar import GrammarCompiler
+from twostep.errors import SetupError
+from twostep.settings.speculative import SpeculativeConfig
+from twostep.step_curve import StepCurve, StepWorkload
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
+
+
+def looked_up(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
+    """What look_up does, place by place."""
+    for length in range(longest, shortest - 1, -1):
+        last = tokens[len(tokens) - length :]
+        places = [end for end in range(length, len(tokens)) if tokens[end - length : end] == last] if length <= len(tokens) else []
+        if places:
+            far = [place for place in places if place + most <= len(tokens)]
+            start = far[-1] if far else places[0]
+            return tokens[start : start + most]
+    return []
+
+
+@given(tokens=TOKENS, most=st.integers(1, 7), shortest=st.integers(1, 4), more=st.integers(0, 4))
+def test_what_followed_the_longest_equal_run_is_proposed(tokens: list[int], most: int, shortest: int, more: int) -> None:
+    got = look_up(np.array(tokens, np.int32), most, shortest=shortest, longest=shortest + more)
+    assert got == looked_up(tokens, most, shortest, shortest + more)
+
+
+@given(parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=200), min_size=1, max_size=5))
+def test_a_sequence_is_looked_up_as_it_grows(parts: list[list[int]]) -> None:
+    proposer, tokens = PromptLookup(NGRAM), list[int]()
+    for part in parts:
+        tokens += part
+        assert proposer.propose("a", tokens, 4) == looked_up(tokens, 4, 1, 3)
+    proposer.forget("a")
+    proposer.forget("never here")
+    assert proposer.propose("a", [1, 2, 1], 4) == [2, 1]
+
+
+PROPOSALS = st.lists(st.tuples(st.integers(0, 7), st.floats(0, 1)), max_size=6)
+
+
+@given(proposals=PROPOSALS, most=st.integers(0, 30), free=st.integers(0, 10), row_s=st.floats(0, 3))
+def test_drafts_are_those_that_make_a_step_give_most_tokens_a_second(
+    proposals: list[tuple[int, float]], most: int, free: int, row_s: float
+) -> None:
+    made = [Proposal(range(count), rate) for count, rate in proposals]
+    num_decodes = max(1, len(made))
+
+    def step_s(rows: int) -> float:
+        return 1.0 + row_s * max(0, rows - free)
+
+    def rate(counts: Sequence[int]) -> float:
+        tokens = num_decodes + sum(p.rate ** (i + 1) for p, count in zip(made, counts, strict=True) for i in range(count))
+        return tokens / step_s(sum(counts))
+
+    counts = choose_drafts(made, num_tokens=num_decodes, most=most, step_s=step_s, bound_s=float("inf"))
+    assert sum(counts) <= most
+    assert all(0 <= count <= len(p.tokens) for p, count in zip(made, counts, strict=True))
+    # Neither one more nor one less is better.
+    for i in range(len(counts)):
+        if counts[i] < len(made[i].tokens) and sum(counts) < most:
+            assert rate([*counts[:i], counts[i] + 1, *counts[i + 1 :]]) <= rate(counts) + 1e-9
+        if counts[i]:
+            assert rate([*counts[:i], counts[i] - 1, *counts[i + 1 :]]) <= rate(counts) + 1e-9
+
+
+def test_a_step_that_was_promised_to_be_short_has_no_drafts() -> None:
+    certain = [Proposal([1, 2, 3], 1.0)]
+    assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=1.25) == [2]
+    assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=0.5) == [0]
+    assert choose_drafts(certain, num_tokens=1, most=2, step_s=None, bound_s=0.0) == [2]
+
+
+def test_a_record_learns_from_proposals_that_no_step_computed() -> None:
+    record, tokens = DraftRecord(), [1, 2]
+    rates = []
+    for _ in range(12):
+        record.propose([7, 8], tokens)
+        tokens += [7, 8]
+        record.learn(tokens)
+        rates.append(record.rate)
+    assert rates == sorted(rates)
+    assert rates[-1] > 0.95
+    for _ in range(12):
+        record.propose([7, 8], tokens)
+        tokens += [9]
+        record.learn(tokens)
+    assert record.rate < 0.15
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_right_drafts_make_fewer_steps(most: int) -> None:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=most)
+    runner = HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100)
+    engine = engine_of(runner, speculative=config, proposer=AllKnowing(most))
+    request = make_request("a", [5, 6, 7], max_tokens=30)
+    engine.submit(request)
+    tokens, steps = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request)
+    # The first comes of the prompt; of the last one on there is nothing to draft.
+    assert len(steps) == 1 + -(-29 // (most + 1))
+    stats = engine.stats()
+    assert stats.num_drafted == stats.num_accepted
+    assert sum(stats.num_accepted) == 30 - len(steps)
+    assert_idle(engine)
+
+
+class AllKnowing(KnowingProposer):
+    """Is always right, and proposes as much as it may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(1000, 1.0)
+        self._rng.randrange = lambda stop: stop - 1  # type: ignore[assignment]
+
+
+def test_wrong_drafts_are_given_up_where_they_cost() -> None:
+    """After some tokens none is computed any more, and those that were have changed nothing."""
+    runner = HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=150)
+    engine = engine_of(runner, speculative=NGRAM, proposer=KnowingProposer(1000, 0.0))
+    engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
+    request = make_request("a", [5, 6, 7], max_tokens=100)
+    engine.submit(request)
+    tokens, _ = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request)
+    assert sum(engine.stats().num_drafted) <= 4
+
+
+def test_drafts_take_no_block_that_others_wait_for() -> None:
+    """Two sequences fill the pool to its last block: they are preempted no sooner for their drafts."""
+
+    def preemptions(**drafting: Any) -> int:
+        engine = engine_of(HookedRunner(num_blocks=12, block_size=4, vocab_size=1000, max_model_len=48), **drafting)
+        requests = [make_request(f"r{i}", [i + 3] * 5, max_tokens=19) for i in range(2)]
+        for request in requests:
+            engine.submit(request)
+        tokens, _ = drain(engine)
+        assert [ids_of(tokens[request.seq_id]) for request in requests] == [answer_of(request) for request in requests]
+        return engine.stats().num_preemptions
+
+    assert preemptions() == preemptions(speculative=NGRAM, proposer=KnowingProposer(1000, 0.7)) == 0
+
+
+def test_an_answer_handed_over_is_drafted_on_the_other_side() -> None:
+    source, target = (
+        engine_of(HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100), speculative=NGRAM, proposer=AllKnowing(4))
+        for _ in range(2)
+    )
+    request = make_request("a", [5, 6, 7], max_tokens=30)
+    first, _ = hand_over(source, target, request)
+    tokens, steps = drain(target)
+    assert [first, *ids_of(tokens["a"])] == answer_of(request)
+    assert len(steps) < 10
+    assert_idle(source)
+    assert_idle(target)
+
+
+def test_what_a_grammar_forces_comes_without_a_step_of_its_own(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path).parent
+    # No two of these letters are one token: there is one way to write them.
+    case = regex_case("xqzjvkxqzjvk")
+    compiler = GrammarCompiler(directory, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    got, steps = [], []
+    for speculative in (None, NGRAM):
+        engine = engine_of(HookedRunner(num_blocks=60, block_size=4, vocab_size=VOCAB, max_model_len=200), speculative=speculative)
+        plain = make_request("a", [5, 7, 9], eos=frozenset({EOS}), max_tokens=60)
+        request = type(plain)(**{name: getattr(plain, name) for name in plain.__slots__} | {"grammar": compiler.compile(case.grammar)})
+        (tokens,) = generate(engine, [request])
+        got.append(ids_of(tokens))
+        steps.append(engine.steps)
+    assert got[0] == got[1]
+    # The last step is the end's; no draft goes with the prompt.
+    assert steps == [13, 1 + 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ngram", "no JSON"),
+        ("[]", "give a JSON object"),
+        ("{}", "give a method"),
+        ('{"method": "eagle9"}', "method is 'eagle9'"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 7"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "from 1 to 7"),
+        ('{"method": "ngram", "prompt_lookup_min": 6}', "more than prompt_lookup_max"),
+        ('{"method": "ngram", "tokens": 3}', "'tokens' is not known"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        SpeculativeConfig.parse(text)
+
+
+def test_rows_of_drafts_count_in_the_curve() -> None:
+    curve = StepCurve(fixed_s=1.0, per_row_s=0.1, knee=4)
+    assert curve.step_s(StepWorkload(decodes=2, drafts=2)) == 1.0
+    assert curve.step_s(StepWorkload(decodes=2, drafts=6)) == pytest.approx(1.4)

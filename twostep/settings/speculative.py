@@ -1,0 +1,50 @@
+"""--speculative-config, as users of vLLM write it: a JSON object."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from twostep.errors import SetupError
+
+METHODS = ("ngram",)
+_MOST_TOKENS, _LONGEST = 7, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted. `method` ngram: what followed the last tokens where they came before, in prompt or answer."""
+
+    method: str
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+
+    NAMES: ClassVar[tuple[str, ...]] = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise SetupError(f"method is {self.method!r}; give {' or '.join(METHODS)}")
+        for name, most in (("num_speculative_tokens", _MOST_TOKENS), ("prompt_lookup_min", _LONGEST), ("prompt_lookup_max", _LONGEST)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise SetupError(f"{name} is {value!r}; give a whole number from 1 to {most}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise SetupError(f"prompt_lookup_min {self.prompt_lookup_min} is more than prompt_lookup_max {self.prompt_lookup_max}")
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeConfig:
+        """Raises SetupError."""
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise SetupError(f"no JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise SetupError(f'give a JSON object, such as {{"method": "ngram", "num_speculative_tokens": 4}}, not {text[:80]!r}')
+        names = [each.name for each in fields(cls)]
+        if unknown := sorted(set(given) - set(names)):
+            raise SetupError(f"{unknown[0]!r} is not known; there are {', '.join(names)}")
+        if "method" not in given:
+            raise SetupError(f"give a method: {' or '.join(METHODS)}")
+        return cls(**given)
