@@ -101,6 +101,12 @@ class HookedRunner(FakeRunner):
         return super().launch(batch)
 
     def run(self, batch: Batch) -> Sampled:
+        if batch.state_sources is not None and batch.state_tables is not None:
+            # In no order within a step.
+            written = batch.state_tables.reshape(-1)
+            assert len(np.unique(written)) == len(written), "two sequences leave their states in one place"
+            moved = batch.state_sources[(batch.state_sources != batch.state_tables).any(1)]
+            assert not np.isin(moved, written).any(), "a state is read while another takes its place"
         sampled = super().run(batch)
         if self.during is not None:
             self.during(batch)

@@ -213,6 +213,11 @@ async def test_a_prompt_is_looked_up_under_the_workers_own_keys(cluster: Cluster
     )
     one_unit = await index.cached_tokens(job("s", ids[: HASH_UNIT + 1]), pool.records())
     assert one_unit == {life: CachedPrefix(HASH_UNIT)}, "the shortest prompt that can have one"
+    stateful = dataclasses.replace(worker.record, layout=dataclasses.replace(worker.record.layout, num_state_blocks=5))
+    key = derive_key(SECRET, tenant="", salt="t", model_fingerprint=cluster.layout.model_fingerprint, dtype="float32")
+    await cluster.announce(worker, prefix_hashes(key, ids, HASH_UNIT)[2:])
+    assert await index.cached_tokens(job("t", [*ids, 1]), [worker.record]) == {}
+    assert await index.cached_tokens(job("t", [*ids, 1]), [stateful]) == {life: CachedPrefix(3 * HASH_UNIT)}, "where it has a state"
     assert await index.cached_tokens(job("other", [*ids, 1]), pool.records()) == {}
     assert await index.cached_tokens(job("s", [*ids, 1], tenant="another"), pool.records()) == {}, (
         "a tenant's prompts are found by nobody else"

@@ -115,10 +115,11 @@ class BlockManager:
             if self.num_state_blocks and sequence.matched:
                 digest = sequence.block_hashes()[len(sequence.matched) - 1]
                 state = self.pool.state_at(digest)
-                num_kept = self.pool.num_unowned(state)
                 if not state:
                     continue
-                if num_kept > spare:
+                # Of one that others read now, their blocks are no room for it.
+                num_kept = self.pool.num_unowned(state)
+                if num_kept > max(0, spare):
                     sequence.state_blocks = self.pool.take_state(digest)
                 else:
                     spare -= num_kept

@@ -261,6 +261,7 @@ class BlockPool:
     def take_state(self, digest: bytes) -> Sequence[int]:
         """Returns the blocks of a cached state with one owner, who goes on in them: it can be found no more."""
         blocks = self._states[digest]
+        assert not any(self._num_owners[block] for block in blocks), "others read it"
         self.share(blocks)
         self.drop_state(digest)
         for block in blocks:
