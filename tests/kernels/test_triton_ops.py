@@ -50,13 +50,13 @@ OFTEN = ["qwen3-windows", "deepseek-v2-yarn"]
 SELDOM = ["llama-biases", "llama3-rope", "opt", "gemma2", "gemma3", "olmo2", "gpt-neox", "phi3-longrope", "falcon", "starcoder2"]
 
 
-@pytest.mark.parametrize("family", [*OFTEN, *map(seldom, SELDOM)])
+@pytest.mark.parametrize("family", [*OFTEN, system("qwen3-next"), *map(seldom, SELDOM)])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     rng = random.Random(1)
-    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng)
+    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng, num_state_blocks=cache.shape.num_state_blocks)
     # In the second step the first row is decoded, and the last, which comes after a chunk, attends like a chunk; the third is all decode.
     steps = ([50, 1, 17, 4], [1, 32, 1, 0], [1, 0, 0, 1], [7, 0, 0, 0])
     for counts in steps:

@@ -12,6 +12,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.delta_net import DeltaDims
 from twostep.model.kernels.experts import ClampedGate, ExpertRouter
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Activation
@@ -60,43 +61,10 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaConfig:
-    """Layers with a gated delta net in place of attention (families/gated_delta_net.py).
-
-    layers  which have one; the others have attention
-    kernel  a channel's inputs that the convolution sees, the token's own included
-    """
+class GatedDeltaConfig(DeltaDims):
+    """Layers with a gated delta net in place of attention (families/gated_delta_net.py); `layers`: which have one."""
 
     layers: tuple[bool, ...]
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-
-    @property
-    def num_inputs(self) -> int:
-        """Numbers of q, k, v and z of a token."""
-        return self.num_channels + self.num_value_heads * self.value_dim
-
-    @property
-    def num_channels(self) -> int:
-        """Numbers of q, k and v of a token, which are convolved."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    @property
-    def recurrent_numbers(self) -> int:
-        """float32 of a sequence and layer that the delta rule keeps."""
-        return self.num_value_heads * self.key_dim * self.value_dim
-
-    @property
-    def conv_numbers(self) -> int:
-        """Inputs of a sequence and layer that the convolution keeps, in the model's dtype."""
-        return self.num_channels * (self.kernel - 1)
-
-    def state_bytes(self, item_bytes: int) -> int:
-        """Bytes of a sequence and layer, in whole words of 16."""
-        return -(-(4 * self.recurrent_numbers + item_bytes * self.conv_numbers) // 16) * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

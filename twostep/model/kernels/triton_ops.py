@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
@@ -23,6 +24,7 @@ from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_delta_net import StateRows, delta_net, most_chunks, owners
 from twostep.model.kernels.triton_experts import TritonExperts
 from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
 from twostep.model.kernels.triton_latent_expanded import ExpandedChunks, ExpandedScratch, attend_expanded, expanded_chunks
@@ -36,7 +38,6 @@ from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shar
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +197,28 @@ class TritonOps(Ops):
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
         if spec.latent is not None and num_decodes < len(num_queries):
             plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
-        plan.states = None if batch.state_tables is None else SequenceStates(batch, cache)
+        if batch.state_tables is not None:
+            plan.states = self._state_rows(batch, batch.state_tables)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
             plan.decode = {window: self._decode_plan(cache, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
+
+    def _state_rows(self, batch: Batch, tables: npt.NDArray[np.int32]) -> StateRows:
+        counts = np.diff(batch.query_start)
+        others = np.flatnonzero(counts != 1)
+        num_decodes = int(others[0]) if len(others) else len(counts)
+        sequences, offsets, on_device = self.upload.send((*owners(batch.query_start, np.arange(len(counts))), tables))
+        return StateRows(
+            sequences=sequences,
+            offsets=offsets,
+            sources=on_device,
+            tables=on_device,
+            num_decodes=num_decodes,
+            most_chunks=sum(most_chunks(int(count), 1) for count in counts[num_decodes:]),
+        )
 
     def _proven(self, kv: KvShape, spec: AttentionSpec) -> bool:
         """Returns whether the Hopper kernel has passed its trial on this card, or needs none."""
@@ -272,14 +288,23 @@ class TritonOps(Ops):
     def captured_inputs(self, shape: StepShape, cache: KvCache, spec: AttentionSpec) -> StepInputs:
         """Returns the inputs of a captured step, for `plan_captured`."""
         tile_tokens = self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[1]
-        return StepInputs(shape, tile_tokens, self._device, padding_length=-1 if _decodes_apart(cache) else 1)
+        padding_length = -1 if _decodes_apart(cache) else 1
+        return StepInputs(shape, tile_tokens, self._device, padding_length=padding_length, has_states=cache.shape.num_state_blocks > 0)
 
     def plan_captured(
-        self, inputs: StepInputs, block_tables: torch.Tensor, cache: KvCache, spec: AttentionSpec, *, sharing: bool = False
+        self,
+        inputs: StepInputs,
+        block_tables: torch.Tensor,
+        cache: KvCache,
+        spec: AttentionSpec,
+        *,
+        state_tables: torch.Tensor | None = None,
+        sharing: bool = False,
     ) -> TritonAttentionPlan:
         """A step whose inputs are on the device and may change between runs.
 
         block_tables  int32 [num_seqs, B]
+        state_tables  int32 [num_seqs, num_state_blocks], of a model whose layers keep states
         sharing       layers without a window read what `plan.shared` lists once for all that share it; only without chunks
         """
         shape, kv, num_heads, windows = inputs.shape, cache.shape, spec.num_heads, spec.windows
@@ -304,6 +329,15 @@ class TritonOps(Ops):
             tiles=tiles,
         )
         plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
+        if state_tables is not None:
+            plan.states = StateRows(
+                sequences=inputs.tensor("sequences"),
+                offsets=inputs.tensor("offsets"),
+                sources=state_tables,
+                tables=state_tables,
+                num_decodes=shape.decodes,
+                most_chunks=most_chunks(shape.rows, shape.chunks),
+            )
         if shape.chunks:
             plan.progress = self.progress.word, inputs.tensor("number")
         if decodes_apart and shape.decodes:
@@ -352,7 +386,8 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
-        self.states: SequenceStates | None = None
+        # What layers without KV keep; None: there are none.
+        self.states: StateRows | None = None
         self.shared: SharedPrefix | None = None
         # Chunks of latent attention for which keys and values are made; None: they attend absorbed.
         self.expanded: ExpandedChunks | None = None
@@ -394,6 +429,11 @@ class TritonAttentionPlan:
         if self.progress is not None and layer == self._cache.shape.num_layers - 1:
             note_layers(*self.progress, layer + 1)
         return out
+
+    def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+        step, rows = self._step, self.states
+        assert rows is not None
+        return delta_net(projected, self._cache, layer, rows=rows, positions=step.positions, query_start=step.query_start, weights=weights)
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         step, spec, cache, dims, scale = self._step, self._spec, self._cache, self._spec.latent, self._spec.scale
