@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from kernel_pools import DEVICE, poisoned_pool
 
+from twostep.engine.batch import KvShape
 from twostep.model.kernels.delta_net import DeltaDims, DeltaWeights
 from twostep.model.kernels.triton_delta_net import StateRows, delta_net, most_chunks, owners
 from twostep.model.step.kv_cache import KvCache
@@ -34,6 +35,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     strength: float = 1.0
     moves: bool = False  # to other blocks than it is read from
+    quantization: str = "none"  # of the KV that is there besides
     padding: tuple[int, int, int] = (0, 0, 0)  # empty places of decodes and of prompts, and rows at the end
     weights: DeltaWeights = field(init=False)
     cache: KvCache = field(init=False)
@@ -49,12 +51,13 @@ class Step:
             norm=(1 + 0.3 * torch.randn(d.value_dim)).to(self.dtype).to(DEVICE),
             eps=EPS,
         )
-        sizes = {"block_size": 2, "num_layers": 3, "num_kv_heads": 1, "head_dim": 40 if d is not EVEN else 64}
-        block_bytes = 2 * 2 * 3 * sizes["head_dim"] * self.dtype.itemsize
+        sizes = {"block_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64 if d is EVEN else 24}
+        kind = {"dtype": str(self.dtype).removeprefix("torch."), "quantization": self.quantization}
+        block_bytes = KvShape(num_blocks=1, **sizes, **kind).block_bytes
         self.each = -(-d.state_bytes(self.dtype.itemsize) // block_bytes)
         self.per_seq = NUM_LAYERS * self.each
-        self.cache = poisoned_pool(self.dtype, num_blocks=2 * self.per_seq * len(self.counts) + 3, **sizes)
-        assert self.cache.shape.block_bytes == block_bytes
+        num_blocks = 2 * self.per_seq * len(self.counts) + 3
+        self.cache = poisoned_pool(self.dtype, num_blocks=num_blocks, quantization=self.quantization, **sizes)
 
     @property
     def num_decodes(self) -> int:
@@ -179,9 +182,9 @@ def test_a_captured_step_touches_what_its_sequences_have(seed: int) -> None:
     Step(WIDE, counts, begins, strength=[0.001, 1.0, 50.0][seed % 3], padding=padding, moves=seed % 2 == 0).run()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits(dtype: torch.dtype) -> None:
-    Step(ODD, [1, 1, 67, 3], [False, True, False, True], dtype=dtype).run()
+@pytest.mark.parametrize(("dtype", "quantization"), [(torch.bfloat16, "int8"), (torch.float16, "none")])
+def test_in_16_bits(dtype: torch.dtype, quantization: str) -> None:
+    Step(ODD, [1, 1, 67, 3], [False, True, False, True], dtype=dtype, quantization=quantization).run()
 
 
 def test_keys_that_repeat_themselves_lose_nothing() -> None:

@@ -37,6 +37,8 @@ from twostep.model.step.kv_cache import KvCache
 
 # Columns of a state that one program has: a quarter of Qwen3-Next's, so that one prompt fills the chip.
 _COLUMNS = 32
+# Prompts that the kernel which looks for a chunk's own is made for, at least: one program for most steps.
+_LEAST_PROMPTS = 64
 # Elements of a tile of the kernels that only pass over rows.
 _MIXED, _LEFT = 1024, 2048
 
@@ -127,13 +129,14 @@ def delta_net(
         )  # fmt: skip
     num_prompts = num_seqs - rows.num_decodes
     if num_prompts and rows.most_chunks:
-        # Of 16 bits: the errors that it leaves in an inverse are those of one that is stored in bfloat16. With three products for each, or
-        # with four warps, registers do not suffice.
-        precision = "ieee" if dtype == torch.float32 else "tf32"
+        # Of 16 bits: the errors that it leaves in an inverse are those of one that is stored in bfloat16. With three products for each, as
+        # float32 needs, or with four warps, registers do not suffice.
+        precision = "tf32x3" if dtype == torch.float32 else "tf32"
         prepared = torch.empty(count, d.num_value_heads, 2, CHUNK, dtype=torch.float32, device=projected.device)
         _prepare_kernel[(rows.most_chunks, d.num_value_heads)](
-            mixed, *gates, prepared, query_start, rows.num_decodes, num_prompts, SEQS=max(64, triton.next_power_of_2(num_prompts)), CHUNK=CHUNK,
-            PRECISION=precision, IN_FLOAT32=not projected.is_cuda, **rule, **layout, num_warps=8,
+            mixed, *gates, prepared, query_start, rows.num_decodes, num_prompts, CHUNK=CHUNK,
+            SEQS=max(_LEAST_PROMPTS, triton.next_power_of_2(num_prompts)), PRECISION=precision, IN_FLOAT32=not projected.is_cuda,
+            **rule, **layout, num_warps=8,
         )  # fmt: skip
         _recall_kernel[(num_prompts, d.num_value_heads, parts)](
             mixed, *gates, prepared, out, recurrent, inputs, query_start, positions, *tables, rows.num_decodes, recurrent.stride(0),
