@@ -14,7 +14,9 @@ from kernel_pools import DEVICE, poisoned_pool
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.delta_net import DeltaDims, DeltaWeights
+from twostep.model.kernels.delta_trial import trial
 from twostep.model.kernels.triton_delta_net import StateRows, delta_net, most_chunks, owners
+from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.step.kv_cache import KvCache
 
 LAYER, NUM_LAYERS = 1, 2  # of those with a state
@@ -202,3 +204,19 @@ def test_keys_that_repeat_themselves_lose_nothing() -> None:
 
         patch.setattr(torch, "randn", same)
         step.run()
+
+
+def test_kernels_prove_themselves_or_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Step(WIDE, [1], [True]).weights
+    ops = TritonOps(DEVICE)
+    ops.tries = True
+    ops.prepare_delta(weights)
+    assert ops.has_delta_kernels
+    # As if there were one chunk.
+    monkeypatch.setattr("twostep.model.kernels.delta_trial.most_chunks", lambda num_rows, num_seqs: 1)
+    assert "differ" in trial(weights)
+    monkeypatch.setattr("twostep.model.kernels.delta_trial.trial", lambda weights: "it differs")
+    other = TritonOps(DEVICE)
+    other.tries = True
+    other.prepare_delta(weights)
+    assert not other.has_delta_kernels

@@ -69,6 +69,24 @@ def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
             sequence.num_computed += count
 
 
+@pytest.mark.system
+def test_torch_serves_delta_nets_whose_kernels_failed_their_trial(tmp_path: Path) -> None:
+    save_model("qwen3-next", tmp_path)
+    model, cache = on_triton(tmp_path)
+    assert isinstance(model._ops, TritonOps)
+    model._ops.has_delta_kernels = False
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), num_state_blocks=cache.shape.num_state_blocks)
+    for counts in ([5, 1], [1, 1]):
+        work = list(zip(sequences, counts, strict=True))
+        batch = make_batch(work, BLOCK_SIZE)
+        with torch.inference_mode():
+            got = model.forward(batch, cache)
+        torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+        for sequence, count in work:
+            sequence.num_computed += count
+
+
 @pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral"), system("gpt-oss")])
 def test_experts(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)

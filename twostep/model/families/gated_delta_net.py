@@ -51,6 +51,7 @@ class GatedDeltaNet:
     def finish_loading(self, ops: Ops) -> None:
         self._into.finish_loading(ops)
         self._out.finish_loading(ops)
+        ops.prepare_delta(self._weights)
 
     @property
     def enter(self) -> Linear:

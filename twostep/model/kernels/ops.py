@@ -167,6 +167,9 @@ class Ops:
             leave = self.prepare_linear(down, biases[1])
         return (lambda x: leave(enter(x))) if clamped is None else lambda x: leave(apply_gate(enter(x), clamped))
 
+    def prepare_delta(self, weights: DeltaWeights) -> None:
+        """To be called with the weights of each gated delta net before the first step: what serves it is tried."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where
         x is not: then the product is rounded once."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
-from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels import delta_trial, torch_delta_net, triton_elementwise, triton_prefill, triton_routing
 from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
@@ -38,6 +38,7 @@ from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shar
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class TritonOps(Ops):
         self.decode_workspace = DecodeWorkspace(device)
         self._scratch: ExpandedScratch | None = None
         self.shared_workspace = DecodeWorkspace(device)
+        # Whether kernels serve gated delta nets; else torch does, and such steps cannot be captured.
+        self.has_delta_kernels = True
         self._decode_plans: dict[tuple[object, ...], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -117,6 +120,14 @@ class TritonOps(Ops):
             if self._trouble[kind]:
                 log.warning("experts of %s: %s; each multiplies all tokens instead", weights.kind, self._trouble[kind])
         return right if self._trouble.get(kind) else layer
+
+    def prepare_delta(self, weights: DeltaWeights) -> None:
+        kind = ("delta net", weights.dims, weights.conv.dtype)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = delta_trial.trial(weights)
+            if self._trouble[kind]:
+                log.warning("gated delta nets: %s; torch computes them, and steps are not captured", self._trouble[kind])
+                self.has_delta_kernels = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
@@ -198,7 +209,7 @@ class TritonOps(Ops):
         if spec.latent is not None and num_decodes < len(num_queries):
             plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
         if batch.state_tables is not None:
-            plan.states = self._state_rows(batch, batch.state_tables)
+            plan.states = self._state_rows(batch, batch.state_tables) if self.has_delta_kernels else SequenceStates(batch, cache)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
@@ -387,7 +398,7 @@ class TritonAttentionPlan:
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
         # What layers without KV keep; None: there are none.
-        self.states: StateRows | None = None
+        self.states: StateRows | SequenceStates | None = None
         self.shared: SharedPrefix | None = None
         # Chunks of latent attention for which keys and values are made; None: they attend absorbed.
         self.expanded: ExpandedChunks | None = None
@@ -433,6 +444,8 @@ class TritonAttentionPlan:
     def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
         step, rows = self._step, self.states
         assert rows is not None
+        if isinstance(rows, SequenceStates):
+            return torch_delta_net.delta_net(rows, layer, projected, weights)
         return delta_net(projected, self._cache, layer, rows=rows, positions=step.positions, query_start=step.query_start, weights=weights)
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:

@@ -267,7 +267,7 @@ class ModelRunner:
 
         assert isinstance(ops, TritonOps)
         with torch.inference_mode():
-            if not max_num_seqs:
+            if not max_num_seqs or (self.kv_shape.num_state_blocks and not ops.has_delta_kernels):
                 return DeviceSteps(self._model, self._cache, ops, None)
             free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
