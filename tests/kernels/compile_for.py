@@ -38,7 +38,7 @@ triton_launch.overlaps = lambda device: True
 triton_launch.num_sms_of = lambda device: NUM_SMS
 triton_launch.shared_bytes_of = lambda device: SHARED_BYTES
 
-from twostep.engine.batch import Batch  # noqa: E402
+from twostep.engine.batch import Batch, KvShape  # noqa: E402
 from twostep.lab.bench.shapes import LLAMA_8B, QWEN3_30B_A3B  # noqa: E402
 from twostep.model.families.registry import build_model, parse_config  # noqa: E402
 from twostep.model.kernels.triton_ops import TritonOps  # noqa: E402
@@ -67,6 +67,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss": _kind(
         "GptOssForCausalLM", "gpt_oss", hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8,
         head_dim=64, num_local_experts=8, num_experts_per_tok=4,
+    ),
+    "qwen3-next": _kind(
+        "Qwen3NextForCausalLM", "qwen3_next", hidden_size=2048, intermediate_size=5120, num_attention_heads=16, num_key_value_heads=2,
+        head_dim=256, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=16, num_experts_per_tok=10,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, partial_rotary_factor=0.25, rope_theta=10000000.0,
+        rms_norm_eps=1e-6,
     ),
     "neox": _kind("GPTNeoXForCausalLM", "gpt_neox", hidden_size=2560, intermediate_size=10240, num_attention_heads=32, rotary_pct=0.25),
 }  # fmt: skip
@@ -108,7 +115,7 @@ def compile_only() -> dict[str, set[str]]:
     return found
 
 
-def batch_of(counts: list[int], lengths: list[int]) -> Batch:
+def batch_of(counts: list[int], lengths: list[int], shape: KvShape) -> Batch:
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     tables = np.zeros((len(counts), -(-max(lengths) // BLOCK)), np.int32)
     positions = np.concatenate([np.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)])
@@ -121,6 +128,8 @@ def batch_of(counts: list[int], lengths: list[int]) -> Batch:
         slots=(positions % BLOCK).astype(np.int64),
         sample_rows=query_start[1:].astype(np.int64) - 1,
         sampling=(),
+        state_sources=shape.trial_states(len(counts)),
+        state_tables=shape.trial_states(len(counts)),
     )
 
 
@@ -135,7 +144,7 @@ def compile_shape(raw: dict[str, Any], quantization: str, kv_cache_dtype: str) -
     cache = KvCache(kv_shape(config, "bfloat16", 8, BLOCK, kv_cache_dtype))
     with torch.inference_mode():
         for counts, lengths in STEPS:
-            model.forward(batch_of(counts, lengths), cache)
+            model.forward(batch_of(counts, lengths, cache.shape), cache)
 
 
 def main() -> int:

@@ -143,6 +143,36 @@ def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path
         assert graphs.logits(make_batch([(s, 3) for s in too_many], BLOCK_SIZE)) is None
 
 
+def test_steps_of_layers_with_states_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of decodes and mixed ones, both with places that are empty; whose blocks the states have now left anything there."""
+    without_warm_ups(monkeypatch)
+    kinds = ["linear_attention", "full_attention"]
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    save_model("qwen3-next", tmp_path, num_hidden_layers=2, layer_types=kinds, mlp_only_layers=[1], **heads)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(runner.kv_shape, DEVICE)
+    for pool in (cache, runner.kv_cache):
+        pool.tensor.fill_(1e30)
+    num_states = runner.kv_shape.num_state_blocks
+    sequences = scattered_sequences([40, 20, 6], BLOCK_SIZE, NUM_BLOCKS - 1, random.Random(1), num_state_blocks=num_states)
+    untouched = list(range(NUM_BLOCKS))
+    for sequence in sequences:
+        untouched = [block for block in untouched if block not in (*sequence.blocks, *sequence.state_blocks)]
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4], [StepShape(32, 2, 3), StepShape(32, 0, 3)]) as graphs:
+        for counts in ([20, 3, 0], [1, 9, 1], [1, 1, 1], [0, 1, 0]):
+            work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+            batch = make_batch(work, BLOCK_SIZE, every_row=False)
+            got = graphs.logits(batch)
+            assert got is not None
+            torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+            for sequence, count in work:
+                sequence.num_computed += count
+    assert bool((cache.tensor[untouched] == 1e30).all())
+
+
 @pytest.mark.system
 def test_a_mixed_step_over_quantized_kv_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_warm_ups(monkeypatch)

@@ -50,18 +50,36 @@ OFTEN = ["qwen3-windows", "deepseek-v2-yarn"]
 SELDOM = ["llama-biases", "llama3-rope", "opt", "gemma2", "gemma3", "olmo2", "gpt-neox", "phi3-longrope", "falcon", "starcoder2"]
 
 
-@pytest.mark.parametrize("family", [*OFTEN, *map(seldom, SELDOM)])
+@pytest.mark.parametrize("family", [*OFTEN, system("qwen3-next"), *map(seldom, SELDOM)])
 def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     rng = random.Random(1)
-    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng)
+    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng, num_state_blocks=cache.shape.num_state_blocks)
     # In the second step the first row is decoded, and the last, which comes after a chunk, attends like a chunk; the third is all decode.
     steps = ([50, 1, 17, 4], [1, 32, 1, 0], [1, 0, 0, 1], [7, 0, 0, 0])
     for counts in steps:
         work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
         batch = make_batch(work, BLOCK_SIZE, every_row=counts != steps[1])
+        with torch.inference_mode():
+            got = model.forward(batch, cache)
+        torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
+        for sequence, count in work:
+            sequence.num_computed += count
+
+
+@pytest.mark.system
+def test_torch_serves_delta_nets_whose_kernels_failed_their_trial(tmp_path: Path) -> None:
+    save_model("qwen3-next", tmp_path)
+    model, cache = on_triton(tmp_path)
+    assert isinstance(model._ops, TritonOps)
+    model._ops.has_delta_kernels = False
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), num_state_blocks=cache.shape.num_state_blocks)
+    for counts in ([5, 1], [1, 1]):
+        work = list(zip(sequences, counts, strict=True))
+        batch = make_batch(work, BLOCK_SIZE)
         with torch.inference_mode():
             got = model.forward(batch, cache)
         torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)

@@ -11,8 +11,8 @@ from enum import Enum
 from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.kv_scheme import KvScheme
 from twostep.checkpoint.quantization import Quantization
-from twostep.checkpoint.state_sizes import StateSizes
 from twostep.model.families.rope import Rope
+from twostep.model.kernels.delta_net import DeltaDims
 from twostep.model.kernels.experts import ClampedGate, ExpertRouter
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Activation
@@ -61,7 +61,7 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaConfig(StateSizes):
+class GatedDeltaConfig(DeltaDims):
     """Layers with a gated delta net in place of attention (families/gated_delta_net.py).
 
     layers  which have one; the others have attention

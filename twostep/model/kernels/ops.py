@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
 from twostep.model.kernels.cpu_linear import pack as pack_for_cpu
+from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertLoop, ExpertRouter, Experts, ExpertWeights, Routing, apply_gate, route
 from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
 from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.sequence_states import SequenceStates
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 # [..., in_features] -> [..., out_features]
@@ -68,11 +68,6 @@ class AttentionPlan(Protocol):
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
         ...
 
-    @property
-    def states(self) -> SequenceStates | None:
-        """What layers without KV keep of the step's sequences; None: the model has no such layers."""
-        ...
-
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Applies RoPE (if the model has it) to the query and key heads of `qkv` in place, and writes keys and values to the step's
         slots.
@@ -96,6 +91,16 @@ class AttentionPlan(Protocol):
         query  [T, num_heads * dims.query], rows dense: as the product gave them
         kv     [T, dims.kept], rows dense: latents, then rope parts, likewise
         Returns [T, num_heads * dims.value].
+        """
+        ...
+
+    def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+        """What a gated delta net (delta_net.py) has in attention's place: convolves, recalls by the delta rule, norms and gates. Reads
+        what the layer keeps of each sequence, nothing of one that begins, and writes what it keeps from now on.
+
+        layer      counts the layers that have a state
+        projected  [T, dims.num_inputs + 2 * dims.num_value_heads], rows dense: as the product gave it
+        Returns [T, dims.num_value_heads * dims.value_dim]; of rows of padding, zeros.
         """
         ...
 
@@ -161,6 +166,9 @@ class Ops:
         else:
             leave = self.prepare_linear(down, biases[1])
         return (lambda x: leave(enter(x))) if clamped is None else lambda x: leave(apply_gate(enter(x), clamped))
+
+    def prepare_delta(self, weights: DeltaWeights) -> None:
+        """To be called with the weights of each gated delta net before the first step: what serves it is tried."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, the mean of squares in float32. x [..., N], weight [N], which may be float32 where

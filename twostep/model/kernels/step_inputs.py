@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.engine.batch import Batch
+from twostep.model.kernels.triton_delta_net import owners
 from twostep.model.kernels.triton_prefill import plan_tiles
 from twostep.model.step.graph_ladder import StepShape
 
@@ -24,23 +25,31 @@ _ALIGNMENT = 4
 class StepInputs:
     """int32 each, by name:
 
-    token_ids, positions, slots  [rows]
-    carried                      [rows], rows of the step before that token ids are carried from, or -1
-    seq_lens                     [num_seqs]
-    number                       [1], the step's, for its progress (triton_progress.py)
+        token_ids, positions, slots  [rows]
+        carried                      [rows], rows of the step before that token ids are carried from, or -1
+        seq_lens                     [num_seqs]
+        number                       [1], the step's, for its progress (triton_progress.py)
 
-    and where there are chunks:
+    where layers keep states:
 
-    query_start                  [num_seqs + 1], first row of each chunk
-    sample_rows                  [num_seqs], the batch's, then row 0
-    tiles                        [1 + most tiles, 2], by plan_tiles
+        sequences, offsets           [rows], as StateRows has them (triton_delta_net.py)
+
+        and where there are chunks:
+
+        query_start                  [num_seqs + 1], first row of each chunk
+        sample_rows                  [num_seqs], the batch's, then row 0
+        tiles                        [1 + most tiles, 2], by plan_tiles
     """
 
-    def __init__(self, shape: StepShape, tile_tokens: int, device: torch.device, *, padding_length: int = -1) -> None:
+    def __init__(
+        self, shape: StepShape, tile_tokens: int, device: torch.device, *, padding_length: int = -1, has_states: bool = False
+    ) -> None:
         """`tile_tokens`: of a tile of the kernel that attends the chunks. `padding_length`: of decodes."""
         self.shape = shape
         self._tile_tokens = tile_tokens
         sizes = dict.fromkeys(("token_ids", "positions", "slots", "carried"), shape.rows) | {"seq_lens": shape.num_seqs, "number": 1}
+        if has_states:
+            sizes |= {"sequences": shape.rows, "offsets": shape.rows}
         if shape.chunks:
             most_tiles = shape.rows // tile_tokens + shape.chunks
             sizes |= {"query_start": shape.num_seqs + 1, "sample_rows": shape.num_seqs, "tiles": 2 * (1 + most_tiles)}
@@ -52,6 +61,8 @@ class StepInputs:
         self._padding = np.zeros(total, np.int32)
         self._padding[self._places["slots"]] = -1
         self._padding[self._places["carried"]] = -1
+        if has_states:
+            self._padding[self._places["sequences"]] = -1
         self._padding[self._places["seq_lens"]][: shape.decodes] = padding_length
         self.memory = torch.from_numpy(self._padding.copy()).to(device)
 
@@ -73,6 +84,10 @@ class StepInputs:
             part("carried")[:num_rows] = batch.carried
         part("seq_lens")[:num_decodes] = batch.seq_lens[:num_decodes]
         part("number")[0] = number
+        if batch.state_tables is not None:
+            places = np.arange(num_seqs)
+            places[num_decodes:] += shape.decodes - num_decodes
+            part("sequences")[:num_rows], part("offsets")[:num_rows] = owners(batch.query_start, places)
         if not shape.chunks:
             return packed
         chunks = slice(shape.decodes, shape.decodes + num_seqs - num_decodes)

@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
+from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.latent import LatentDims, LatentWeights
+from twostep.model.kernels.torch_delta_net import delta_net
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.sequence_states import SequenceStates
 
@@ -113,7 +115,7 @@ class TorchAttentionPlan:
         self.token_ids = torch.from_numpy(batch.token_ids)
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
-        self.states = None if batch.state_tables is None else SequenceStates(batch, cache)
+        self._states = None if batch.state_tables is None else SequenceStates(batch, cache)
         self._cache = cache
         self._num_heads = spec.num_heads
         self._num_kv_heads = shape.num_kv_heads
@@ -143,6 +145,10 @@ class TorchAttentionPlan:
             swapped = torch.cat((turning[..., half:], turning[..., :half]), -1)
             turning.mul_(cos).addcmul_(swapped, sin)
         self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
+
+    def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+        assert self._states is not None
+        return delta_net(self._states, layer, projected, weights)
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         raise AssertionError("the pool keeps keys and values")

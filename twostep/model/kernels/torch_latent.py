@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch
+from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.latent import LatentWeights, absorb, expands, values_of
 from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan, write_index
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.sequence_states import SequenceStates
 
 _TILE = 256
 
@@ -34,8 +34,6 @@ class _Chunk:
 
 class TorchLatentPlan:
     """One step's AttentionPlan over a pool of latents."""
-
-    states: SequenceStates | None = None
 
     def __init__(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> None:
         assert spec.latent is not None
@@ -62,6 +60,9 @@ class TorchLatentPlan:
         raise AssertionError("the pool keeps latents")
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the pool keeps latents")
+
+    def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
         raise AssertionError("the pool keeps latents")
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:

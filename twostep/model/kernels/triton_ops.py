@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from twostep.engine.batch import Batch, KvShape
-from twostep.model.kernels import triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels import delta_trial, torch_delta_net, triton_elementwise, triton_prefill, triton_routing
+from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
@@ -23,6 +25,7 @@ from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
+from twostep.model.kernels.triton_delta_net import StateRows, delta_net, most_chunks, owners
 from twostep.model.kernels.triton_experts import TritonExperts
 from twostep.model.kernels.triton_latent import LatentProgram, latent_chunks, latent_decode, latent_decode_plan, latent_program
 from twostep.model.kernels.triton_latent_expanded import ExpandedChunks, ExpandedScratch, attend_expanded, expanded_chunks
@@ -61,6 +64,8 @@ class TritonOps(Ops):
         self.decode_workspace = DecodeWorkspace(device)
         self._scratch: ExpandedScratch | None = None
         self.shared_workspace = DecodeWorkspace(device)
+        # Whether kernels serve gated delta nets; else torch does, and such steps cannot be captured.
+        self.has_delta_kernels = True
         self._decode_plans: dict[tuple[object, ...], DecodePlan] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -116,6 +121,14 @@ class TritonOps(Ops):
             if self._trouble[kind]:
                 log.warning("experts of %s: %s; each multiplies all tokens instead", weights.kind, self._trouble[kind])
         return right if self._trouble.get(kind) else layer
+
+    def prepare_delta(self, weights: DeltaWeights) -> None:
+        kind = ("delta net", weights.dims, weights.conv.dtype)
+        if self.tries and kind not in self._trouble:
+            self._trouble[kind] = delta_trial.trial(weights)
+            if self._trouble[kind]:
+                log.warning("gated delta nets: %s; torch computes them, and steps are not captured", self._trouble[kind])
+                self.has_delta_kernels = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return triton_elementwise.rms_norm(x, weight, eps)
@@ -196,13 +209,31 @@ class TritonOps(Ops):
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
         if spec.latent is not None and num_decodes < len(num_queries):
             plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
-        plan.states = None if batch.state_tables is None else SequenceStates(batch, cache)
+        if batch.state_tables is not None:
+            plan.states = self._state_rows(batch) if self.has_delta_kernels else SequenceStates(batch, cache)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
             plan.decode = {window: self._decode_plan(cache, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
+
+    def _state_rows(self, batch: Batch) -> StateRows:
+        assert batch.state_sources is not None
+        assert batch.state_tables is not None
+        counts = np.diff(batch.query_start)
+        others = np.flatnonzero(counts != 1)
+        num_decodes = int(others[0]) if len(others) else len(counts)
+        places = owners(batch.query_start, np.arange(len(counts)))
+        sequences, offsets, sources, tables = self.upload.send((*places, batch.state_sources, batch.state_tables))
+        return StateRows(
+            sequences=sequences,
+            offsets=offsets,
+            sources=sources,
+            tables=tables,
+            num_decodes=num_decodes,
+            most_chunks=sum(most_chunks(int(count), 1) for count in counts[num_decodes:]),
+        )
 
     def _proven(self, kv: KvShape, spec: AttentionSpec) -> bool:
         """Returns whether the Hopper kernel has passed its trial on this card, or needs none."""
@@ -272,14 +303,23 @@ class TritonOps(Ops):
     def captured_inputs(self, shape: StepShape, cache: KvCache, spec: AttentionSpec) -> StepInputs:
         """Returns the inputs of a captured step, for `plan_captured`."""
         tile_tokens = self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[1]
-        return StepInputs(shape, tile_tokens, self._device, padding_length=-1 if _decodes_apart(cache) else 1)
+        padding_length = -1 if _decodes_apart(cache) else 1
+        return StepInputs(shape, tile_tokens, self._device, padding_length=padding_length, has_states=cache.shape.num_state_blocks > 0)
 
     def plan_captured(
-        self, inputs: StepInputs, block_tables: torch.Tensor, cache: KvCache, spec: AttentionSpec, *, sharing: bool = False
+        self,
+        inputs: StepInputs,
+        block_tables: torch.Tensor,
+        cache: KvCache,
+        spec: AttentionSpec,
+        *,
+        states: Sequence[torch.Tensor] = (),
+        sharing: bool = False,
     ) -> TritonAttentionPlan:
         """A step whose inputs are on the device and may change between runs.
 
         block_tables  int32 [num_seqs, B]
+        states        int32 [num_seqs, num_state_blocks] twice, of a model whose layers keep states: Batch.state_sources, .state_tables
         sharing       layers without a window read what `plan.shared` lists once for all that share it; only without chunks
         """
         shape, kv, num_heads, windows = inputs.shape, cache.shape, spec.num_heads, spec.windows
@@ -304,6 +344,16 @@ class TritonOps(Ops):
             tiles=tiles,
         )
         plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
+        if states:
+            sources, tables = states
+            plan.states = StateRows(
+                sequences=inputs.tensor("sequences"),
+                offsets=inputs.tensor("offsets"),
+                sources=sources,
+                tables=tables,
+                num_decodes=shape.decodes,
+                most_chunks=most_chunks(shape.rows, shape.chunks),
+            )
         if shape.chunks:
             plan.progress = self.progress.word, inputs.tensor("number")
         if decodes_apart and shape.decodes:
@@ -352,7 +402,8 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
-        self.states: SequenceStates | None = None
+        # What layers without KV keep; None: there are none.
+        self.states: StateRows | SequenceStates | None = None
         self.shared: SharedPrefix | None = None
         # Chunks of latent attention for which keys and values are made; None: they attend absorbed.
         self.expanded: ExpandedChunks | None = None
@@ -394,6 +445,13 @@ class TritonAttentionPlan:
         if self.progress is not None and layer == self._cache.shape.num_layers - 1:
             note_layers(*self.progress, layer + 1)
         return out
+
+    def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+        step, rows = self._step, self.states
+        assert rows is not None
+        if isinstance(rows, SequenceStates):
+            return torch_delta_net.delta_net(rows, layer, projected, weights)
+        return delta_net(projected, self._cache, layer, rows=rows, positions=step.positions, query_start=step.query_start, weights=weights)
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         step, spec, cache, dims, scale = self._step, self._spec, self._cache, self._spec.latent, self._spec.scale

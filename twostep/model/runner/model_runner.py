@@ -267,8 +267,7 @@ class ModelRunner:
 
         assert isinstance(ops, TritonOps)
         with torch.inference_mode():
-            # What chunks leave in a state is computed sequence by sequence: such steps are not captured.
-            if not max_num_seqs or self.kv_shape.num_state_blocks:
+            if not max_num_seqs or (self.kv_shape.num_state_blocks and not ops.has_delta_kernels):
                 return DeviceSteps(self._model, self._cache, ops, None)
             free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
@@ -326,9 +325,10 @@ class ModelRunner:
         row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
         if (experts := config.experts) is not None:
             row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
+        states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
         # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
         logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
-        return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes)
+        return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes + states)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's current device."""

@@ -75,6 +75,11 @@ class StepGraphs:
         blocks = -(-self._max_model_len // cache.shape.block_size)
         most_seqs = max([self._sizes[-1], *(shape.num_seqs for shape in mixed)])
         self._tables = torch.zeros(most_seqs, blocks, dtype=torch.int32, device=cache.tensor.device)
+        state_blocks = cache.shape.num_state_blocks
+        # Batch.state_sources and .state_tables, where the model has states.
+        self._states = [
+            torch.zeros(most_seqs, state_blocks, dtype=torch.int32, device=cache.tensor.device) for _ in range(2 * bool(state_blocks))
+        ]
         shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows)
         sharing = sharing_ladder(self._sizes) if shareable and meet is None else []
         self._pool: Any = None
@@ -123,7 +128,8 @@ class StepGraphs:
         return prepared
 
     def _prepare(self, model: Decoder, shape: StepShape, *, sharing: bool = False, warm_ups: int | None = None) -> _Captured:
-        step = _Captured(model, self._cache, self._ops, shape, self._tables[: shape.num_seqs], sharing=sharing)
+        tables, *states = (each[: shape.num_seqs] for each in (self._tables, *self._states))
+        step = _Captured(model, self._cache, self._ops, shape, tables, states, sharing=sharing)
         step.warm_up(self._warming, _WARM_UPS if warm_ups is None else warm_ups)
         return step
 
@@ -221,16 +227,19 @@ class StepGraphs:
 
     def _replay(self, captured: _Captured, batch: Batch, num_decodes: int, listing: Sequence[Any]) -> torch.Tensor:
         packed = captured.inputs.packed(batch, num_decodes, self._ops.progress.number)
-        num_decode_places, num_seqs = captured.shape.decodes, len(batch.seq_lens)
-        with self._ops.upload.ahead((packed, batch.block_tables, *listing)) as (inputs, tables, *listed):
+        num_decode_places = captured.shape.decodes
+        # Without tables of states (a trial) its rows are padding to those layers.
+        states = () if batch.state_sources is None or batch.state_tables is None else (batch.state_sources, batch.state_tables)
+        with self._ops.upload.ahead((packed, *listing, batch.block_tables, *states)) as (inputs, *sent):
             captured.inputs.memory.copy_(inputs)
             if captured.shared is not None:
-                captured.shared.listed.copy_(listed[0])
-            width = tables.shape[1]
-            if num_decodes:
-                self._tables[:num_decodes, :width].copy_(tables[:num_decodes])
-            if num_decodes < num_seqs:
-                self._tables[num_decode_places : num_decode_places + num_seqs - num_decodes, :width].copy_(tables[num_decodes:])
+                captured.shared.listed.copy_(sent[0])
+            for kept, tables in zip((self._tables, *self._states), sent[len(listing) :], strict=False):
+                num_seqs, width = tables.shape
+                if num_decodes:
+                    kept[:num_decodes, :width].copy_(tables[:num_decodes])
+                if num_decodes < num_seqs:
+                    kept[num_decode_places : num_decode_places + num_seqs - num_decodes, :width].copy_(tables[num_decodes:])
         captured.graph.replay()
         return captured.logits[: len(batch.sample_rows)]
 
@@ -240,14 +249,24 @@ class _Captured:
 
     logits: torch.Tensor
 
-    def __init__(self, model: Decoder, cache: KvCache, ops: TritonOps, shape: StepShape, tables: torch.Tensor, *, sharing: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KvCache,
+        ops: TritonOps,
+        shape: StepShape,
+        tables: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        *,
+        sharing: bool,
+    ) -> None:
         self.shape = shape
         self.inputs = ops.captured_inputs(shape, cache, model.attention)
         self.graph = torch.cuda.CUDAGraph()
         self._model = model
         self._tokens = ops.tokens
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
-        self._plan = ops.plan_captured(self.inputs, tables, cache, model.attention, sharing=sharing)
+        self._plan = ops.plan_captured(self.inputs, tables, cache, model.attention, states=states, sharing=sharing)
         self.shared = self._plan.shared
 
     def warm_up(self, stream: torch.cuda.Stream, count: int) -> None:

@@ -108,8 +108,19 @@ class KvCache:
         rows[:, : states.shape[1]] = states
         self._bytes[blocks.reshape(-1)] = rows.view(-1, self.shape.block_bytes)
 
+    def state_numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the pool itself as such numbers, [num_blocks, numbers of a block], for kernels that read and write states in it. Raises
+        SetupError where a block has no whole number of them."""
+        if self.shape.block_bytes % dtype.itemsize:
+            raise SetupError(f"a block of {self.shape.block_bytes} bytes cannot hold states; give an even --block-size")
+        return self._bytes.view(dtype)
+
+    def num_blocks_each(self, num_bytes: int) -> int:
+        """Returns how many blocks a layer's state of so many bytes takes."""
+        return -(-num_bytes // self.shape.block_bytes)
+
     def _state_blocks(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
-        each = -(-num_bytes // self.shape.block_bytes)
+        each = self.num_blocks_each(num_bytes)
         return tables[:, layer * each : (layer + 1) * each]
 
     def fill_random(self, num_blocks: int) -> None:

@@ -1,0 +1,51 @@
+"""What a gated delta net (families/gated_delta_net.py) needs besides its products: its numbers, its weights, and where its state's lie.
+
+projected, a row   │ q k v z │ q k v z │ … │ b a │ b a │ …      by key head, which has the v, z, b and a of its value heads
+state, in bytes    │ recurrent: float32 [value head, key_dim, value_dim] │ inputs: [channel, kernel - 1] │
+channels           │ q of all key heads │ k of all │ v of all value heads │
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from twostep.checkpoint.state_sizes import StateSizes
+
+# Tokens of a prompt that kernels take at once.
+CHUNK = 64
+# Of the norm that queries and keys are brought to a length of 1 by.
+UNIT_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaDims(StateSizes):
+    """Numbers of each part."""
+
+    @property
+    def share(self) -> int:
+        """Value heads of each key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    def row_bytes(self, item_bytes: int) -> int:
+        """Bytes of a token that a layer has in memory at once on a GPU, at most."""
+        numbers = self.num_inputs + self.num_channels + 2 * self.num_value_heads * (1 + self.value_dim)
+        return numbers * item_bytes + self.num_value_heads * 2 * CHUNK * 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWeights:
+    """One layer's.
+
+    conv               [num_channels, kernel], the token's own input last
+    dt_bias, log_rate  float32 [num_value_heads]
+    norm               [value_dim], of an RMS norm with `eps`
+    """
+
+    dims: DeltaDims
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    log_rate: torch.Tensor
+    norm: torch.Tensor
+    eps: float
