@@ -15,7 +15,8 @@ import triton.language as tl
 
 from twostep.model.kernels.triton_launch import overlaps, start_next, wait_for_previous
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE, SLOTS_TOGETHER
+from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE
+from twostep.quantized_vector import SLOTS_TOGETHER
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 NUM_SCALES = tl.constexpr(FP8_SCALES)
