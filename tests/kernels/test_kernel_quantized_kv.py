@@ -38,15 +38,17 @@ def pool(
     return cache
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+SHAPES = [
+    (9, 3, 64, 64, 16, torch.bfloat16),
+    (7, 1, 80, 80, 4, torch.float16),
+    (3, 3, 96, 24, 32, torch.float32),
+    (4, 2, 12, 0, 8, torch.float32),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size", "dtype"),
-    [
-        (9, 3, 64, 64, 16, torch.bfloat16),
-        (7, 1, 80, 80, 4, torch.float16),
-        (3, 3, 96, 24, 32, torch.float32),
-        (4, 2, 12, 0, 8, torch.float32),
-    ],
+    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size", "dtype", "quantization"),
+    [(*shape, format) for shape in SHAPES for format in ("fp8", "int8", *(["int4"] if shape[2] % 32 == 0 else []))],
     ids=str,
 )
 def test_new_vectors_are_quantized_as_on_the_cpu(
