@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CAPABILITY, NUM_SMS, SHARED_BYTES = (9, 0), 132, 227 * 1024
 
 # What kernels are told where the interpreter computes, as they are told it on the card.
 ON_GPU = {"IN_FLOAT32": False, "ON_GPU": True, "CONVERTS": True}
+# The same in the records that some kernels are told it by.
+FIELDS_ON_GPU = {"in_float32": False, "converts_fp8": True}
 
 # Before anything takes them by name.
 triton_launch.overlaps = lambda device: True
@@ -98,6 +101,9 @@ def compile_only() -> dict[str, set[str]]:
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         options |= {name: value for name, value in ON_GPU.items() if name in options}
+        if is_dataclass(record := options.get("P")):
+            named = {field.name for field in fields(record)}
+            options["P"] = replace(record, **{name: value for name, value in FIELDS_ON_GPU.items() if name in named})
         compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.metadata.shared > SHARED_BYTES:
             raise MemoryError(f"{kernel.__name__} takes {compiled.metadata.shared} bytes of shared memory")
