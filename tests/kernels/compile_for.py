@@ -42,6 +42,7 @@ triton_launch.num_sms_of = lambda device: NUM_SMS
 triton_launch.shared_bytes_of = lambda device: SHARED_BYTES
 
 from twostep.engine.batch import Batch  # noqa: E402
+from twostep.errors import SetupError  # noqa: E402
 from twostep.lab.bench.shapes import LLAMA_8B, QWEN3_30B_A3B  # noqa: E402
 from twostep.model.families.registry import build_model, parse_config  # noqa: E402
 from twostep.model.kernels.triton_ops import TritonOps  # noqa: E402
@@ -134,11 +135,11 @@ def compile_shape(raw: dict[str, Any], quantization: str, kv_cache_dtype: str) -
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(raw | _SMALL))
         config = with_quantization(parse_config(Path(directory)), quantization)
+    cache = KvCache(kv_shape(config, "bfloat16", 8, BLOCK, kv_cache_dtype))
     ops = TritonOps("cpu")
     ops._capability = CAPABILITY
     model = build_model(config, torch.bfloat16, ops)
     fill_random(model)
-    cache = KvCache(kv_shape(config, "bfloat16", 8, BLOCK, kv_cache_dtype))
     with torch.inference_mode():
         for counts, lengths in STEPS:
             model.forward(batch_of(counts, lengths), cache)
@@ -147,7 +148,7 @@ def compile_shape(raw: dict[str, Any], quantization: str, kv_cache_dtype: str) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"beginnings of {', '.join(SHAPES)}")
-    parser.add_argument("--formats", nargs="+", default=["none:auto", "fp8:fp8", "int4:int8"], metavar="WEIGHTS:KV")
+    parser.add_argument("--formats", nargs="+", default=["none:auto", "fp8:fp8", "int4:int8", "none:int4"], metavar="WEIGHTS:KV")
     args = parser.parse_args()
     found, failed = compile_only(), 0
     for name, raw in SHAPES.items():
@@ -157,6 +158,9 @@ def main() -> int:
             since, before = time.monotonic(), {kernel: set(kinds) for kernel, kinds in found.items()}
             try:
                 compile_shape(raw, *each.split(":"))
+            except SetupError as error:
+                print(f"{name:<18} {each:<10} refused: {error.message}", flush=True)
+                continue
             except Exception:  # noqa: BLE001  whatever a compiler raises
                 failed += 1
                 traceback.print_exc(limit=-4)
