@@ -157,7 +157,11 @@ QUANTIZED = [(4, 2, 64, 16, torch.bfloat16), (7, 1, 80, 32, torch.float32), (3, 
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "quantization"),
-    [(*shape, format) for shape in QUANTIZED for format in (*FORMATS, *(["int4"] if shape[2] % 32 == 0 else []))],
+    [
+        *((*shape, format) for shape in QUANTIZED for format in FORMATS),
+        (*QUANTIZED[0], "int4"),
+        pytest.param(*QUANTIZED[-1], "int4", marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_chunks_read_quantized_blocks(
