@@ -88,17 +88,19 @@ def attend_quantized(
     acc = tl.full([UNITS * MATRICES, UNIT, P.rows], 0.0, tl.float32)
     high_acc = acc
     key = tile * TILE + matrix // P.heads * P.keys
-    key_of = tile * TILE + matrix_of // P.heads * P.keys
+    if INT4:
+        unit_key = tile * TILE + matrix_of // P.heads * P.keys
     for i in tl.range(0, num_tiles):
         next_block = load_blocks(tables_ptr, stride_table, seq, tile + i + 1, length, i + 1 < num_tiles, P)
         inside = key % P.block_size
+        key_of = unit_key if INT4 else key
         block_of = _for_units(block, UNITS).to(tl.int64)
         at = block_of * stride_block + head_at + key_of % P.block_size * BYTES
         each_key = key[:, None] + tl.arange(0, P.keys)[None, :]
         seen = each_key < length
         if P.window > 0:
             seen = seen & (each_key >= length - P.window)
-        words_at = block.to(tl.int64) * stride_scales + (head * P.block_size + inside) * WORDS
+        words_at = block.to(tl.int64) * stride_scales + head * (P.block_size * WORDS) + inside * WORDS
         words = tl.load(scales_ptr + words_at[:, None] + tl.arange(0, P.keys)[None, :] * WORDS, mask=seen, other=_ONES)
         # Whatever bytes a slot not yet written holds, their weight is 0 and they are finite.
         there = (key_of < length)[:, None, None]
@@ -146,9 +148,7 @@ def attend_quantized(
         best = new_best
         key += TILE
         if INT4:
-            key_of += TILE
-        else:
-            key_of = key
+            unit_key += TILE
         block = next_block
     sums = tl.sum(total, 1)
     if INT4:
