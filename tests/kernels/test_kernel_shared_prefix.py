@@ -138,7 +138,7 @@ def test_ragged_remainders_behind_a_shared_prefix(dtype: torch.dtype) -> None:
     [
         (6, 64, torch.bfloat16, "fp8"),
         (6, 64, torch.bfloat16, "int8"),
-        pytest.param(4, 32, torch.bfloat16, "int4", marks=pytest.mark.system),
+        (4, 32, torch.bfloat16, "int4"),
         (40, 24, torch.float32, "fp8"),
         (40, 24, torch.float32, "int8"),
     ],
