@@ -277,7 +277,7 @@ def sweep() -> None:
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every layout at each shape")
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["fp8", "int8"], default=[], help="quantized KV beside bf16")
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["fp8", "int8", "int4"], default=[], help="quantized KV beside bf16")
     parser.add_argument("--layers", action="store_true", help="writing and attention of some layers, one after the other")
     parser.add_argument("--heads", action="store_true", help="other numbers and sizes of heads")
     parser.add_argument("--json", help="file for the figures")

@@ -71,7 +71,9 @@ def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--settings", nargs="*", default=["none", "fp8", "fp8:fp8", "int4"], help="formats: weights, or weights:KV")
-    parser.add_argument("--check", nargs="*", default=[], choices=["fp8", "int8"], help="formats of KV whose logits are checked first")
+    parser.add_argument(
+        "--check", nargs="*", default=[], choices=["fp8", "int8", "int4"], help="formats of KV whose logits are checked first"
+    )
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a prefill step")
     parser.add_argument("--steps", type=int, default=60, help="decode steps measured, from a context of 1024 on")
     args = parser.parse_args()

@@ -19,14 +19,15 @@ import numpy.typing as npt
 
 from kv_transfer import kv_numbers
 from kv_transfer.transport import Bytes
-from twostep.cluster.convertible import SLOTS_TOGETHER, check_convertible, same_numbers
+from twostep.cluster.convertible import check_convertible, same_numbers
 from twostep.cluster.records import KEYS_AND_VALUES, LayoutRecord
 from twostep.errors import InvalidRequest
+from twostep.quantized_vector import SLOTS_TOGETHER, number_bytes, vector_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """values  [blocks, layers, planes, heads, slots, head_dim] of kv_numbers.stored_dtype, or uint8 if quantized
+    """values  [blocks, layers, planes, heads, slots, head_dim] of kv_numbers.stored_dtype, or uint8 as kv_numbers.quantize makes it
     scales  bfloat16 as uint16 [blocks, layers, planes, heads, slots], of quantized KV"""
 
     values: npt.NDArray[np.generic]
@@ -37,7 +38,7 @@ def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
     """The size of one block over `num_layers` layers, by default all."""
     vectors = (layout.num_layers if num_layers is None else num_layers) * layout.num_planes * layout.num_kv_heads * layout.block_size
     if layout.quantization != "none":
-        return vectors * (layout.head_dim + 2)
+        return vectors * vector_bytes(layout.head_dim, layout.quantization)
     return vectors * layout.head_dim * kv_numbers.stored_dtype(layout.dtype).itemsize
 
 
@@ -50,14 +51,17 @@ def unpack(blocks: Bytes, layout: LayoutRecord, num_layers: int | None = None) -
     blocks = np.ascontiguousarray(blocks)
     if layout.quantization == "none":
         return Vectors(blocks.view(kv_numbers.stored_dtype(layout.dtype)).reshape(count, layers, num_planes, heads, slots, dim))
-    size = heads * slots * dim
-    by_layer = blocks.reshape(count, layers, num_planes * (size + heads * slots * 2))
-    planes = [by_layer[:, :, :size].reshape(count, layers, heads, slots, dim)]
+    width = number_bytes(dim, layout.quantization)
+    size = heads * slots * width
+    by_layer = blocks.reshape(count, layers, -1)
+    planes = [by_layer[:, :, :size].reshape(count, layers, heads, slots, width)]
     if num_planes == KEYS_AND_VALUES:
-        together = (slots // SLOTS_TOGETHER, dim, SLOTS_TOGETHER)
+        together = (slots // SLOTS_TOGETHER, width, SLOTS_TOGETHER)
         planes += [by_layer[:, :, size : 2 * size].reshape(count, layers, heads, *together).swapaxes(-1, -2).reshape(planes[0].shape)]
-    scales = np.ascontiguousarray(by_layer[:, :, num_planes * size :]).view(np.uint16).reshape(count, layers, heads, slots, num_planes)
-    return Vectors(np.stack(planes, axis=2), np.ascontiguousarray(np.moveaxis(scales, -1, 2)))
+    behind = np.ascontiguousarray(by_layer[:, :, num_planes * size :]).view(np.uint16).reshape(count, layers, heads, slots, -1, num_planes)
+    behind = np.ascontiguousarray(np.moveaxis(behind, -1, 2))
+    values, scales = np.stack(planes, axis=2), np.ascontiguousarray(behind[..., 0])
+    return Vectors(np.concatenate((values, np.ascontiguousarray(behind[..., 1:]).view(np.uint8)), -1), scales)
 
 
 def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
@@ -67,12 +71,14 @@ def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
         flat = np.ascontiguousarray(vectors.values).reshape(-1).view(np.uint8)
         return flat.reshape(count, block_bytes(layout, layers))
     assert vectors.scales is not None
-    heads, slots, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
-    parts = [vectors.values[:, :, 0]]
+    heads, slots, width = layout.num_kv_heads, layout.block_size, number_bytes(layout.head_dim, layout.quantization)
+    values, groups = np.split(vectors.values.view(np.uint8), [width], -1)
+    parts = [values[:, :, 0]]
     if layout.num_planes == KEYS_AND_VALUES:
-        v = vectors.values[:, :, 1].reshape(count, layers, heads, slots // SLOTS_TOGETHER, SLOTS_TOGETHER, dim)
+        v = values[:, :, 1].reshape(count, layers, heads, slots // SLOTS_TOGETHER, SLOTS_TOGETHER, width)
         parts += [v.swapaxes(-1, -2)]
-    parts += [np.ascontiguousarray(np.moveaxis(vectors.scales, 2, -1)).view(np.uint8)]
+    behind = np.concatenate((vectors.scales[..., None], np.ascontiguousarray(groups).view(np.uint16)), -1)
+    parts += [np.ascontiguousarray(np.moveaxis(behind, 2, -1)).view(np.uint8)]
     pieces = [np.ascontiguousarray(part).reshape(count, layers, math.prod(part.shape[2:])) for part in parts]
     out: Bytes = np.concatenate(pieces, axis=-1).reshape(count, block_bytes(layout, layers))
     return out
@@ -171,7 +177,8 @@ class Assembler:
         if target.quantization == "none":
             vectors = Vectors(np.zeros(shape, kv_numbers.stored_dtype(target.dtype)))
         else:
-            vectors = Vectors(np.zeros(shape, np.uint8), np.zeros(shape[:-1], np.uint16))
+            width = vector_bytes(target.head_dim, target.quantization) - 2
+            vectors = Vectors(np.zeros((*shape[:-1], width), np.uint8), np.zeros(shape[:-1], np.uint16))
         filled = min(target.block_size, self._num_tokens - index * target.block_size)
         come = np.ones((target.num_layers, target.num_kv_heads, target.block_size), np.bool_)
         come[:, :, :filled] = False

@@ -1,8 +1,8 @@
 """Number formats of KV in numpy, which knows neither bfloat16 nor float8: bit patterns in, bit patterns out.
 
 bfloat16        uint16, the high half of a float32; rounded to the nearest, ties to even
-fp8, int8       uint8 and a bfloat16 scale for every vector, as twostep/model/step/kv_quantization.py stores them, to the bit; of fp8's
-                scales that are equally good to a float32's last digits, another one may be taken
+fp8, int8, int4 uint8 and a bfloat16 scale for every vector, as twostep/model/step/kv_quantization.py stores them, to the bit, int4's
+                groups behind its numbers; of fp8's scales that are equally good to a float32's last digits, another one may be taken
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.transport import Bytes
+from twostep.quantized_vector import GROUP
 
 Halves = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 
-LIMITS = {"fp8": 448.0, "int8": 127.0}
+LIMITS = {"fp8": 448.0, "int8": 127.0, "int4": 127.0}
 LEAST_SCALE = 2.0**-60
 FP8_SCALES = 8
 _STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
@@ -87,7 +88,7 @@ def from_fp8(codes: Bytes) -> Floats:
 
 
 def quantize(x: Floats, quantization: str) -> tuple[Bytes, Halves]:
-    """x float32 [..., D]. Returns bytes uint8 [..., D] and scales bfloat16 [...]."""
+    """x float32 [..., D]. Returns bytes uint8 [..., D] and scales bfloat16 [...]; of int4, bytes [..., D / 2 + 2 · groups]."""
     limit = np.float32(LIMITS[quantization])
     with np.errstate(invalid="ignore", over="ignore"):
         peak = np.abs(x).max(-1)
@@ -100,15 +101,41 @@ def quantize(x: Floats, quantization: str) -> tuple[Bytes, Halves]:
     stored = to_bfloat16(scale)
     if quantization == "fp8":
         return to_fp8(scaled), stored
+    if quantization == "int4":
+        return _grouped(scaled), stored
     return (np.rint(scaled) + 128).astype(np.uint8), stored
 
 
 def dequantize(values: Bytes, scales: Halves, quantization: str) -> Floats:
     """The inverse of quantize, exact."""
-    numbers = from_fp8(values) if quantization == "fp8" else values.astype(np.float32) - np.float32(128)
+    if quantization == "int4":
+        numbers = _ungrouped(values)
+    else:
+        numbers = from_fp8(values) if quantization == "fp8" else values.astype(np.float32) - np.float32(128)
     with np.errstate(invalid="ignore"):
         out: Floats = numbers * from_bfloat16(scales)[..., None]
     return out
+
+
+def _grouped(x: Floats) -> Bytes:
+    """x: magnitudes up to 127."""
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    offset = np.rint(groups.min(-1))
+    step = np.maximum(np.rint((groups.max(-1) - offset) * np.float32(8) / np.float32(15)), np.float32(1))
+    scaled = (groups - offset[..., None]) * np.float32(8) / step[..., None]
+    numbers = np.clip(np.rint(scaled), 0, 15).astype(np.uint8)
+    halves = numbers[..., 0::2, :] | numbers[..., 1::2, :] << np.uint8(4)
+    behind = np.stack((step, offset + np.float32(128)), -1).astype(np.uint8)
+    return np.concatenate([part.reshape(*x.shape[:-1], part.shape[-2] * part.shape[-1]) for part in (halves, behind)], -1)
+
+
+def _ungrouped(values: Bytes) -> Floats:
+    leading, num_groups = values.shape[:-1], values.shape[-1] // (GROUP // 2 + 2)
+    halves = values[..., : num_groups * GROUP // 2].reshape(*leading, num_groups // 2, GROUP)
+    numbers = np.stack((halves & 15, halves >> 4), -2).reshape(*leading, num_groups, GROUP).astype(np.float32)
+    step, offset = np.moveaxis(values[..., num_groups * GROUP // 2 :].reshape(*leading, num_groups, 2).astype(np.float32), -1, 0)[..., None]
+    out: Floats = numbers * (step / np.float32(8)) + (offset - np.float32(128))
+    return out.reshape(*leading, num_groups * GROUP)
 
 
 def _least_scale(wanted: npt.NDArray[Any]) -> Floats:

@@ -18,9 +18,9 @@ import zstandard
 
 from kv_transfer import convert, kv_numbers
 from kv_transfer.transport import Bytes
-from twostep.cluster.convertible import SLOTS_TOGETHER
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import DataLoss, InvalidRequest
+from twostep.quantized_vector import SLOTS_TOGETHER
 from twostep.settings.readers import KV_WIRES
 
 ENCODINGS = KV_WIRES

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CAPABILITY, NUM_SMS, SHARED_BYTES = (9, 0), 132, 227 * 1024
 
 # What kernels are told where the interpreter computes, as they are told it on the card.
 ON_GPU = {"IN_FLOAT32": False, "ON_GPU": True, "CONVERTS": True}
+# The same in the records that some kernels are told it by.
+FIELDS_ON_GPU = {"in_float32": False, "converts_fp8": True}
 
 # Before anything takes them by name.
 triton_launch.overlaps = lambda device: True
@@ -39,6 +42,7 @@ triton_launch.num_sms_of = lambda device: NUM_SMS
 triton_launch.shared_bytes_of = lambda device: SHARED_BYTES
 
 from twostep.engine.batch import Batch, KvShape  # noqa: E402
+from twostep.errors import SetupError  # noqa: E402
 from twostep.lab.bench.shapes import LLAMA_8B, QWEN3_30B_A3B  # noqa: E402
 from twostep.model.families.registry import build_model, parse_config  # noqa: E402
 from twostep.model.kernels.triton_ops import TritonOps  # noqa: E402
@@ -105,6 +109,9 @@ def compile_only() -> dict[str, set[str]]:
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         options |= {name: value for name, value in ON_GPU.items() if name in options}
+        if is_dataclass(record := options.get("P")):
+            named = {field.name for field in fields(record)}
+            options["P"] = replace(record, **{name: value for name, value in FIELDS_ON_GPU.items() if name in named})
         compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.metadata.shared > SHARED_BYTES:
             raise MemoryError(f"{kernel.__name__} takes {compiled.metadata.shared} bytes of shared memory")
@@ -137,11 +144,11 @@ def compile_shape(raw: dict[str, Any], quantization: str, kv_cache_dtype: str) -
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(raw | _SMALL))
         config = with_quantization(parse_config(Path(directory)), quantization)
+    cache = KvCache(kv_shape(config, "bfloat16", 8, BLOCK, kv_cache_dtype))
     ops = TritonOps("cpu")
     ops._capability = CAPABILITY
     model = build_model(config, torch.bfloat16, ops)
     fill_random(model)
-    cache = KvCache(kv_shape(config, "bfloat16", 8, BLOCK, kv_cache_dtype))
     with torch.inference_mode():
         for counts, lengths in STEPS:
             model.forward(batch_of(counts, lengths, cache.shape), cache)
@@ -150,7 +157,7 @@ def compile_shape(raw: dict[str, Any], quantization: str, kv_cache_dtype: str) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"beginnings of {', '.join(SHAPES)}")
-    parser.add_argument("--formats", nargs="+", default=["none:auto", "fp8:fp8", "int4:int8"], metavar="WEIGHTS:KV")
+    parser.add_argument("--formats", nargs="+", default=["none:auto", "fp8:fp8", "int4:int8", "none:int4"], metavar="WEIGHTS:KV")
     args = parser.parse_args()
     found, failed = compile_only(), 0
     for name, raw in SHAPES.items():
@@ -160,6 +167,9 @@ def main() -> int:
             since, before = time.monotonic(), {kernel: set(kinds) for kernel, kinds in found.items()}
             try:
                 compile_shape(raw, *each.split(":"))
+            except SetupError as error:
+                print(f"{name:<18} {each:<10} refused: {error.message}", flush=True)
+                continue
             except Exception:  # noqa: BLE001  whatever a compiler raises
                 failed += 1
                 traceback.print_exc(limit=-4)

@@ -32,6 +32,10 @@ def _the_same_numbers_each_time() -> None:
     torch.manual_seed(5)
 
 
+def seldom(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def layout(heads: int, lanes: int, *, keys: int = 16) -> DecodeLayout:
     return DecodeLayout(num_heads=heads, num_lanes=lanes, num_keys=keys, num_warps=4, num_stages=2, programs_per_sm=1)
 
@@ -126,6 +130,7 @@ def check(
         (torch.bfloat16, None, "fp8"),
         (torch.float16, None, "int8"),
         (torch.float32, None, "fp8"),
+        (torch.bfloat16, None, "int4"),
     ],
     ids=str,
 )
@@ -135,7 +140,7 @@ def test_ragged_lengths_over_scattered_blocks(dtype: torch.dtype, program: Decod
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "program", "quantization"),
-    [(1, 80, layout(1, 1), "none"), (4, 80, layout(2, 1), "none"), (2, 32, layout(2, 2), "int8")],
+    [(1, 80, layout(1, 1), "none"), (4, 80, layout(2, 1), "none"), (2, 32, layout(2, 2), "int8"), seldom(2, 64, layout(2, 2), "int4")],
     ids=str,
 )
 def test_parts_merged_by_a_second_launch(num_kv_heads: int, head_dim: int, program: DecodeLayout, quantization: str) -> None:
@@ -176,6 +181,8 @@ def test_groups_of_every_size(num_heads: int, num_kv_heads: int, quantization: s
         (112, 16, "int8"),
         (128, 32, "int8"),
         (256, 16, "fp8"),
+        seldom(96, 64, "int4"),
+        (128, 16, "int4"),
     ],
     ids=str,
 )
@@ -188,7 +195,9 @@ def test_lanes_may_hold_more_keys_and_a_scale_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "quantization"), [(1, "none"), (16, "none"), (40, "none"), (1000, "none"), (1, "fp8"), (18, "int8")], ids=str
+    ("window", "quantization"),
+    [(1, "none"), (16, "none"), (40, "none"), (1000, "none"), (1, "fp8"), (18, "int8"), seldom(18, "int4")],
+    ids=str,
 )
 def test_sliding_window_reads_nothing_before_it(window: int, quantization: str) -> None:
     check([1, 90, 40, 0, 41, 17], 4, 2, 32, quantization, window=window)
@@ -203,6 +212,7 @@ def test_sliding_window_reads_nothing_before_it(window: int, quantization: str) 
         (8, 2, 256, "none", {"sinks": True, "softcap": 5.0, "window": 40, "dtype": torch.bfloat16}),
         (8, 2, 64, "fp8", {"sinks": True, "softcap": 2.0, "scale": 0.2}),
         (40, 2, 16, "int8", {"sinks": True, "window": 18, "merges_itself": False}),
+        seldom(8, 2, 64, "int4", {"sinks": True, "softcap": 2.0, "scale": 0.2}),
     ],
     ids=str,
 )
@@ -211,10 +221,10 @@ def test_softcaps_and_sinks(num_heads: int, num_kv_heads: int, head_dim: int, qu
     check([1, 150, 0, 33, 64], num_heads, num_kv_heads, head_dim, quantization, **options)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", seldom("int4")])
 def test_scales_far_apart(quantization: str) -> None:
     """Factors of thousands between the scales of one sequence's keys and values."""
-    check([90, 64], 4, 2, 16, quantization, dtype=torch.bfloat16, spread=2.5)
+    check([90, 64], 4, 2, 32 if quantization == "int4" else 16, quantization, dtype=torch.bfloat16, spread=2.5)
 
 
 @pytest.mark.system

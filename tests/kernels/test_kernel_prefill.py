@@ -152,10 +152,16 @@ def test_windows(window: int) -> None:
     check(chunks, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, window=window)
 
 
-@pytest.mark.parametrize("quantization", FORMATS)
+QUANTIZED = [(4, 2, 64, 16, torch.bfloat16), (7, 1, 80, 32, torch.float32), (3, 3, 12, 4, torch.float32), (2, 2, 96, 8, torch.float16)]
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype"),
-    [(4, 2, 64, 16, torch.bfloat16), (7, 1, 80, 32, torch.float32), (3, 3, 12, 4, torch.float32), (2, 2, 96, 8, torch.float16)],
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "quantization"),
+    [
+        *((*shape, format) for shape in QUANTIZED for format in FORMATS),
+        (*QUANTIZED[0], "int4"),
+        pytest.param(*QUANTIZED[-1], "int4", marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_chunks_read_quantized_blocks(
@@ -311,6 +317,7 @@ def test_the_hopper_kernel_is_for_what_it_can_hold() -> None:
     ):
         assert not uses_hopper(replace(kv, **change), **good), change
     assert uses_hopper(replace(kv, quantization="int8", block_size=4, num_blocks=2**25), **good)
+    assert not uses_hopper(replace(kv, quantization="int4"), **good)
 
 
 def test_tiles_cover_every_query_once_heaviest_first() -> None:

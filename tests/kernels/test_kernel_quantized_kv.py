@@ -38,14 +38,20 @@ def pool(
     return cache
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+SHAPES = [
+    (9, 3, 64, 64, 16, torch.bfloat16),
+    (7, 1, 80, 80, 4, torch.float16),
+    (3, 3, 96, 24, 32, torch.float32),
+    (4, 2, 12, 0, 8, torch.float32),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size", "dtype"),
+    ("num_heads", "num_kv_heads", "head_dim", "rotated", "block_size", "dtype", "quantization"),
     [
-        (9, 3, 64, 64, 16, torch.bfloat16),
-        (7, 1, 80, 80, 4, torch.float16),
-        (3, 3, 96, 24, 32, torch.float32),
-        (4, 2, 12, 0, 8, torch.float32),
+        *((*shape, format) for shape in SHAPES for format in ("fp8", "int8")),
+        (*SHAPES[0], "int4"),
+        pytest.param(*SHAPES[2], "int4", marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

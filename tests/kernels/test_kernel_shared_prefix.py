@@ -133,8 +133,17 @@ def test_ragged_remainders_behind_a_shared_prefix(dtype: torch.dtype) -> None:
     check([((0, 2, 3, 5, 6), 256)], [17, 150, 1, 129, 0, 40, 1], num_heads=6, num_kv_heads=2, dtype=dtype, program=tile(16))
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
-@pytest.mark.parametrize(("num_heads", "head_dim", "dtype"), [(6, 64, torch.bfloat16), (40, 24, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "dtype", "quantization"),
+    [
+        (6, 64, torch.bfloat16, "fp8"),
+        (6, 64, torch.bfloat16, "int8"),
+        (4, 32, torch.bfloat16, "int4"),
+        (40, 24, torch.float32, "fp8"),
+        (40, 24, torch.float32, "int8"),
+    ],
+    ids=str,
+)
 def test_quantized_prefixes(num_heads: int, head_dim: int, dtype: torch.dtype, quantization: str) -> None:
     shape = {"num_heads": num_heads, "num_kv_heads": 2, "head_dim": head_dim}
     check([((0, 2, 3), 256)], [17, 150, 1, 129, 0], **shape, dtype=dtype, quantization=quantization)

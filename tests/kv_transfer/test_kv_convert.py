@@ -22,6 +22,7 @@ from twostep.model.step import kv_quantization
 from twostep.model.step.kv_cache import DTYPES, KvCache
 
 FORMATS = [("float32", "none"), ("bfloat16", "none"), ("float16", "none"), ("bfloat16", "int8"), ("float32", "fp8"), ("bfloat16", "fp8")]
+FOUR_BITS = [("float32", "int4"), ("bfloat16", "int4")]
 SPECIAL = [0.0, -0.0, 1.0, -448.0, 1e-40, 3e38, -3e38, float("inf"), float("-inf"), float("nan"), 65519.9, 65520.0, 2.0**-60, 1e-7]
 
 
@@ -66,11 +67,11 @@ def test_fp8_is_torch_s() -> None:
     assert np.array_equal(kv_numbers.to_fp8(x), torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
 def test_quantization_is_the_engine_s(quantization: str) -> None:
-    for module, name in ((kv_numbers, "LIMITS"), (kv_numbers, "LEAST_SCALE"), (kv_numbers, "FP8_SCALES"), (convert, "SLOTS_TOGETHER")):
+    for module, name in ((kv_numbers, "LIMITS"), (kv_numbers, "LEAST_SCALE"), (kv_numbers, "FP8_SCALES")):
         assert getattr(module, name) == getattr(kv_quantization, name)
-    x = np.concatenate((numbers(3, 40 * 3000).reshape(3000, 40), np.zeros((2, 40), np.float32)))
+    x = np.concatenate((numbers(3, 64 * 3000).reshape(3000, 64), np.zeros((2, 64), np.float32)))
     values, scales = kv_numbers.quantize(x, quantization)
     theirs, their_scales = kv_quantization.quantize(torch.from_numpy(x), quantization)
     other = scales != their_scales.view(torch.int16).numpy().view(np.uint16)
@@ -81,25 +82,27 @@ def test_quantization_is_the_engine_s(quantization: str) -> None:
     assert np.array_equal(back, kv_quantization.dequantize(theirs, their_scales, quantization).numpy(), equal_nan=True)
 
 
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
-def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str, planes: int) -> None:
-    sizes: dict[str, Any] = {"block_size": 8, "head_dim": 5, "num_planes": planes, "dtype": dtype, "quantization": quantization}
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "planes", "head_dim"),
+    [(*format, planes, 5) for format in FORMATS for planes in (1, 2)] + [(*format, 2, 32) for format in FOUR_BITS],
+)
+def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str, planes: int, head_dim: int) -> None:
+    sizes: dict[str, Any] = {"block_size": 8, "head_dim": head_dim, "num_planes": planes, "dtype": dtype, "quantization": quantization}
     shape = KvShape(num_blocks=3, num_layers=2, num_kv_heads=2, **sizes)
     layout = layout_of(**sizes)
     cache = KvCache(shape)
     slots = torch.arange(24)
     for layer in range(2):
-        vectors = torch.from_numpy(numbers(layer, 24 * shape.vectors * 5, special=False).reshape(24, -1, 5)).to(DTYPES[dtype])
+        vectors = torch.from_numpy(numbers(layer, 24 * shape.vectors * head_dim, special=False).reshape(24, -1, head_dim)).to(DTYPES[dtype])
         rows = torch.arange(shape.vectors)
         index = (((slots // 8)[:, None] * 2 * shape.vectors) + rows) * 8 + (slots % 8)[:, None]
-        cache.write_rows(layer, index.reshape(-1), vectors.reshape(-1, 5))
+        cache.write_rows(layer, index.reshape(-1), vectors.reshape(-1, head_dim))
     blocks = np.empty((3, shape.block_bytes), np.uint8)
     cache.read_blocks([0, 1, 2], blocks)
     assert shape.block_bytes == block_bytes(layout)
     apart = unpack(blocks, layout)
     assert np.array_equal(pack(apart, layout), blocks)
-    exact = convert.recode(apart, layout, layout_of(block_size=8, head_dim=5, num_planes=planes))
+    exact = convert.recode(apart, layout, layout_of(block_size=8, head_dim=head_dim, num_planes=planes))
     for layer in range(2):
         assert np.array_equal(exact.values[:, layer], cache.numbers(layer, torch.arange(3)).float().numpy())
 
@@ -123,7 +126,7 @@ def blocks_of(
     heads = range(layout.tp_rank * layout.num_kv_heads, (layout.tp_rank + 1) * layout.num_kv_heads)
     values = vectors.values[0, layers]
     out = np.full(
-        (count, values.shape[0], layout.num_planes, len(heads), layout.block_size, layout.head_dim), past_the_end[0], values.dtype
+        (count, values.shape[0], layout.num_planes, len(heads), layout.block_size, values.shape[-1]), past_the_end[0], values.dtype
     )
     scales = None if vectors.scales is None else np.full(out.shape[:-1], past_the_end[1], np.uint16)
     for token in range(num_tokens):
@@ -139,10 +142,10 @@ def blocks_of(
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[LayoutRecord, LayoutRecord]:
     heads = draw(st.sampled_from([1, 2, 4, 6]))
-    layers, dim, planes = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([1, 2]))
+    layers, dim, planes = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8, 32])), draw(st.sampled_from([1, 2]))
 
     def one() -> LayoutRecord:
-        dtype, quantization = draw(st.sampled_from(FORMATS))
+        dtype, quantization = draw(st.sampled_from(FORMATS + FOUR_BITS if (dim, planes) == (32, 2) else FORMATS))
         tp = draw(st.sampled_from([n for n in (1, 2, 3, 4) if heads % n == 0]))
         size = draw(st.integers(1, 9)) * (4 if quantization != "none" else 1)
         shape = {"block_size": size, "num_layers": layers, "num_planes": planes, "num_kv_heads": heads // tp, "head_dim": dim}
@@ -202,6 +205,9 @@ def test_any_layout_becomes_any_other(pair: tuple[LayoutRecord, LayoutRecord], n
         {"tp_size": 2},
         {"dtype": "float64"},
         {"quantization": "int4"},
+        {"quantization": "int4", "head_dim": 48},
+        {"quantization": "int4", "head_dim": 64, "num_planes": 1},
+        {"quantization": "int2"},
         {"quantization": "fp8", "block_size": 6},
         {"tp_rank": 1},
         {"block_size": 0},
@@ -214,7 +220,7 @@ def test_what_cannot_be_converted_is_refused(changes: dict[str, object]) -> None
 
 
 def test_what_was_rounded_never_shares_a_key() -> None:
-    layouts = [layout_of(dtype=dtype, quantization=quantization) for dtype, quantization in FORMATS]
+    layouts = [layout_of(dtype=dtype, quantization=quantization) for dtype, quantization in FORMATS + FOUR_BITS]
     native = {(layout.dtype, layout.quantization) for layout in layouts}
     for source in layouts:
         for target in layouts:

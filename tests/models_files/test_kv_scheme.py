@@ -84,5 +84,5 @@ def test_modelopts_file_is_read_and_must_not_contradict(tmp_path: Path) -> None:
 
 
 def test_the_flag_goes_before_the_checkpoint() -> None:
-    assert [kv_format(asked, None) for asked in ("auto", "exact", "fp8", "int8")] == ["none", "none", "fp8", "int8"]
+    assert [kv_format(asked, None) for asked in ("auto", "exact", "fp8", "int8", "int4")] == ["none", "none", "fp8", "int8", "int4"]
     assert [kv_format(asked, FP8) for asked in ("auto", "exact", "fp8", "int8")] == ["fp8", "none", "fp8", "int8"]

@@ -16,7 +16,9 @@ from forward_helpers import VOCAB, Sequence_, make_batch, scattered_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_model
 
+from twostep.checkpoint.agreement import check_formats
 from twostep.engine.batch import KvShape
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
@@ -28,10 +30,11 @@ from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_quantization import LEAST_SCALE, dequantize, quantize, static_scales
 from twostep.prefix import derive_key
 from twostep.sampling_params import SamplingParams
+from twostep.settings.worker import WorkerSettings
 from twostep.worker.config import WorkerConfig
 from twostep.worker.model import layout_of, load_model
 
-FORMATS = ["fp8", "int8"]
+FORMATS = ["fp8", "int8", "int4"]
 NUM_BLOCKS = 40
 # Largest error of a number against its own magnitude, and against the largest of its vector. e4m3: half a step of 8 to a factor of
 # two, half a step of 2**-9 of 448 below the normal numbers. int8: half a step, of a scale that was rounded up by 2**-7 at most.
@@ -39,7 +42,7 @@ BOUNDS = {"fp8": (2**-4, 2**-10 / 448 * 1.01), "int8": (0.0, 0.5 / 127 * 1.01)}
 
 
 @given(
-    quantization=st.sampled_from(FORMATS),
+    quantization=st.sampled_from(["fp8", "int8"]),
     size=st.integers(1, 40),
     exponents=st.tuples(st.floats(-15, 15), st.floats(0, 4)),
     seed=st.integers(0, 2**16),
@@ -55,9 +58,29 @@ def test_no_number_is_further_off_than_half_a_step(quantization: str, size: int,
     assert bool((error <= own * x.abs() + largest * x.abs().amax(1, keepdim=True) + LEAST_SCALE * 448).all())
 
 
+@given(
+    groups=st.sampled_from([2, 4, 6]),
+    exponents=st.tuples(st.floats(-15, 15), st.floats(0, 4)),
+    shift=st.floats(-3, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_int4_is_off_by_half_a_step_of_its_group(groups: int, exponents: tuple[float, float], shift: float, seed: int) -> None:
+    """A step is a fifteenth of what the group spans. Its offset is rounded by half of int8's step at most, the step by a sixteenth of that,
+    which counts fifteen times."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, groups, 16, generator=generator) + shift
+    x *= torch.exp(torch.randn(3, groups, 1, generator=generator) * exponents[1] + exponents[0])
+    values, scales = quantize(x.flatten(1), "int4")
+    assert (values.dtype, values.shape, scales.dtype, scales.shape) == (torch.uint8, (3, groups * 10), torch.bfloat16, (3,))
+    error = (dequantize(values, scales, "int4").view_as(x) - x).abs()
+    spans = x.amax(2, keepdim=True) - x.amin(2, keepdim=True)
+    of_int8 = x.abs().amax((1, 2), keepdim=True) / 127 * 1.01 + LEAST_SCALE
+    assert bool((error <= spans / 30 * 1.01 + of_int8 * (0.5 + 15 / 16)).all())
+
+
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_what_is_no_number_stays_in_its_vector_and_shows(quantization: str) -> None:
-    x = torch.tensor([[1.0, -2.0, 0.5], [1.0, torch.inf, 2.0], [1.0, -torch.nan, 2.0], [0.0, -0.0, 0.0]])
+    x = torch.tensor([[1.0, -2.0, 0.5], [1.0, torch.inf, 2.0], [1.0, -torch.nan, 2.0], [0.0, -0.0, 0.0]]).repeat_interleave(32, 1)
     values, scales = quantize(x, quantization)
     assert not dequantize(values, torch.ones(4), quantization).isnan().any()
     got = dequantize(values, scales, quantization)
@@ -76,6 +99,7 @@ def model(directory: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=512,
         initializer_range=0.02,
         tie_word_embeddings=False,
@@ -117,7 +141,7 @@ def test_logits_stay_near_those_of_exact_kv(directory: Path, quantization: str, 
     exact = logits(runner(directory), [150], 16)
     lossy = logits(runner(directory, quantization, dtype=dtype), [150], 16)
     error = float((lossy - exact).norm() / exact.norm())
-    assert 1e-4 < error < 2e-2, error
+    assert 1e-4 < error < (0.1 if quantization == "int4" else 2e-2), error
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -187,6 +211,7 @@ def test_slots_hold_what_was_written_and_no_other_byte_changes(
     quantization: str, heads: int, half: int, block_size: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
+    half = 16 * (1 + half % 3) if quantization == "int4" else half
     shape = KvShape(
         num_blocks=5,
         block_size=block_size,
@@ -219,29 +244,39 @@ def test_slots_hold_what_was_written_and_no_other_byte_changes(
     assert torch.equal(rows[:, 1], now[1, :, 0])
 
 
-def test_a_quantized_pool_holds_nearly_twice_the_blocks(directory: Path) -> None:
+def test_a_quantized_pool_holds_twice_the_blocks_or_three_times(directory: Path) -> None:
     config = parse_config(directory)
-    counts = {name: num_blocks_for(config, "bfloat16", 16, 1 << 24, name) for name in ("auto", "fp8", "int8")}
-    # head_dim 16: 32 bytes a vector, or 16 and a scale of 2.
-    assert counts["fp8"] == counts["int8"] == (1 << 24) // (2 * 2 * 2 * 16 * 18)
-    assert counts["auto"] == (1 << 24) // (2 * 2 * 2 * 16 * 32)
+    counts = {name: num_blocks_for(config, "bfloat16", 16, 1 << 24, name) for name in ("auto", *FORMATS)}
+    # head_dim 32: 64 bytes a vector; or 32 and a scale of 2; or 16, the same, and 2 for each of two groups.
+    assert counts["fp8"] == counts["int8"] == (1 << 24) // (2 * 2 * 2 * 16 * 34)
+    assert counts["int4"] == (1 << 24) // (2 * 2 * 2 * 16 * 22)
+    assert counts["auto"] == (1 << 24) // (2 * 2 * 2 * 16 * 64)
 
 
 def test_lossy_kv_shares_neither_prefixes_nor_pairs(directory: Path) -> None:
-    layouts = {name: layout_of(runner(directory, name).kv_shape, "m") for name in ("auto", "fp8", "int8")}
-    assert [layout.quantization for layout in layouts.values()] == ["none", "fp8", "int8"]
-    assert len(set(layouts.values())) == 3
+    layouts = {name: layout_of(runner(directory, name).kv_shape, "m") for name in ("auto", *FORMATS)}
+    assert [layout.quantization for layout in layouts.values()] == ["none", *FORMATS]
+    assert len(set(layouts.values())) == 4
     keys = {
         derive_key(b"s", tenant="t", salt="", model_fingerprint="m", dtype=layout.dtype, quantization=layout.quantization)
         for layout in layouts.values()
     }
-    assert len(keys) == 3
+    assert len(keys) == 4
 
 
-@pytest.mark.parametrize(("quantization", "block_size", "say"), [("fp8", 6, "--block-size 16"), ("int4", 16, "auto, fp8 or int8")])
+@pytest.mark.parametrize(("quantization", "block_size", "say"), [("fp8", 6, "--block-size 16"), ("int2", 16, "auto, fp8 or int8")])
 def test_what_cannot_be_stored_says_what_to_give(directory: Path, quantization: str, block_size: int, say: str) -> None:
     with pytest.raises(SetupError, match=say):
         runner(directory, quantization, block_size=block_size)
+
+
+def test_int4_says_what_models_it_is_not_for(tmp_path: Path) -> None:
+    for kind, say in (("llama", "head size 16 of int4 KV is no multiple of 32"), ("deepseek_v2", "latent attention")):
+        made = save_tiny_model(tmp_path / kind, kind)
+        with pytest.raises(SetupError, match=say):
+            check_formats(made, WorkerSettings(kv_cache_dtype="int4"))
+        with pytest.raises(SetupError, match=say):
+            runner(made, "int4")
 
 
 SCALES = torch.tensor([[0.013, 0.011], [2.0**-7, 0.3]])

@@ -125,14 +125,15 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(config: Model
         shard_of(config, 0, size)
 
 
-@given(cuts(), st.sampled_from(["none", "int8"]), st.sampled_from([1, 2]), st.integers(0, 1 << 30))
+@given(cuts(), st.sampled_from(["none", "int8", "int4"]), st.sampled_from([1, 2]), st.integers(0, 1 << 30))
 def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quantization: str, planes: int, seed: int) -> None:
     """The parts that ranks' own pools hold make the block that one pool of all heads holds, and the other way round."""
     config, size = cut
     rng = torch.Generator().manual_seed(seed)
-    shape = KvShape(num_blocks=3, block_size=4, num_layers=2, num_kv_heads=config.num_kv_heads, head_dim=4, dtype="float32")
+    head_dim, planes = (32, 2) if quantization == "int4" else (4, planes)
+    shape = KvShape(num_blocks=3, block_size=4, num_layers=2, num_kv_heads=config.num_kv_heads, head_dim=head_dim, dtype="float32")
     shape = replace(shape, quantization=quantization, num_planes=planes)
-    vectors = [torch.randn(shape.num_blocks * shape.block_size, planes, shape.num_kv_heads, 4, generator=rng) for _ in range(2)]
+    vectors = [torch.randn(shape.num_blocks * shape.block_size, planes, shape.num_kv_heads, head_dim, generator=rng) for _ in range(2)]
     whole = filled(shape, vectors, slice(None))
     shards = [shard_of(config, rank, size) for rank in range(size)]
     local = replace(shape, num_kv_heads=len(shards[0].kv_heads))

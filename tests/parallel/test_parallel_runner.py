@@ -138,6 +138,25 @@ def test_two_ranks_have_the_kv_scales_of_their_own_heads(tmp_path: Path) -> None
     assert float((other - logits[0][0]).abs().max()) > 0.1 * float(logits[0][0].abs().max()), "else the test says nothing"
 
 
+def test_two_ranks_hold_the_int4_kv_of_one(tmp_path: Path) -> None:
+    """But for bytes that a sum in another order turns to their neighbours; what one computed, two go on from."""
+    save_model("llama", tmp_path, head_dim=32)
+    one = ModelRunner(tmp_path, kv_cache_dtype="int4", **OPTIONS)
+    with several(tmp_path, kv_cache_dtype="int4") as two:
+        logits = recorded(one), recorded(two._local)
+        (sequence,) = scattered_sequences([41], BLOCK, 96, random.Random(0))
+        for runner in (one, two):
+            runner.run(make_batch([(sequence, 40)], BLOCK))
+        theirs = read(one, sequence.blocks)
+        assert (read(two, sequence.blocks) == theirs).mean() > 0.99
+        two.write_blocks(sequence.blocks, theirs)
+        assert np.array_equal(read(two, sequence.blocks), theirs)
+        sequence.num_computed = 40
+        for runner in (one, two):
+            runner.run(make_batch([(sequence, 1)], BLOCK))
+    torch.testing.assert_close(logits[1][-1], logits[0][-1], rtol=0, atol=1e-3)
+
+
 def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     logits = recorded(one), recorded(two._local)
     sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0))

@@ -80,6 +80,9 @@ def test_kv_of_a_token_is_the_formula(tmp_path: Path) -> None:
     quantized = model_of(LLAMA_8B, tmp_path, kv_cache_dtype="int8")
     assert quantized.kv_token_bytes == 2 * 32 * 8 * (128 + 2)
     assert quantized.formula.endswith("= 2 · 32 · 8 · (128 · 1 + 2) = 66,560 bytes")
+    assert model_of(LLAMA_8B, tmp_path, kv_cache_dtype="int4").formula.endswith("= 2 · 32 · 8 · (128 · 0.5 + 18) = 41,984 bytes")
+    with pytest.raises(SetupError, match="head size 80"):
+        model_of(LLAMA_8B | {"head_dim": 80}, tmp_path, kv_cache_dtype="int4")
     scheme = {"num_bits": 8, "type": "float"}
     asks = LLAMA_8B | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": scheme}}
     assert model_of(asks, tmp_path).kv_token_bytes == quantized.kv_token_bytes
@@ -140,7 +143,7 @@ def test_an_opt_is_tied_where_it_does_not_say_so(tmp_path: Path) -> None:
 
 def test_kv_of_a_token_is_what_the_engine_allocates(tmp_path: Path) -> None:
     batch = pytest.importorskip("twostep.engine.batch")
-    for quantization in ("none", "int8", "fp8"):
+    for quantization in ("none", "int8", "fp8", "int4"):
         model = model_of(LLAMA_8B, tmp_path, kv_cache_dtype="auto" if quantization == "none" else quantization)
         shape = batch.KvShape(
             num_blocks=1, block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", quantization=quantization

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from one_sided import ArrayStore, OneSidedHub
+from tiny_models import save_tiny_model
 from worker_harness import (
     BLOCK,
     expected,
@@ -136,15 +137,19 @@ def by_wire(encoding: str) -> Convert:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, Convert]] = {
     "bfloat16 to float32": ({"dtype": "bfloat16"}, {}, "zstd", by_assembler),
     "float32 to int8 of another cut": ({}, {"kv_cache_dtype": "int8", "block_size": 8}, "raw", by_assembler),
+    "int4 to int8 of another cut": ({"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "int8", "block_size": 8}, "zstd", by_assembler),
     "int8 to fp8": ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, "raw", by_assembler),
     "fp8 on the wire": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, "fp8", by_wire("fp8")),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_decode_goes_on_from_converted_kv_and_shares_none_of_it(redis_url: str, tiny_llama_dir: Path, case: str) -> None:
+async def test_decode_goes_on_from_converted_kv_and_shares_none_of_it(
+    redis_url: str, tiny_llama_dir: Path, tmp_path: Path, case: str
+) -> None:
     there, here, wire, convert = CASES[case]
-    prefill, decode = runner_of(tiny_llama_dir, there), runner_of(tiny_llama_dir, here)
+    directory = save_tiny_model(tmp_path, head_dim=32) if "int4" in case else tiny_llama_dir
+    prefill, decode = runner_of(directory, there), runner_of(directory, here)
     read: list[Blocks] = []
     written: dict[int, Blocks] = {}
     read_blocks, write_blocks = prefill.read_blocks, decode.write_blocks

@@ -32,7 +32,7 @@ class KvScheme:
 
 
 def kv_format(asked: str, scheme: KvScheme | None) -> str:
-    """Returns what --kv-cache-dtype comes to with this checkpoint: none, fp8 or int8."""
+    """Returns what --kv-cache-dtype comes to with this checkpoint: none, fp8, int8 or int4."""
     if asked == "auto":
         return "none" if scheme is None else scheme.format
     return "none" if asked == "exact" else asked

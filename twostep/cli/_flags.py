@@ -201,7 +201,7 @@ def _bench_engine(command: FlagParser) -> None:
         default="auto",
         type=worker["kv-cache-dtype"],
         metavar="|".join(KV_CACHE_DTYPES),
-        help="fp8, int8: a byte a number; exact: as --dtype; auto: the checkpoint's, else exact",
+        help="fp8, int8: a byte a number; int4: half a byte; exact: as --dtype; auto: the checkpoint's, else exact",
     )
     command.flag("--device", type=worker["device"], default="auto", help="cpu, cuda, cuda:N, or auto: the GPU if there is one")
     command.add_argument(

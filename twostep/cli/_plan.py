@@ -30,11 +30,11 @@ from twostep.lab.plan.machine import (
     preset_names,
     registered_workers,
 )
-from twostep.lab.plan.model import PlannedModel, model_of, parse_bytes, read_model, worker_memory
+from twostep.lab.plan.model import PlannedModel, model_of, parse_bytes, quantized_model, read_model, worker_memory
 from twostep.lab.plan.planner import Question, plan_for_rate, plan_for_workers
 from twostep.lab.plan.report import plan_json, plan_text
 from twostep.lab.plan.workload import parse_workload
-from twostep.settings.worker import QUANTIZED_KV
+from twostep.quantized_vector import QUANTIZED
 
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0
 
@@ -140,8 +140,8 @@ def _model(args: argparse.Namespace, preset: Preset) -> PlannedModel:
         return replace(model, name=name_of(args.model))
     if preset.model is None:
         raise InvalidRequest(f"which model is not known: give --model DIR, or one of {', '.join(SHAPES)}")
-    if args.kv_cache_dtype in QUANTIZED_KV:
-        return replace(preset.model, item_bytes=1, scale_bytes=2)
+    if args.kv_cache_dtype in QUANTIZED:
+        return quantized_model(preset.model, args.kv_cache_dtype)
     return preset.model
 
 

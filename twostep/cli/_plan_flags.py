@@ -46,7 +46,7 @@ def add_flags(command: FlagParser) -> None:
         default="auto",
         type=worker["kv-cache-dtype"],
         metavar="|".join(KV_CACHE_DTYPES),
-        help="fp8, int8: a byte a number; exact: --dtype; auto: the model's",
+        help="fp8, int8: a byte a number; int4: half a byte; exact: --dtype; auto: the model's",
     )
     add("--gpu-memory", default="", metavar="SIZE", help="of one GPU, as 141GiB or 80GB; the preset's if not given")
     share = "gpu-memory-utilization"

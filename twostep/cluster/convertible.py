@@ -9,15 +9,13 @@ A record's blocks hold `num_kv_heads` heads: those of rank r are [r * num_kv_hea
 
 from __future__ import annotations
 
+from twostep import quantized_vector
 from twostep.cluster.records import KEYS_AND_VALUES, LayoutRecord
 from twostep.errors import Incompatible
 
 # Transports that pass through the reader's host memory, where blocks can be cut anew.
 HOST_TRANSPORTS = ("ray", "local")
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "fp8")
-# Quantized values of so many tokens lie together.
-SLOTS_TOGETHER = 4
 
 
 def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
@@ -52,10 +50,9 @@ def _faults(layout: LayoutRecord) -> list[str]:
         faults.append(f"tp_rank {layout.tp_rank} of {layout.tp_size}")
     if layout.dtype not in DTYPES:
         faults.append(f"dtype {layout.dtype!r}")
-    if layout.quantization not in QUANTIZATIONS:
-        faults.append(f"quantization {layout.quantization!r}")
-    elif layout.quantization != "none" and layout.block_size % SLOTS_TOGETHER:
-        faults.append(f"block size {layout.block_size} of quantized KV is no multiple of {SLOTS_TOGETHER}")
+    if layout.quantization != "none":
+        sizes = {"head_dim": layout.head_dim, "block_size": layout.block_size, "num_planes": layout.num_planes}
+        faults += quantized_vector.reasons_against(layout.quantization, **sizes)
     return faults
 
 

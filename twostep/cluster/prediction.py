@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from twostep.cluster.convertible import keeps_keys
 from twostep.cluster.records import LayoutRecord, MeasuredHandOver, WorkerRecord
+from twostep.quantized_vector import vector_bytes
 from twostep.request_class import RequestClass
 from twostep.step_curve import GAP_SHARE, StepCurve, StepWorkload
 
@@ -202,7 +203,7 @@ def token_bytes(layout: LayoutRecord) -> float:
     """Returns the size of one token's KV, over all layers, heads and parts."""
     vectors = layout.num_planes * layout.num_layers * layout.num_kv_heads * layout.tp_size
     if layout.quantization != "none":
-        return float(vectors * (layout.head_dim + 2))
+        return float(vectors * vector_bytes(layout.head_dim, layout.quantization))
     return float(vectors * layout.head_dim * _DTYPE_BYTES.get(layout.dtype, 4))
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from twostep.quantized_vector import vector_bytes
 from twostep.sampling_params import SamplingParams
 
 # Tokens in a word of a mask.
@@ -195,7 +196,7 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16": the model's, whatever its KV is stored as
-    quantization: str = "none"  # "none" | "fp8" | "int8" (twostep/model/step/kv_quantization.py)
+    quantization: str = "none"  # "none" | "fp8" | "int8" | "int4" (twostep/model/step/kv_quantization.py)
     num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
     # Blocks that a sequence takes beside those of its tokens: what layers without KV remember of it, of a size that does not grow.
     num_state_blocks: int = 0
@@ -205,7 +206,7 @@ class KvShape:
         """Bytes of one block over all layers and planes, scales included."""
         vectors = self.num_layers * self.vectors * self.block_size
         if self.quantization != "none":
-            return vectors * (self.head_dim + 2)
+            return vectors * vector_bytes(self.head_dim, self.quantization)
         return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
 
     @property

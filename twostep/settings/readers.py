@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from twostep.errors import SetupError
+from twostep.quantized_vector import QUANTIZED
 from twostep.settings.speculative import SpeculativeConfig
 
 KV_TRANSPORTS = ("cuda_ipc", "nixl", "ray", "local")
-KV_CACHE_DTYPES = ("auto", "exact", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "exact", *QUANTIZED)
 # See kv_transfer/wire_encoding.py.
 KV_WIRES = ("raw", "int8", "fp8", "zstd")
 
@@ -109,7 +110,7 @@ def kv_cache_dtype(text: str) -> str:
         return "fp8"
     if text not in KV_CACHE_DTYPES:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give fp8 (which is e4m3) or int8, each a byte a number, exact (as --dtype), or auto (as the checkpoint says)"
+            f"{text!r}: give fp8 (which is e4m3) or int8, each a byte a number, int4, exact (as --dtype), or auto (as the checkpoint says)"
         )
     return text
 

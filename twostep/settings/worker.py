@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from twostep.quantized_vector import QUANTIZED, SLOTS_TOGETHER
 from twostep.settings.readers import (
     KV_CACHE_DTYPES,
     KV_TRANSPORTS,
@@ -28,7 +29,6 @@ from twostep.settings.table import Rule, setting
 
 ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
-QUANTIZED_KV = ("fp8", "int8")
 QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 # What a step takes where nobody says. A GPU's prefill is compute-bound from about 2000 tokens on; larger steps read the weights
@@ -38,8 +38,6 @@ CPU_STEP_TOKENS, CPU_NUM_SEQS = 512, 64
 GPU_STEP_TOKENS, GPU_NUM_SEQS = {"prefill": 4096, "decode": 2048}, 256
 # More cannot be kept account of between two steps: of blocks of 16 tokens, several times what a GPU of today holds of the smallest models.
 MAX_BLOCKS = 1 << 22
-# Of quantized KV, which is stored so many tokens together.
-SLOTS_TOGETHER = 4
 LOSSY_WIRES = ("int8", "fp8")
 # Shorter than a worker's heartbeat, it would end hand-overs that nothing is wrong with.
 _LEASE_S = Number(1, 86_400, unit="seconds")
@@ -58,7 +56,8 @@ class WorkerSettings(TracedServiceSettings):
     dtype: str = setting("auto", "auto: that of the weights, on a CPU without bfloat16 float32", choices=DTYPES)
     kv_cache_dtype: str = setting(
         "auto",
-        "exact: as --dtype; fp8, int8: a byte a number, lossy; auto: what the checkpoint's kv_cache_scheme asks for, else exact",
+        "exact: as --dtype; fp8, int8: a byte a number, lossy; int4: half a byte, more so; auto: what the checkpoint's kv_cache_scheme "
+        "asks for, else exact",
         kv_cache_dtype,
         choices=KV_CACHE_DTYPES,
     )
@@ -213,7 +212,7 @@ class WorkerSettings(TracedServiceSettings):
             "--num-blocks, or lower --max-model-len",
         ),
         Rule(
-            lambda worker: worker.kv_cache_dtype in QUANTIZED_KV and worker.block_size % SLOTS_TOGETHER,
+            lambda worker: worker.kv_cache_dtype in QUANTIZED and worker.block_size % SLOTS_TOGETHER,
             f"{{kv-cache-dtype}} stores {SLOTS_TOGETHER} tokens together, of which {{block-size}} is no multiple; give --block-size 16",
         ),
         Rule(
@@ -221,8 +220,8 @@ class WorkerSettings(TracedServiceSettings):
             f"{{kv-wire}} sends {SLOTS_TOGETHER} tokens together, of which {{block-size}} is no multiple; give --block-size 16",
         ),
         Rule(
-            lambda worker: worker.kv_wire in LOSSY_WIRES and worker.kv_cache_dtype in QUANTIZED_KV,
-            "{kv-cache-dtype} is a byte a number already, and cannot travel as {kv-wire}; give --kv-wire raw or zstd",
+            lambda worker: worker.kv_wire in LOSSY_WIRES and worker.kv_cache_dtype in QUANTIZED,
+            "{kv-cache-dtype} is a byte a number at most already, and cannot travel as {kv-wire}; give --kv-wire raw or zstd",
         ),
         Rule(
             lambda worker: worker.kv_wire != "raw" and worker.kv_transfer != "auto" and "ray" not in worker.kv_transfer,

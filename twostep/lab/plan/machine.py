@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostep.errors import SetupError
 from twostep.extras import install
-from twostep.lab.plan.model import DEFAULT_RUNTIME_BYTES, PlannedModel, WorkerMemory, worker_memory
+from twostep.lab.plan.model import DEFAULT_RUNTIME_BYTES, PlannedModel, WorkerMemory, quantized_model, worker_memory
 from twostep.lab.simulator.cluster import HandOverCost, SimulatedDeployment
 from twostep.lab.simulator.engine import EngineSpec
 from twostep.step_curve import StepCurve, StepWorkload, chunk_pairs
@@ -94,9 +94,10 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
         head_dim=layout.head_dim,
         num_planes=layout.num_planes,
         weight_bytes=0,
-        item_bytes=_ITEM_BYTES.get(layout.dtype, 2) if layout.quantization == "none" else 1,
-        scale_bytes=0 if layout.quantization == "none" else 2,
+        item_bytes=_ITEM_BYTES.get(layout.dtype, 2),
     )
+    if layout.quantization != "none":
+        model = quantized_model(model, layout.quantization)
     known = preset.with_specs(prefill=_published(prefill), decode=_published(decode))
     known = replace(known, name=f"workers like {prefill.worker_id} and {decode.worker_id}")
     return replace(_machine(known, model, None, layout.tp_size), fixed_roles=not all(record.both_roles for record in there))

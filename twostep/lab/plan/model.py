@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from twostep.checkpoint.quantization import HEAD, check_unquantized, quantizatio
 from twostep.checkpoint.state_sizes import StateSizes
 from twostep.checkpoint.usual_keys import mlp_products, num_kv_layers, usual_keys
 from twostep.errors import InvalidRequest, SetupError
+from twostep.quantized_vector import SLOTS_TOGETHER, number_bytes, reasons_against, scale_bytes
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# A quantized vector of one token and head is a byte a number and a bfloat16 scale.
-_SCALE_BYTES = 2
 # By such a share weights may differ of which it is said that they are of the same size.
 _SAME_WEIGHTS = 0.02
 GIB = 1 << 30
@@ -43,7 +42,7 @@ class PlannedModel:
     num_kv_heads: int
     head_dim: int
     weight_bytes: int
-    item_bytes: int = 2
+    item_bytes: float = 2
     scale_bytes: int = 0
     num_planes: int = 2
     num_heads: int = 0
@@ -55,7 +54,7 @@ class PlannedModel:
     @property
     def kv_token_bytes(self) -> int:
         """planes · layers · kv_heads · head_dim · bytes, and for quantized KV the scales."""
-        return self.num_planes * self.num_layers * self.num_kv_heads * (self.head_dim * self.item_bytes + self.scale_bytes)
+        return self.num_planes * self.num_layers * self.num_kv_heads * (int(self.head_dim * self.item_bytes) + self.scale_bytes)
 
     def kv_token_bytes_of_rank(self, tensor_parallel_size: int) -> int:
         """Returns what each of several ranks holds of it: its KV heads, or one that others hold too."""
@@ -83,13 +82,23 @@ class PlannedModel:
     @property
     def formula(self) -> str:
         """How kv_token_bytes comes about, with numbers."""
-        vector = f"{self.head_dim} · {self.item_bytes}"
+        vector = f"{self.head_dim} · {self.item_bytes:g}"
         vector = f"({vector} + {self.scale_bytes})" if self.scale_bytes else vector
         if self.num_planes == 1:
             names = "layers · " + ("(latent · bytes + scale)" if self.scale_bytes else "latent · bytes")
             return f"{names} = {self.num_layers} · {vector} = {self.kv_token_bytes:,} bytes"
         names = "2 · layers · kv_heads · " + ("(head_dim · bytes + scale)" if self.scale_bytes else "head_dim · bytes")
         return f"{names} = 2 · {self.num_layers} · {self.num_kv_heads} · {vector} = {self.kv_token_bytes:,} bytes"
+
+
+def quantized_model(model: PlannedModel, quantization: str) -> PlannedModel:
+    """Returns the model with its KV quantized. Raises SetupError where it cannot be."""
+    head_dim = model.head_dim
+    reasons = reasons_against(quantization, head_dim=head_dim, block_size=SLOTS_TOGETHER, num_planes=model.num_planes)
+    if reasons:
+        raise SetupError(f"{model.name}: {'; '.join(reasons)}; give another --kv-cache-dtype")
+    item_bytes = number_bytes(head_dim, quantization) / head_dim
+    return replace(model, item_bytes=item_bytes, scale_bytes=scale_bytes(head_dim, quantization))
 
 
 def read_model(
@@ -182,15 +191,13 @@ def model_of(
             weight_bytes += experts.num_layers * each
         if not tied or (found is not None and found.format_of(HEAD) is not None):
             weight_bytes += held_in_head(found, *head, item_bytes=item_bytes)
-    quantized = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config)) != "none"
-    return PlannedModel(
+    model = PlannedModel(
         name=model_dir.name,
         num_layers=num_kept,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         weight_bytes=weight_bytes,
-        item_bytes=1 if quantized else item_bytes,
-        scale_bytes=_SCALE_BYTES if quantized else 0,
+        item_bytes=item_bytes,
         num_planes=num_planes,
         num_heads=num_heads,
         intermediate_size=intermediate if num_dense else 0,
@@ -198,6 +205,8 @@ def model_of(
         num_state_layers=num_layers - num_kept,
         state_bytes=state_bytes,
     )
+    format = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config))
+    return model if format == "none" else quantized_model(model, format)
 
 
 # ---- a worker's memory ------------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def decode_layout(shape: KvShape, *, num_heads: int, num_seqs: int) -> DecodeLay
     if shape.quantization != "none":
         lanes = 8 if num_seqs <= _FEW_SEQS and wide * share_wide <= 1024 else 4
         # Half the bytes and half the registers leave room for one more program, among which conversions and waiting are shared.
-        programs = 12 if lanes == 4 and wide * max(8, share_wide) <= 1024 else 8
+        # Not of int4, of which a tile has more in registers.
+        programs = 12 if lanes == 4 and wide * max(8, share_wide) <= 1024 and shape.quantization != "int4" else 8
         return DecodeLayout(num_heads=1, num_lanes=lanes, num_keys=16, num_warps=lanes, num_stages=3, programs_per_sm=programs // lanes)
     if shape.dtype == "float32" or wide > 128 or rows > 32:
         lanes, warps = (2 if rows <= 32 else 1), 4

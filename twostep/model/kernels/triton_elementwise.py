@@ -15,7 +15,7 @@ from twostep.model.kernels.ops import Activation
 from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
 from twostep.model.kernels.triton_progress import store_progress
 from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, round_arguments, round_constants, store_rounded
-from twostep.model.kernels.triton_quantized_kv import store_quantized, write_values
+from twostep.model.kernels.triton_quantized_kv import store_int4, store_quantized, write_values
 from twostep.model.kernels.triton_sum64 import mix_vectors
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
@@ -163,7 +163,7 @@ def rotate_and_write(
     sums = cache.sums
     static = None if cache.quantized is None or cache.quantized.static is None else cache.quantized.static[layer]
     assert sums is None or sums.kept_by_steps(num_heads, 2 * half)
-    apart = cache.quantized is not None and len(qkv) >= _VALUES_APART
+    apart = cache.quantized is not None and shape.quantization != "int4" and len(qkv) >= _VALUES_APART
     written_heads = total_heads - shape.num_kv_heads if apart else total_heads
     heads = HEADS_PER_PROGRAM if cache.quantized is None else _QUANTIZED_HEADS
     _rotate_and_write_kernel[(len(qkv), triton.cdiv(written_heads, heads))](
@@ -173,8 +173,9 @@ def rotate_and_write(
         *((positions, positions) if progress is None else progress), layer, static,
         NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
         QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
-        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), HEADS=heads, SUM_PARTS=0 if sums is None else sums.num_parts,
-        TELLS=progress is not None, STATIC=static is not None, VALUES_APART=apart, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
+        BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), BLOCK_D=triton.next_power_of_2(shape.head_dim), HEADS=heads,
+        SUM_PARTS=0 if sums is None else sums.num_parts, TELLS=progress is not None, STATIC=static is not None, VALUES_APART=apart, PDL=pdl,
+        num_warps=_ROTATE_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     if apart:
         write_values(qkv, slots, cache, layer, num_heads)
@@ -281,8 +282,8 @@ def _rotate_and_write_kernel(
     qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, stride_block, stride_kv, stride_head, stride_slot,
     sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer, static_ptr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZATION: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, HEADS: tl.constexpr,
-    SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, STATIC: tl.constexpr, VALUES_APART: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, STATIC: tl.constexpr, VALUES_APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
@@ -342,10 +343,16 @@ def _rotate_and_write_kernel(
         to_sums = sums_ptr + (slot // BLOCK_SIZE) * stride_sums + (slot % BLOCK_SIZE) * SUM_PARTS + part
         tl.store(to_sums, total.to(tl.int64, bitcast=True), mask=slot >= 0)
     if (QUANTIZATION != "none") and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
-        store_quantized(
-            pool_ptr + (slot // BLOCK_SIZE) * stride_block, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept, static_ptr,
-            HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8", STATIC,
-        )  # fmt: skip
+        block_ptr = pool_ptr + (slot // BLOCK_SIZE) * stride_block
+        if QUANTIZATION == "int4":
+            # Other threads have rotated what is read here.
+            tl.debug_barrier()
+            store_int4(block_ptr, qkv_ptr + row, kv_head, slot % BLOCK_SIZE, kept, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE)
+        else:
+            store_quantized(
+                block_ptr, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept, static_ptr,
+                HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8", STATIC,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.triton_pull import clear_sums
-from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized
+from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized, words_of_slot
 from twostep.model.kernels.triton_scores import LOG2_E, capped, log2_scale
 from twostep.model.step.kv_cache import KvCache
 
@@ -41,8 +41,8 @@ def uses_hopper(kv: KvShape, *, num_heads: int, max_queries: int, capability: tu
         # What TMA boxes can be.
         readable = kv.dtype in ("bfloat16", "float16") and kv.block_size in (8, 16, 32, 64, 128) and rows < 2**31
     else:
-        # What bytes are made numbers of.
-        readable = kv.dtype == "bfloat16"
+        # What bytes are made numbers of, and what is: int4 is read by the kernel here.
+        readable = kv.dtype == "bfloat16" and kv.quantization != "int4"
     return (
         capability is not None
         and capability[0] == 9
@@ -225,7 +225,7 @@ def _prefill_kernel(
     v_ptr = k_ptr + stride_kv
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     if FORMAT != "none":
-        words_ptr += kv_head * BLOCK_SIZE
+        words_ptr += kv_head * BLOCK_SIZE * words_of_slot(FORMAT, HEAD_DIM)
     pool = (k_ptr, v_ptr, table_ptr, stride_block, stride_slot, words_ptr, stride_words)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from twostep.model.kernels.triton_launch import overlaps, start_next, wait_for_previous
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE, SLOTS_TOGETHER
+from twostep.model.step.kv_quantization import FP8_SCALES, LEAST_SCALE
+from twostep.quantized_vector import SLOTS_TOGETHER
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 NUM_SCALES = tl.constexpr(FP8_SCALES)
@@ -62,6 +63,57 @@ def store_quantized(
     if TAIL > 0:
         d = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
         _store_bytes(block_ptr, rest, scale, kv_head, slot, d, kept & (d < HEAD_DIM), HEADS, HEAD_DIM, BLOCK_SIZE, FP8)
+
+
+@triton.jit
+def store_int4(
+    block_ptr, vector_ptr, kv_head, slot, kept,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The same in int4, of vectors that lie in memory: `vector_ptr` [rows, 1]. Its groups are not the pieces that RoPE leaves."""
+    ROWS: tl.constexpr = vector_ptr.shape[0]
+    BYTES: tl.constexpr = HEAD_DIM // 2
+    WORDS: tl.constexpr = words_of_slot("int4", HEAD_DIM)
+    kv_head, kept = kv_head[:, :, None], kept[:, :, None]
+    # Sixteen bytes hold two groups each.
+    unit = tl.arange(0, BLOCK_D // 32)[None, :, None]
+    byte = unit * 16 + tl.arange(0, 16)[None, None, :]
+    at = vector_ptr[:, :, None] + unit * 32 + tl.arange(0, 16)[None, None, :]
+    there = kept & (byte < BYTES)
+    low, high = tl.load(at, mask=there, other=0.0).to(tl.float32), tl.load(at + 16, mask=there, other=0.0).to(tl.float32)
+    peak = tl.maximum(
+        peak_of(tl.reshape(low, [ROWS, BLOCK_D // 2])), peak_of(tl.reshape(high, [ROWS, BLOCK_D // 2])), propagate_nan=tl.PropagateNan.ALL
+    )
+    scale = _scale(peak, False)[:, :, None]
+    low, first = _grouped(finite(low), scale)
+    high, second = _grouped(finite(high), scale)
+    inside = tl.where(kv_head < HEADS, slot * BYTES + byte, slot // 4 * (4 * BYTES) + 4 * byte + slot % 4)
+    tl.store(block_ptr + kv_head * (BLOCK_SIZE * BYTES) + inside, (low | high << 4).to(tl.uint8), mask=there)
+    behind = (block_ptr + 2 * HEADS * BLOCK_SIZE * BYTES).to(tl.pointer_type(tl.int16))
+    behind += (kv_head % HEADS * BLOCK_SIZE + slot) * (2 * WORDS) + kv_head // HEADS
+    tl.store(behind, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=kept)
+    there = kept & (unit * 16 < BYTES)
+    tl.store(behind + 2 + 4 * unit, first.to(tl.int16), mask=there)
+    tl.store(behind + 4 + 4 * unit, second.to(tl.int16), mask=there)
+
+
+@triton.jit
+def _grouped(x, scale):
+    """Numbers of 0 to 15 of each group of finite x [rows, units, 16], int32, and its two bytes [rows, units, 1]."""
+    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    scaled = tl.clamp(tl.where(scaled == scaled, scaled, 0.0), -127.0, 127.0)
+    offset = _nearest(tl.min(scaled, 2)[:, :, None])
+    spanned = (tl.max(scaled, 2)[:, :, None] - offset) * 8.0
+    # A product would become one with the sum that rounds it.
+    step = tl.maximum(_nearest(tl.div_rn(spanned, tl.full(spanned.shape, 15.0, tl.float32))), 1.0)
+    number = tl.div_rn((scaled - offset) * 8.0, tl.broadcast_to(step, x.shape))
+    return _nearest(tl.clamp(number, 0.0, 15.0)).to(tl.int32), step.to(tl.int32) | (offset + 128.0).to(tl.int32) << 8
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest integer, ties to even, of magnitudes below 2^22."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -239,6 +291,12 @@ def _values_kernel(
                     tl.store(block_ptr + inside + t, ((word >> (8 * t)) & 0xFF).to(tl.uint8), mask=real & there)
 
 
+@triton.constexpr_function
+def words_of_slot(format, head_dim):
+    """Returns the words behind a pool's numbers that a slot of a head has: its two scales, and those of its groups."""
+    return 1 + head_dim // 16 if format == "int4" else 1
+
+
 @triton.jit
 def load_quantized(
     k_ptr, v_ptr, words_ptr, table_ptr, start, end, stride_block, stride_words,
@@ -249,8 +307,25 @@ def load_quantized(
 
     k_ptr, v_ptr, words_ptr  of a head, in the first block of the layer: bytes, and both scales of a slot
     table_ptr                blocks of the sequence
-    FORMAT                   fp8 or int8; CONVERTS: the device has an instruction for fp8
+    FORMAT                   fp8, int8 or int4; CONVERTS: the device has an instruction for fp8
     """
+    if FORMAT == "int4":
+        return _load_int4(
+            k_ptr, v_ptr, words_ptr, table_ptr, start, end, stride_block, stride_words, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, dtype
+        )
+    else:
+        return _load_bytes(
+            k_ptr, v_ptr, words_ptr, table_ptr, start, end, stride_block, stride_words,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, FORMAT, CONVERTS, dtype,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_bytes(
+    k_ptr, v_ptr, words_ptr, table_ptr, start, end, stride_block, stride_words,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
+    CONVERTS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     key = start + tl.arange(0, BLOCK_N)
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
     words = tl.load(words_ptr + block * stride_words + key % BLOCK_SIZE, mask=key < end, other=0)
@@ -267,6 +342,56 @@ def load_quantized(
     k_scale = (words << 16).to(tl.float32, bitcast=True)[:, None]
     v_scale = (words & -65536).to(tl.float32, bitcast=True)[:, None]
     return (numbers_of(k, FORMAT, CONVERTS) * k_scale).to(dtype), (numbers_of(v, FORMAT, CONVERTS) * v_scale).to(dtype)
+
+
+@triton.jit
+def _load_int4(
+    k_ptr, v_ptr, words_ptr, table_ptr, start, end, stride_block, stride_words,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    BYTES: tl.constexpr = HEAD_DIM // 2
+    UNITS: tl.constexpr = BLOCK_D // 32
+    key = start + tl.arange(0, BLOCK_N)
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+    words_ptr += block * stride_words + key % BLOCK_SIZE * words_of_slot("int4", HEAD_DIM)
+    words = tl.load(words_ptr, mask=key < end, other=0)
+    unit = tl.arange(0, UNITS)[None, :]
+    there = (key < end)[:, None] & (unit * 16 < BYTES)
+    first = tl.load(words_ptr[:, None] + 1 + 2 * unit, mask=there, other=0)
+    second = tl.load(words_ptr[:, None] + 2 + 2 * unit, mask=there, other=0)
+    byte = tl.arange(0, BLOCK_D // 2)[None, :]
+    k_at = block * stride_block + key % BLOCK_SIZE * BYTES
+    k = tl.load(k_ptr + k_at[:, None] + byte, mask=(key < end)[:, None] & (byte < BYTES), other=0)
+    k = tl.reshape(k, [BLOCK_N, UNITS, 16])
+    four = start + 4 * tl.arange(0, BLOCK_N // 4)
+    block = tl.load(table_ptr + four // BLOCK_SIZE, mask=four < end, other=0).to(tl.int64)
+    byte = tl.arange(0, 2 * BLOCK_D)[None, :]
+    v_at = block * stride_block + four % BLOCK_SIZE * BYTES
+    v = tl.load(v_ptr + v_at[:, None] + byte, mask=(four < end)[:, None] & (byte < 4 * BYTES), other=0)
+    v = tl.reshape(tl.permute(tl.reshape(v, [BLOCK_N // 4, UNITS, 16, 4]), (0, 3, 1, 2)), [BLOCK_N, UNITS, 16])
+    k_scale = (words << 16).to(tl.float32, bitcast=True)[:, None]
+    v_scale = (words & -65536).to(tl.float32, bitcast=True)[:, None]
+    k = _numbers_of_units(k, first, second) * k_scale
+    return k.to(dtype), (_numbers_of_units(v, first >> 16, second >> 16) * v_scale).to(dtype)
+
+
+@triton.jit
+def _numbers_of_units(byte, first, second):
+    """Float32 [keys, dimensions] of bytes [keys, units, 16] by the groups [keys, units] of their low and their high halves."""
+    low = (byte & 15).to(tl.float32) * step_of(first)[:, :, None] + offset_of(first)[:, :, None]
+    high = (byte >> 4).to(tl.float32) * step_of(second)[:, :, None] + offset_of(second)[:, :, None]
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [byte.shape[0], byte.shape[1] * 32])
+
+
+@triton.jit
+def step_of(group):
+    """Float32 of groups that lie in the low halves of words."""
+    return (group & 0xFF).to(tl.float32) * 0.125
+
+
+@triton.jit
+def offset_of(group):
+    return ((group >> 8) & 0xFF).to(tl.float32) - 128.0
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.shared_prefix import GRANULE, ITEM_COLUMNS, OWN_COLUMNS, SharedLayout, find_groups, pack, room_for_items
 from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of, overlaps
-from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized
+from twostep.model.kernels.triton_quantized_kv import converts_fp8, load_quantized, words_of_slot
 from twostep.model.kernels.triton_scores import capped
 from twostep.model.step.kv_cache import KvCache
 
@@ -164,8 +164,8 @@ def _shared_kernel(
             at = (block.to(tl.int64) * stride_block + (key_start + inside) % BLOCK_SIZE * stride_slot)[:, None] + d[None, :]
             if FORMAT != "none":
                 k, v = load_quantized(
-                    k_ptr, k_ptr + stride_kv, words_ptr + head * BLOCK_SIZE, table_ptr, key_start, end, stride_block, stride_words,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, FORMAT, CONVERTS, q.dtype,
+                    k_ptr, k_ptr + stride_kv, words_ptr + head * BLOCK_SIZE * words_of_slot(FORMAT, HEAD_DIM), table_ptr,
+                    key_start, end, stride_block, stride_words, HEAD_DIM, BLOCK_D, BLOCK_SIZE, KEYS, FORMAT, CONVERTS, q.dtype,
                 )  # fmt: skip
             elif BLOCK_D == HEAD_DIM:
                 k = tl.load(k_ptr + at)

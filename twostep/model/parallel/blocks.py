@@ -1,7 +1,7 @@
 """KV blocks of several ranks as blocks of the whole model, and back: a block's layout is the same for every number of ranks.
 
-whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales of heads 0 … H-1, where the pool is quantized; of latent
-                attention K alone, of one head, which every rank holds
+whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales (and groups) of heads 0 … H-1, where the pool is
+                quantized; of latent attention K alone, of one head, which every rank holds
 a rank's block  the same for the heads it holds
 """
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from twostep.engine.batch import KvShape
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.sharding import shard_of
+from twostep.quantized_vector import number_bytes
 
 
 class BlockParts:
@@ -58,5 +59,5 @@ def _planes(shape: KvShape) -> list[int]:
     total = shape.block_bytes // (shape.num_layers * shape.num_kv_heads)
     if shape.quantization == "none":
         return [total // shape.num_planes] * shape.num_planes
-    values = shape.block_size * shape.head_dim
+    values = shape.block_size * number_bytes(shape.head_dim, shape.quantization)
     return [values] * shape.num_planes + [total - shape.num_planes * values]

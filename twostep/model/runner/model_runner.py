@@ -129,7 +129,7 @@ class ModelRunner:
         member: Member | None = None,
     ) -> None:
         """Loads a model directory. `num_blocks` may be a PoolSizing on a GPU: what fits beside a profiled step. `dtype` auto: that of the
-        weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; fp8 or int8: quantized. `device` is cpu, cuda or
+        weights. `kv_cache_dtype` auto: what the checkpoint asks for; exact: the model's; others: quantized. `device` is cpu, cuda or
         cuda:N. `load_format` dummy: random weights, only config.json is read. `quantization` fp8, int8 or int4: weights are put into that
         as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `architecture`: in place of config.json's.
         `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to
