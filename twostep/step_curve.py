@@ -2,7 +2,7 @@
 
     step = fixed + per_row * max(0, rows - knee) + per_pair * pairs + per_sequence * decodes + per_context * context
 
-rows     tokens computed in the step, of prompts, of decodes and drafted; up to the knee the reading of the weights hides them
+rows     tokens computed in the step, of prompts and of decodes; up to the knee the reading of the weights hides them
 pairs    query-key pairs of the chunks of prompts: n tokens after m others make n * (m + n / 2)
 decodes  sequences that get a token
 context  tokens whose KV they read, in sum
@@ -52,7 +52,6 @@ class StepWorkload:
     pairs: float = 0.0
     decodes: int = 0
     context: int = 0
-    drafts: int = 0  # rows of drafted tokens, beside one for each of the decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class StepCurve:
     mixed_s: float = 0.0
 
     def step_s(self, work: StepWorkload) -> float:
-        rows = work.prompt_tokens + work.decodes + work.drafts
+        rows = work.prompt_tokens + work.decodes
         seconds = (
             self.fixed_s
             + self.per_row_s * max(0.0, rows - self.knee)

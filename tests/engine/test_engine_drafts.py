@@ -18,7 +18,7 @@ from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
 from twostep.errors import SetupError
 from twostep.settings.speculative import SpeculativeConfig
-from twostep.step_curve import StepCurve, StepWorkload
+from twostep.step_curve import StepCurve
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
@@ -119,6 +119,8 @@ def test_right_drafts_make_fewer_steps(most: int) -> None:
     stats = engine.stats()
     assert stats.num_drafted == stats.num_accepted
     assert sum(stats.num_accepted) == 30 - len(steps)
+    # Each row of a draft counts as a decode.
+    assert sum(step.num_decode_tokens for step in steps) == 29
     assert_idle(engine)
 
 
@@ -205,9 +207,3 @@ def test_what_a_grammar_forces_comes_without_a_step_of_its_own(tmp_path: Path) -
 def test_a_wrong_config_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         SpeculativeConfig.parse(text)
-
-
-def test_rows_of_drafts_count_in_the_curve() -> None:
-    curve = StepCurve(fixed_s=1.0, per_row_s=0.1, knee=4)
-    assert curve.step_s(StepWorkload(decodes=2, drafts=2)) == 1.0
-    assert curve.step_s(StepWorkload(decodes=2, drafts=6)) == pytest.approx(1.4)

@@ -93,8 +93,9 @@ def no_token_message(position: int) -> str:
     )
 
 
-def _with_drafts_s(curve: StepCurve, work: StepWorkload, num_drafts: int) -> float:
-    return curve.step_s(replace(work, drafts=num_drafts))
+def _with_more_s(curve: StepCurve, work: StepWorkload, num_rows: int) -> float:
+    """Returns how long a step takes with so many decodes more that are like those it has."""
+    return curve.step_s(replace(work, decodes=work.decodes + num_rows, context=work.context + num_rows * work.context // work.decodes))
 
 
 def _entitlement(sequence: EngineSequence) -> tuple[int, int]:
@@ -503,13 +504,14 @@ class Scheduler:
     ) -> Sequence[Sequence[int]]:
         """Returns the tokens drafted after each of a step's decodes; empty: after none. Their KV takes blocks that nobody waits for."""
         num_prompt_tokens = sum(chunk.num_tokens for chunk in prompts)
-        most = self._config.max_num_batched_tokens - len(decodes) - num_prompt_tokens
+        # A row of a draft takes a place in the step as a sequence does: runners have room for so many.
+        most = min(self._config.max_num_batched_tokens - num_prompt_tokens, self._max_num_seqs - len(prompts)) - len(decodes)
         step_s, bound_s = None, math.inf
-        if self.curve is not None:
+        if self.curve is not None and decodes:
             pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
             context = sum(len(sequence.tokens) for sequence in decodes)
             work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
-            step_s = partial(_with_drafts_s, self.curve, work)
+            step_s = partial(_with_more_s, self.curve, work)
             bound_s = self._usual_step_s([sequence for sequence in decodes if sequence.priority.rank < _BATCH])
         drafts = drafting.draft(decodes, most=most, step_s=step_s, bound_s=bound_s)
         for i, sequence in enumerate(decodes):

@@ -65,13 +65,17 @@ class StepWork:
 
     @property
     def workload(self) -> StepWorkload:
+        """A draft counts as a decode: it is a row that reads what lies before it."""
         chunks = zip(self.num_tokens[self.num_decodes :], self.starts[self.num_decodes :], strict=True)
+        num_decodes, context = self.num_decodes, sum(self.starts[: self.num_decodes])
+        for start, drafted in zip(self.starts, self.drafts, strict=False):
+            num_decodes += len(drafted)
+            context += len(drafted) * start
         return StepWorkload(
             prompt_tokens=self.num_prefill_tokens,
             pairs=sum(chunk_pairs(count, start) for count, start in chunks),
-            decodes=self.num_decodes,
-            context=sum(self.starts[: self.num_decodes]) + self.num_decodes,
-            drafts=sum(map(len, self.drafts)),
+            decodes=num_decodes,
+            context=context + num_decodes,
         )
 
 
@@ -160,16 +164,30 @@ def _num_pooled(sequence: EngineSequence, count: int) -> int:
 
 def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
     """Returns the planned chunks, S >= 1, as flat arrays, without a Python loop over tokens. Histories are the sequences' live lists: they
-    do not change before the launch."""
-    num_seqs = len(work.sequences)
+    do not change before the launch.
+
+    A decode with drafts is as many sequences of one row: each sees what lies before it, as what is written in a step is there before it is
+    attended. Their tables are the same, so that a runner which reads shared prefixes once reads theirs once."""
     starts = np.array(work.starts, np.int64)
     counts = np.array(work.num_tokens, np.int64)
+    sequences, sampled, tables_of = work.sequences, np.array(work.sampled, bool), [sequence.table for sequence in work.sequences]
+    carried_rows, num_decodes = np.array(work.carried, np.int32), work.num_decodes
+    if work.drafts:
+        num_rows = np.ones(len(counts), np.int64)
+        num_rows[:num_decodes] = counts[:num_decodes]
+        owners = np.repeat(np.arange(len(counts)), num_rows)
+        places = np.arange(len(owners)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+        starts, counts = starts[owners] + places, np.where(owners < num_decodes, 1, counts[owners])
+        sampled, carried_rows = sampled[owners], np.where(places, -1, carried_rows[owners])
+        tables_of = [tables_of[owner] for owner in owners.tolist()]
+        num_decodes += len(owners) - len(sequences)
+    num_seqs = len(counts)
     query_start = np.zeros(num_seqs + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     seq_lens = starts + counts
     total = int(query_start[-1])
 
-    block_tables = tables.gather([sequence.table for sequence in work.sequences], -(-int(seq_lens.max()) // block_size))
+    block_tables = tables.gather(tables_of, -(-int(seq_lens.max()) // block_size))
     if total == num_seqs:
         row_of, positions = np.arange(num_seqs), starts
     else:
@@ -179,13 +197,18 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
 
     firsts = query_start[:-1]
     token_ids = np.zeros(total, np.int64)
-    carried_rows = np.array(work.carried, np.int32)
     known = np.flatnonzero(carried_rows < 0)
-    if len(known):
-        token_ids[firsts[known]] = [work.sequences[i].tokens[work.starts[i]] for i in known.tolist()]
+    if work.drafts:
+        token_ids[:num_decodes] = [
+            token
+            for sequence, start, carried_row, drafted in zip(sequences, work.starts, work.carried, work.drafts, strict=False)
+            for token in (sequence.tokens[start] if carried_row < 0 else 0, *drafted)
+        ]
+    elif len(known):
+        token_ids[firsts[known]] = [sequences[i].tokens[work.starts[i]] for i in known.tolist()]
     for first, sequence, start, count in zip(
-        firsts[work.num_decodes :].tolist(),
-        work.sequences[work.num_decodes :],
+        firsts[num_decodes:].tolist(),
+        sequences[work.num_decodes :],
         work.starts[work.num_decodes :],
         work.num_tokens[work.num_decodes :],
         strict=True,
@@ -193,8 +216,6 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         end = start + count
         tokens = sequence.given if end <= len(sequence.given) else sequence.tokens
         token_ids[first : first + count] = tokens[start:end]
-    for first, drafted in zip(firsts.tolist(), work.drafts, strict=False):
-        token_ids[first + 1 : first + 1 + len(drafted)] = drafted
     carried = None
     if len(known) < num_seqs:
         carried = np.full(total, -1, np.int32)
@@ -207,35 +228,27 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         seq_lens=seq_lens.astype(np.int32),
         block_tables=block_tables,
         slots=slots,
-        sample_rows=_sample_rows(work, query_start),
-        sampling=_sampling(work, seq_lens.tolist()),
+        sample_rows=query_start[1:][sampled].astype(np.int64) - 1,
+        sampling=_sampling(work),
         carried=carried,
         masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
         mark_layers=mark_layers,
-        scored=_scored_rows(work, query_start) if any(work.scored) else None,
+        scored=_scored_rows(work, query_start[num_decodes:]) if any(work.scored) else None,
         state_sources=np.array(work.states, np.int32) if has_state else None,
         state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
-        pooled=_pooled_rows(work, query_start) if any(work.pooled) else None,
+        pooled=_pooled_rows(work, query_start[num_decodes:]) if any(work.pooled) else None,
     )
 
 
-def _sample_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    counts = np.array(work.sampled, np.int64)
-    lasts = query_start[1:].astype(np.int64) - 1
-    if not work.drafts:
-        return lasts[counts > 0]
-    # Of each sequence its last rows, in order.
-    ends = np.cumsum(counts)
-    return np.repeat(lasts + 1 - ends, counts) + np.arange(ends[-1])
-
-
-def _sampling(work: StepWork, seq_lens: Sequence[int]) -> list[SamplingRow]:
+def _sampling(work: StepWork) -> list[SamplingRow]:
     rows = []
-    for sequence, end, count, drafted in zip(work.sequences, seq_lens, work.sampled, chain(work.drafts, repeat(())), strict=False):
+    for sequence, start, num_tokens, count, drafted in zip(
+        work.sequences, work.starts, work.num_tokens, work.sampled, chain(work.drafts, repeat(())), strict=False
+    ):
         if count:
             request, tokens = sequence.request, sequence.tokens
             params, num_prompt, stop_ids = request.sampling, request.num_prompt_tokens, sequence.stop_ids
-            position = end + 1 - count - num_prompt
+            position = start + num_tokens + 1 - count - num_prompt
             rows.append(SamplingRow(params, position, tokens, num_prompt, stop_ids, request.seq_id if count == 1 else ""))
             for i in range(1, count) if count > 1 else ():
                 # A history is looked at for penalties alone.
@@ -245,8 +258,12 @@ def _sampling(work: StepWork, seq_lens: Sequence[int]) -> list[SamplingRow]:
 
 
 def _scored_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> ScoredRows:
+    """`query_start`: of the prompts."""
     rows, targets, num_top = [], [], 0
-    for first, sequence, start, count in zip(query_start[:-1].tolist(), work.sequences, work.starts, work.scored, strict=True):
+    prompts = slice(work.num_decodes, None)
+    for first, sequence, start, count in zip(
+        query_start[:-1].tolist(), work.sequences[prompts], work.starts[prompts], work.scored[prompts], strict=True
+    ):
         if count:
             rows.append(np.arange(first, first + count))
             targets.append(sequence.given[start + 1 : start + 1 + count])
@@ -255,6 +272,7 @@ def _scored_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> ScoredRo
 
 
 def _pooled_rows(work: StepWork, query_start: npt.NDArray[np.int32]) -> PooledRows:
-    ends = query_start[1:].tolist()
-    rows = [np.arange(end - count, end) for end, count in zip(ends, work.pooled, strict=True) if count]
-    return PooledRows(np.concatenate(rows), np.array([count for count in work.pooled if count], np.int64))
+    """`query_start`: of the prompts."""
+    counts = work.pooled[work.num_decodes :]
+    rows = [np.arange(end - count, end) for end, count in zip(query_start[1:].tolist(), counts, strict=True) if count]
+    return PooledRows(np.concatenate(rows), np.array([count for count in counts if count], np.int64))

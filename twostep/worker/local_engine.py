@@ -31,7 +31,7 @@ class LocalEngine:
         """Raises SetupError."""
         self.runner: Runner = model.runner
         if config.speculative_config and model.runner.overlaps:
-            log.warning("on a GPU steps with drafts are not captured as CUDA graphs: --speculative-config makes them slower here")
+            log.warning("with --speculative-config no step is planned while another runs: at many sequences that costs a GPU time")
         self.engine = Engine(
             model.runner,
             EngineConfig(

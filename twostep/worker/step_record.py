@@ -40,7 +40,7 @@ def encode(output: StepOutput, handles: Mapping[str, int]) -> bytes:
     tokens, work = output.tokens, output.workload
     times = output.duration_s, output.ended_at, output.launch_s
     head = _HEAD.pack(output.step, work.pairs, *times, output.timed, len(tokens))
-    counts = np.array([work.prompt_tokens, work.decodes, work.context, work.drafts], np.int64)
+    counts = np.array([work.prompt_tokens, work.decodes, work.context], np.int64)
     columns = (
         np.array([handles.get(seq_id, 0) for seq_id in tokens.seq_ids], np.uint32),
         np.array(tokens.token_ids, np.int32),
@@ -66,11 +66,11 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
     step, pairs, duration_s, ended_at, launch_s, timed, num_tokens = _HEAD.unpack_from(record)
     at = _HEAD.size
     columns: list[list[int]] = []
-    for kind, count in ((np.int64, 4), (np.uint32, num_tokens), (np.int32, num_tokens), (np.int32, num_tokens)):
+    for kind, count in ((np.int64, 3), (np.uint32, num_tokens), (np.int32, num_tokens), (np.int32, num_tokens)):
         column = np.frombuffer(record, kind, count, at)
         at += column.nbytes
         columns.append(column.tolist())
-    (prompt_tokens, decodes, context, drafts), handles, token_ids, positions = columns
+    (prompt_tokens, decodes, context), handles, token_ids, positions = columns
     extras: dict[int, TokenExtras] = {}
     progress: list[PrefillProgress] = []
     failures: list[SequenceFailure] = []
@@ -99,7 +99,7 @@ def decode(record: bytes, names: Mapping[int, str]) -> StepOutput:
         failures=failures,
         scores=scores,
         pooled=pooled,
-        workload=StepWorkload(prompt_tokens=prompt_tokens, pairs=pairs, decodes=decodes, context=context, drafts=drafts),
+        workload=StepWorkload(prompt_tokens=prompt_tokens, pairs=pairs, decodes=decodes, context=context),
         duration_s=duration_s,
         ended_at=ended_at,
         timed=bool(timed),

@@ -218,8 +218,6 @@ class StepGraphs:
                 listing = sharing.shared.listing(batch.block_tables, batch.seq_lens)
                 captured = captured if listing is None else sharing
             return self._replay(captured, batch, num_seqs, () if listing is None else (listing,))
-        if len(batch.sample_rows) > num_seqs:
-            return None  # drafts: more than one row of a sequence is sampled
         num_decodes = num_leading_decodes(np.diff(batch.query_start).tolist(), self._cache.shape.block_size)
         wanted = {"rows": len(batch.token_ids), "decodes": num_decodes, "chunks": num_seqs - num_decodes}
         shape = next((shape for shape in self._shapes if shape.holds(**wanted)), None)
