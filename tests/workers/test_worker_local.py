@@ -169,6 +169,8 @@ async def test_a_reservation_pushes_batch_sequences_out_in_one_call(redis_url: s
         batch = [asyncio.create_task(router.rest(name, answer)) for name, answer in answers.items()]
         runner.allow(4)
         await until(lambda: all(answer.tokens for answer in answers.values()))
+        # Between two steps they would give way at once.
+        await until(lambda: runner.num_begun == 5)
         # 80 tokens are 20 blocks; 40 less two times 13 are not as many.
         asked = asyncio.create_task(router.generate("s", prompt_of(80), 10))
         await asyncio.wait_for(tried.wait(), WAIT_S)

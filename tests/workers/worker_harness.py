@@ -91,6 +91,8 @@ class HeldRunner(FakeRunner):
     def __init__(self, **options: Any) -> None:
         super().__init__(**RUNNER | options)
         self.failures = 0
+        # Steps that have begun: one more than were allowed, once the next is held.
+        self.num_begun = 0
         self._held = True
         self._allowed = threading.Semaphore(0)
 
@@ -103,6 +105,7 @@ class HeldRunner(FakeRunner):
         self._allowed.release()
 
     def run(self, batch: Batch) -> Sampled:
+        self.num_begun += 1
         assert not self._held or self._allowed.acquire(timeout=2 * WAIT_S), "the test never let the step go"
         if self.failures > 0:
             self.failures -= 1
