@@ -137,19 +137,21 @@ def engine_of(
 
 
 class KnowingProposer:
-    """Drafts what the fake device will sample, each token with this probability, and else another one."""
+    """Drafts what the fake device will sample, each token with this probability, and else another one: as many as it may, if `tireless`, or
+    some of them."""
 
-    def __init__(self, vocab_size: int, rate: float, seed: int = 0, window: int = 0) -> None:
+    def __init__(self, vocab_size: int, rate: float, seed: int = 0, window: int = 0, *, tireless: bool = False) -> None:
         self._vocab_size = vocab_size
         self._rate = rate
         self._window = window
+        self._tireless = tireless
         self._rng = random.Random(seed)
         self.known: set[str] = set()
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
         self.known.add(seq_id)
         drafts: list[int] = []
-        for _ in range(self._rng.randrange(most + 1)):
+        for _ in range(most if self._tireless else self._rng.randrange(most + 1)):
             token = fake_next_token([*tokens, *drafts], self._vocab_size, self._window)
             drafts.append(token if self._rng.random() < self._rate else self._rng.randrange(self._vocab_size))
         return drafts

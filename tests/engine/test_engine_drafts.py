@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_record_learns_from_proposals_that_no_step_computed() -> None:
 def test_right_drafts_make_fewer_steps(most: int) -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=most)
     runner = HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100)
-    engine = engine_of(runner, speculative=config, proposer=AllKnowing(most))
+    engine = engine_of(runner, speculative=config, proposer=KnowingProposer(1000, 1.0, tireless=True))
     request = make_request("a", [5, 6, 7], max_tokens=30)
     engine.submit(request)
     tokens, steps = drain(engine)
@@ -122,14 +123,6 @@ def test_right_drafts_make_fewer_steps(most: int) -> None:
     # Each row of a draft counts as a decode.
     assert sum(step.num_decode_tokens for step in steps) == 29
     assert_idle(engine)
-
-
-class AllKnowing(KnowingProposer):
-    """Is always right, and proposes as much as it may."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(1000, 1.0)
-        self._rng.randrange = lambda stop: stop - 1  # type: ignore[assignment]
 
 
 def test_wrong_drafts_are_given_up_where_they_cost() -> None:
@@ -145,23 +138,75 @@ def test_wrong_drafts_are_given_up_where_they_cost() -> None:
 
 
 def test_drafts_take_no_block_that_others_wait_for() -> None:
-    """Two sequences fill the pool to its last block: they are preempted no sooner for their drafts."""
+    """Six sequences have not room for all of what they come to: they are preempted as often as without drafts, and no sooner."""
 
-    def preemptions(**drafting: Any) -> int:
-        engine = engine_of(HookedRunner(num_blocks=12, block_size=4, vocab_size=1000, max_model_len=48), **drafting)
-        requests = [make_request(f"r{i}", [i + 3] * 5, max_tokens=19) for i in range(2)]
+    def preempted_at(**drafting: Any) -> list[int]:
+        engine = engine_of(HookedRunner(num_blocks=26, block_size=4, vocab_size=1000, max_model_len=48), **drafting)
+        requests = [make_request(f"r{i}", [i + 3] * 5, max_tokens=19) for i in range(6)]
         for request in requests:
             engine.submit(request)
-        tokens, _ = drain(engine)
-        assert [ids_of(tokens[request.seq_id]) for request in requests] == [answer_of(request) for request in requests]
-        return engine.stats().num_preemptions
+        lengths: dict[str, int] = dict.fromkeys((request.seq_id for request in requests), 0)
+        found: list[int] = []
+        while engine.stats().num_running or engine.stats().num_waiting:
+            for token in engine.step().tokens:
+                lengths[token.seq_id] += 1
+            found += [sum(lengths.values())] * (engine.stats().num_preemptions - len(found))
+        assert list(lengths.values()) == [len(answer_of(request)) for request in requests]
+        return found
 
-    assert preemptions() == preemptions(speculative=NGRAM, proposer=KnowingProposer(1000, 0.7)) == 0
+    without = preempted_at()
+    with_drafts = preempted_at(speculative=NGRAM, proposer=KnowingProposer(1000, 0.0))
+    assert without
+    # Wrong drafts give no tokens: the same lengths have the same blocks.
+    assert with_drafts == without
+
+
+def test_a_promise_that_holds_without_drafts_holds_with_them() -> None:
+    """After a long step one sequence makes up for it; neighbours that draft leave it the time."""
+
+    def mean_step_s(**drafting: Any) -> float:
+        now = [0.0]
+        runner = HookedRunner(num_blocks=600, block_size=4, vocab_size=1000, max_model_len=150)
+        engine = engine_of(runner, clock=lambda: now[0], max_num_seqs=200, **drafting)
+        curve = StepCurve(fixed_s=0.010, per_row_s=0.0005)
+        engine.set_curve(curve)
+        engine.submit(make_request("promised", [5, 6, 7], max_tokens=60, tpot_s=0.040, speculate=False))
+        for i in range(12):
+            engine.submit(make_request(f"r{i}", [i + 3] * 5, max_tokens=140))
+        num_steps = 0
+        while engine.stats().num_running or engine.stats().num_waiting:
+            output = engine.step()
+            now[0] += curve.step_s(output.workload) + (0.5 if num_steps == 5 else 0.0)
+            num_steps += 1
+            for token in output.tokens:
+                if token.seq_id == "promised" and token.finish_reason is not None:
+                    return now[0] / num_steps
+        raise AssertionError("it has no end")
+
+    assert mean_step_s() < 0.040
+    assert mean_step_s(speculative=NGRAM, proposer=KnowingProposer(1000, 1.0, tireless=True)) <= 0.040
+
+
+def test_a_request_without_drafts_has_none() -> None:
+    engine = engine_of(
+        HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100),
+        speculative=NGRAM,
+        proposer=KnowingProposer(1000, 1.0, tireless=True),
+    )
+    request = make_request("a", [5, 6, 7], max_tokens=20, speculate=False)
+    engine.submit(request)
+    tokens, _ = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request)
+    assert not sum(engine.stats().num_drafted)
 
 
 def test_an_answer_handed_over_is_drafted_on_the_other_side() -> None:
     source, target = (
-        engine_of(HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100), speculative=NGRAM, proposer=AllKnowing(4))
+        engine_of(
+            HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100),
+            speculative=NGRAM,
+            proposer=KnowingProposer(1000, 1.0, tireless=True),
+        )
         for _ in range(2)
     )
     request = make_request("a", [5, 6, 7], max_tokens=30)
@@ -173,6 +218,18 @@ def test_an_answer_handed_over_is_drafted_on_the_other_side() -> None:
     assert_idle(target)
 
 
+@pytest.mark.parametrize("min_tokens", range(6))
+def test_an_answer_of_a_grammar_ends_no_sooner_for_its_drafts(tmp_path: Path, min_tokens: int) -> None:
+    compiler = GrammarCompiler(save_tokenizer(tmp_path).parent, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    grammar = compiler.compile(regex_case("xqz(jv)?").grammar)
+    got = []
+    for speculative in (None, NGRAM):
+        engine = engine_of(HookedRunner(num_blocks=60, block_size=4, vocab_size=VOCAB, max_model_len=200), speculative=speculative)
+        request = replace(make_request("a", [5, 7, 9], eos=frozenset({EOS}), max_tokens=20, min_tokens=min_tokens), grammar=grammar)
+        got.append(ids_of(generate(engine, [request])[0]))
+    assert got[0] == got[1]
+
+
 def test_what_a_grammar_forces_comes_without_a_step_of_its_own(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path).parent
     # No two of these letters are one token: there is one way to write them.
@@ -181,14 +238,20 @@ def test_what_a_grammar_forces_comes_without_a_step_of_its_own(tmp_path: Path) -
     got, steps = [], []
     for speculative in (None, NGRAM):
         engine = engine_of(HookedRunner(num_blocks=60, block_size=4, vocab_size=VOCAB, max_model_len=200), speculative=speculative)
-        plain = make_request("a", [5, 7, 9], eos=frozenset({EOS}), max_tokens=60)
-        request = type(plain)(**{name: getattr(plain, name) for name in plain.__slots__} | {"grammar": compiler.compile(case.grammar)})
+        request = replace(make_request("a", [5, 7, 9], eos=frozenset({EOS}), max_tokens=60), grammar=compiler.compile(case.grammar))
         (tokens,) = generate(engine, [request])
         got.append(ids_of(tokens))
         steps.append(engine.steps)
     assert got[0] == got[1]
     # The last step is the end's; no draft goes with the prompt.
     assert steps == [13, 1 + 3]
+
+
+def test_one_length_alone_moves_the_other() -> None:
+    longer = SpeculativeConfig.parse('{"method": "ngram", "prompt_lookup_min": 6}')
+    assert (longer.prompt_lookup_min, longer.prompt_lookup_max) == (6, 6)
+    shorter = SpeculativeConfig.parse('{"method": "ngram", "prompt_lookup_max": 1}')
+    assert (shorter.prompt_lookup_min, shorter.prompt_lookup_max) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +263,7 @@ def test_what_a_grammar_forces_comes_without_a_step_of_its_own(tmp_path: Path) -
         ('{"method": "eagle9"}', "method is 'eagle9'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 7"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "from 1 to 7"),
-        ('{"method": "ngram", "prompt_lookup_min": 6}', "more than prompt_lookup_max"),
+        ('{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 3}', "more than prompt_lookup_max"),
         ('{"method": "ngram", "tokens": 3}', "'tokens' is not known"),
     ],
 )

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class World:
             num_state_blocks=self.num_state_blocks,
             window=self.window,
         )
-        runner.during, runner.launching = self.during, self.launching
+        runner.during = self.during
         engine = engine_of(
             runner,
             clock=self.clock,
@@ -104,6 +105,7 @@ class World:
             ageing_s=rng.choice([0.001, 0.1, 30.0]),
             **self.drafting(),
         )
+        runner.launching = partial(self.launching, engine)
         if rng.random() < 0.5:
             engine.set_curve(StepCurve(fixed_s=0.0005, per_row_s=1e-4, per_pair_s=1e-6, per_sequence_s=1e-5, per_context_s=1e-6))
         return engine
@@ -191,7 +193,8 @@ class World:
             self.fail_next = False
             raise RuntimeError("the fake device fails as it was told to")
 
-    def launching(self, batch: Batch) -> None:
+    def launching(self, engine: Engine, batch: Batch) -> None:
+        assert len(batch.token_ids) <= engine.max_num_batched_tokens
         self.seen["carried"] += batch.carried is not None
         if self.refuse_next:
             self.refuse_next = False
@@ -296,7 +299,7 @@ class AheadWorld(World):
     def hand_over(self, attempt: Attempt, reservation: Reservation) -> None:
         seq_id = attempt.request.seq_id
         # Blocks that were given to another prompt while they were read.
-        if self.rng.random() < 0.3 and reservation.num_cached_tokens < len(attempt.request.token_ids):
+        if self.rng.random() < 0.3 and (self.num_state_blocks or reservation.num_cached_tokens < len(attempt.request.token_ids)):
             self.wrong.add(seq_id)
         self.move(attempt, reservation, spoil=seq_id in self.wrong)
         self.decode.commit(seq_id, attempt.got, confirmed=False)

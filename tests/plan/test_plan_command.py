@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plan_inputs import QWEN3_NEXT
 
 from twostep.cli import main
 from twostep.lab.bench.shapes import LLAMA_8B
@@ -113,10 +112,3 @@ def test_unknown_architectures_are_refused_by_name(tmp_path: Path, capsys: pytes
     assert "--architecture" in told
     assert plan(*words, "--architecture", "LlamaForCausalLM")
     assert "does not fit" in capsys.readouterr().err, "it is read as the architecture that it is said to be"
-
-
-def test_what_keeps_states_reuses_no_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
-    words = [*PRESET, "--model", str(tmp_path), "--gpu-memory", "400GB", "--slo", "ttft=800", "--rate", "1"]
-    assert plan(*words, "--workload", "prompts=1500,outputs=20,cached=0.5")
-    assert "cached=0.5" in capsys.readouterr().err

@@ -43,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     machine = _machine(args)
     workload = parse_workload(args.workload)
-    if workload.cached and machine.base.decode.num_state_blocks:
-        raise InvalidRequest(f"cached={workload.cached:g}: {machine.model.name} keeps states, and reuses no prefixes; leave it out")
     prefill_price, decode_price = _prices(args.gpu_hour_price)
     question = Question(
         base=machine.base,

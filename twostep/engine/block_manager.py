@@ -220,7 +220,7 @@ class BlockManager:
     def keep_state(self, left: LeftState) -> None:
         """Makes it findable, if its prefix is. Of what a sequence has come by in its answer, only the last is kept."""
         sequence, num_tokens, blocks = left
-        if sequence.hasher is None or not 0 < num_tokens <= sequence.num_registered * self.block_size:
+        if sequence.hasher is None or not sequence.confirmed or not 0 < num_tokens <= sequence.num_registered * self.block_size:
             return
         digest = sequence.block_hashes()[num_tokens // self.block_size - 1]
         if self.pool.keep_state(digest, blocks) and num_tokens >= len(sequence.given):

@@ -94,9 +94,7 @@ class Engine:
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
         self._launcher = StepLauncher(runner, blocks.tables, clock)
         self._steps = 0
-        # What is drafted is looked up after the last token, which must be known.
-        look_ahead = (runner.overlaps and drafting is None) if config.look_ahead is None else config.look_ahead
-        self._depth = 2 if look_ahead else 1
+        self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
         self._self_test = SelfTest(runner.vocab_size)
         self._pacing = Pacing()
@@ -245,7 +243,7 @@ class Engine:
         if self._self_test.sick:
             raise InternalError(f"{SICK}; restart the worker, and look at its GPU if it happens again")
         # After a launch that failed nothing is carried from it: it is settled first.
-        while len(self._launched) < self._depth and not (self._launched and self._launched[-1].failed):
+        while len(self._launched) < (1 if self._scheduler.drafts else self._depth) and not (self._launched and self._launched[-1].failed):
             due = self._clock()
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:

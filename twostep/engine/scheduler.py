@@ -54,7 +54,7 @@ from twostep.engine.constrained import Advanced, ConstrainedSequences
 from twostep.engine.drafts import Drafting, num_sampled
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
-from twostep.engine.step_bound import time_limit_of
+from twostep.engine.step_bound import StepTimeLimit, time_limit_of
 from twostep.engine.step_plan import BatchDecode, Capacity, Chunk, RunningPrompt, StepPlan, WaitingPrompt, plan_step, watermark
 from twostep.engine.step_work import LeftState, StepResult, StepWork, plan_chunks
 from twostep.engine.types import (
@@ -161,6 +161,11 @@ class Scheduler:
         return bool(self._planned or self._yielding or self._constrained.failed) or (
             bool(self._running or self._waiting or self._preempted) and not self._blocked
         )
+
+    @property
+    def drafts(self) -> bool:
+        """Returns whether a sequence is here whose tokens may be drafted: behind its last one, which must be known."""
+        return self._drafting is not None and not all(sequence.hold for sequence in self._running.values())
 
     @property
     def has_waiting(self) -> bool:
@@ -369,20 +374,8 @@ class Scheduler:
         decodes, batch_decodes, prompts = self._split(ready)
         limit, num_context = None, 0
         if self.curve is not None and (prompts or batch_decodes or self.has_waiting) and (decodes or self._coming_gaps):
-            lengths = [len(sequence.tokens) + sequence.num_pending for sequence in decodes]
-            work = StepWorkload(decodes=len(decodes), context=(num_context := sum(lengths)))
-            limit = time_limit_of(
-                [sequence.promise for sequence in decodes],
-                lengths,
-                begin_s=self._begins_at,
-                curve=self.curve,
-                decodes=work,
-                decode_step_s=self.curve.step_s(work),
-                min_chunk=self._config.min_chunk_tokens,
-                num_waited=self._num_waited,
-                max_step_s=self._config.max_step_s,
-                coming_gap_s=min(self._coming_gaps.values(), default=math.inf),
-            )
+            num_context = sum(len(sequence.tokens) + sequence.num_pending for sequence in decodes)
+            limit = self._time_limit(self.curve, decodes, num_context)
         below = self._open_below(active, ready)
         capacity = batch_capacity = Capacity(0, 0)
         if below > RequestClass.INTERACTIVE:
@@ -402,6 +395,22 @@ class Scheduler:
             batch_capacity=batch_capacity,
             num_context=num_context,
             time_limit=limit,
+        )
+
+    def _time_limit(self, curve: StepCurve, decodes: Sequence[EngineSequence], num_context: int) -> StepTimeLimit | None:
+        """Returns how long a step may take that does more than these urgent decodes, which read so many tokens; None: any time."""
+        work = StepWorkload(decodes=len(decodes), context=num_context)
+        return time_limit_of(
+            [sequence.promise for sequence in decodes],
+            [len(sequence.tokens) + sequence.num_pending for sequence in decodes],
+            begin_s=self._begins_at,
+            curve=curve,
+            decodes=work,
+            decode_step_s=curve.step_s(work),
+            min_chunk=self._config.min_chunk_tokens,
+            num_waited=self._num_waited,
+            max_step_s=self._config.max_step_s,
+            coming_gap_s=min(self._coming_gaps.values(), default=math.inf),
         )
 
     def _split(
@@ -512,14 +521,19 @@ class Scheduler:
             context = sum(len(sequence.tokens) for sequence in decodes)
             work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
             step_s = partial(_with_more_s, self.curve, work)
-            bound_s = self._usual_step_s([sequence for sequence in decodes if sequence.priority.rank < _BATCH])
+            urgent = [sequence for sequence in decodes if sequence.priority.rank < _BATCH]
+            limit = self._time_limit(self.curve, urgent, sum(len(sequence.tokens) for sequence in urgent))
+            bound_s = math.inf if limit is None else limit.max_step_s
         drafts = drafting.draft(decodes, most=most, step_s=step_s, bound_s=bound_s)
+        num_spare = None
         for i, sequence in enumerate(decodes):
             room = sequence.num_slots - len(sequence.tokens)
             if len(drafts[i]) > room:
                 num_blocks = -(-(len(drafts[i]) - room) // self._blocks.block_size)
-                if num_blocks <= self._num_spare(now):
+                num_spare = self._num_spare(now) if num_spare is None else num_spare
+                if num_blocks <= num_spare:
                     self._blocks.extend(sequence, num_blocks)
+                    num_spare -= num_blocks
                 drafts[i] = drafts[i][: sequence.num_slots - len(sequence.tokens)]
         return drafts if any(drafts) else ()
 

@@ -134,4 +134,4 @@ def _counters(stats: EngineStats) -> _Counts:
 
 def _less(counts: _Counts, others: dict[str, _Counts]) -> _Counts:
     """Returns `counts` less what the other roles have counted."""
-    return {key: count - sum(values[key] for values in others.values()) for key, count in counts.items()}
+    return {key: count - sum(values.get(key, 0) for values in others.values()) for key, count in counts.items()}

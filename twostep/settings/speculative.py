@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from twostep.errors import SetupError
 
 METHODS = ("ngram",)
 _MOST_TOKENS, _LONGEST = 7, 32
+_USUAL_SHORTEST, _USUAL_LONGEST = 2, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +18,8 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = 4
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 5
-
-    NAMES: ClassVar[tuple[str, ...]] = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    prompt_lookup_min: int = _USUAL_SHORTEST
+    prompt_lookup_max: int = _USUAL_LONGEST
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -47,4 +45,8 @@ class SpeculativeConfig:
             raise SetupError(f"{unknown[0]!r} is not known; there are {', '.join(names)}")
         if "method" not in given:
             raise SetupError(f"give a method: {' or '.join(METHODS)}")
+        if "prompt_lookup_max" not in given and isinstance(shortest := given.get("prompt_lookup_min"), int):
+            given["prompt_lookup_max"] = max(shortest, _USUAL_LONGEST)
+        if "prompt_lookup_min" not in given and isinstance(longest := given.get("prompt_lookup_max"), int):
+            given["prompt_lookup_min"] = min(longest, _USUAL_SHORTEST)
         return cls(**given)

@@ -27,8 +27,11 @@ _ROWS_AT_ONCE = 4096
 
 
 def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
-    """Returns whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words."""
+    """Returns whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words, and nothing
+    else writes into blocks, as states are written."""
     half, in_word = rotated // 2, WORD_BYTES // item_bytes
+    if shape.num_state_blocks:
+        return False
     return shape.num_planes == 2 and shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
 
 
