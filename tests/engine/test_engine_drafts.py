@@ -142,7 +142,7 @@ def test_drafts_take_no_block_that_others_wait_for() -> None:
 
     def preempted_at(**drafting: Any) -> list[int]:
         engine = engine_of(HookedRunner(num_blocks=26, block_size=4, vocab_size=1000, max_model_len=48), **drafting)
-        requests = [make_request(f"r{i}", [i + 3] * 5, max_tokens=19) for i in range(6)]
+        requests = [make_request(f"r{i}", [i + 3] * (3 + 2 * i), max_tokens=19 - 2 * i) for i in range(6)]
         for request in requests:
             engine.submit(request)
         lengths: dict[str, int] = dict.fromkeys((request.seq_id for request in requests), 0)
@@ -166,12 +166,12 @@ def test_a_promise_that_holds_without_drafts_holds_with_them() -> None:
 
     def mean_step_s(**drafting: Any) -> float:
         now = [0.0]
-        runner = HookedRunner(num_blocks=600, block_size=4, vocab_size=1000, max_model_len=150)
+        runner = HookedRunner(num_blocks=2000, block_size=4, vocab_size=1000, max_model_len=150)
         engine = engine_of(runner, clock=lambda: now[0], max_num_seqs=200, **drafting)
         curve = StepCurve(fixed_s=0.010, per_row_s=0.0005)
         engine.set_curve(curve)
         engine.submit(make_request("promised", [5, 6, 7], max_tokens=60, tpot_s=0.040, speculate=False))
-        for i in range(12):
+        for i in range(24):
             engine.submit(make_request(f"r{i}", [i + 3] * 5, max_tokens=140))
         num_steps = 0
         while engine.stats().num_running or engine.stats().num_waiting:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_helpers import VOCAB, HookedRunner, assert_idle, drain, engine_of, expected_answer, hand_over, ids_of, make_request, owned
 from hypothesis import given, settings
@@ -176,6 +177,21 @@ def test_a_reservation_shares_kv_without_a_state() -> None:
     assert source.stats().num_hit_tokens == 40
     assert_idle(source)
     assert_idle(target)
+
+
+def test_a_state_that_was_not_confirmed_is_nobody_s() -> None:
+    """All of the prompt's KV is there and its state is not, which comes with a hand-over that turns out to be of something else."""
+    source, target = make_engine(), make_engine()
+    hand_over(source, target, make_request("a", words(45, 1), max_tokens=3))
+    drain(target)
+    prompt = words(45, 1)[:40]
+    reservation = target.reserve(make_request("b", prompt, max_tokens=5))
+    assert reservation.num_cached_tokens == len(prompt)
+    wrong = np.full((STATE, target.runner.kv_shape.block_bytes), 9, np.uint8)
+    target.runner.write_blocks(reservation.block_ids[-STATE:], wrong)
+    target.commit("b", [5], confirmed=False)
+    target.cancel("b")
+    ask(target, "c", [*prompt, 5, 6], max_tokens=4)
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
