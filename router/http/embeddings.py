@@ -121,7 +121,7 @@ class HttpEmbeddings:
             yield {"object": "embedding", "index": index, "embedding": vector}
 
     def _item(self, index: int) -> str:
-        """Of several inputs, a message says which one it is about."""
+        """Makes a message say which of several inputs it is about."""
         return f"input[{index}]" if isinstance(self._body.input, list) else ""
 
     async def _read(self, index: int) -> Prompt:

@@ -10,7 +10,7 @@ _WORD_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSizes:
-    """Sizes of a layer with a gated delta net.
+    """Holds the sizes of a layer with a gated delta net.
 
     kernel  a channel's inputs that the convolution sees, the token's own included
     """
@@ -23,22 +23,22 @@ class StateSizes:
 
     @property
     def num_inputs(self) -> int:
-        """Numbers of q, k, v and z of a token."""
+        """Returns the numbers of q, k, v and z of a token."""
         return self.num_channels + self.num_value_heads * self.value_dim
 
     @property
     def num_channels(self) -> int:
-        """Numbers of q, k and v of a token, which are convolved."""
+        """Returns the numbers of q, k and v of a token, which are convolved."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def recurrent_numbers(self) -> int:
-        """float32 of a sequence and layer that the delta rule keeps."""
+        """Returns how many float32 of a sequence and layer the delta rule keeps."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property
     def conv_numbers(self) -> int:
-        """Inputs of a sequence and layer that the convolution keeps, in the model's dtype."""
+        """Returns how many inputs of a sequence and layer the convolution keeps, in the model's dtype."""
         return self.num_channels * (self.kernel - 1)
 
     def state_bytes(self, item_bytes: int) -> int:

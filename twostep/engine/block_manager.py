@@ -117,7 +117,7 @@ class BlockManager:
                 state = self.pool.state_at(digest)
                 if not state:
                     continue
-                # Of one that others read now, their blocks are no room for it.
+                # The blocks of a state that others read are no room for it.
                 num_kept = self.pool.num_unowned(state)
                 if num_kept > max(0, spare):
                     sequence.state_blocks = self.pool.take_state(digest)

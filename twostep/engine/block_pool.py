@@ -102,7 +102,7 @@ class BlockPool:
         self._boundary = bytearray(num_blocks)  # 1: the block ends at a hash-unit boundary
         self._block_of: dict[bytes, int] = {}
         self._has_states = has_states
-        # Those of the states that are kept, whose hash is that of the block at whose end they are.
+        # Blocks of the states that are kept, by the hash of the KV block that ends where they do.
         self._states: dict[bytes, Sequence[int]] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._change = NetChange()

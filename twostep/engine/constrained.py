@@ -37,7 +37,7 @@ class Advanced:
 
 
 class Advance(NamedTuple):
-    """A constraint to be brought up to date: after these tokens, which follow those it knows, and with at most `most` drafts."""
+    """Asks for a constraint to be brought up to date: after these tokens, which follow those it knows, and with at most `most` drafts."""
 
     constraint: Constraint
     tokens: Sequence[int]

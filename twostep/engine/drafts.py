@@ -114,7 +114,7 @@ class DraftRecord:
 
     @property
     def rate(self) -> float:
-        """The probability that a drafted token is right, those before it being so."""
+        """Returns the probability that a drafted token is right, those before it being so."""
         return self._right / (self._right + self._wrong)
 
     def learn(self, tokens: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class EngineSequence:
     state_source: Sequence[int] = ()
     # The hash at which a state is kept that it came by after what was given; None: there is none.
     state_kept: bytes | None = None
-    # How many of them, the first ones, it has left behind: no token to come sees them, and it owns them no more.
+    # How many of `blocks`, the first ones, it has left behind: no token to come sees them, and it owns them no more.
     num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0

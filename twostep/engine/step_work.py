@@ -19,7 +19,7 @@ from twostep.step_curve import StepWorkload, chunk_pairs
 
 
 class LeftState(NamedTuple):
-    """The state of a sequence after its first `num_tokens`."""
+    """Holds the state of a sequence after its first `num_tokens`."""
 
     sequence: EngineSequence
     num_tokens: int

@@ -15,21 +15,21 @@ from twostep.checkpoint.state_sizes import StateSizes
 
 # Tokens of a prompt that kernels take at once.
 CHUNK = 64
-# Of the norm that queries and keys are brought to a length of 1 by.
+# Queries and keys are brought to a length of 1, by a norm with this epsilon.
 UNIT_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaDims(StateSizes):
-    """Numbers of each part."""
+    """Adds to the sizes what kernels ask for."""
 
     @property
     def share(self) -> int:
-        """Value heads of each key head."""
+        """Returns the value heads of each key head."""
         return self.num_value_heads // self.num_key_heads
 
     def row_bytes(self, item_bytes: int) -> int:
-        """Bytes of a token that a layer has in memory at once on a GPU, at most."""
+        """Returns the bytes of a token that a layer has in memory at once on a GPU, at most."""
         numbers = self.num_inputs + self.num_channels + 2 * self.num_value_heads * (1 + self.value_dim)
         return numbers * item_bytes + self.num_value_heads * 2 * CHUNK * 4
 
