@@ -110,7 +110,7 @@ def bytes_in_memory() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [name if name == "fp8" else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYERS])
 def test_both_are_never_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what is quantized there is no more than what is on its way."""
     at_once = 100_000

@@ -96,6 +96,7 @@ def test_without_a_gap_target_prompts_beside_decodes_win_where_answers_are_long(
     assert plan.gain < 0
 
 
+@pytest.mark.exhaustive
 def test_workers_of_both_roles_are_never_worse_than_aggregated_ones() -> None:
     """Hardly any prefill again: nothing is set apart for it."""
     workload = PlannedWorkload(prompts=Fixed(20), outputs=Fixed(60))
