@@ -186,9 +186,9 @@ def test_chats_that_quote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told.out.count("1.00 tokens each") == 2
     assert "passages have up to 30 tokens" in told.err
     asked = [bytes(r.token_ids.ids).decode() for r in servicer.requests]
-    assert all(chat.startswith("<user>Re") and chat.endswith("<assistant>") for chat in asked)
-    assert any("Nobody came to the fair. The b<" in chat for chat in asked[4:])
-    assert {r.sampling.max_tokens for r in servicer.requests} == {30}, "an answer is as long as its passage"
+    assert all(chat.startswith("<user>Re") for chat in asked)
+    assert any(chat.endswith("Nobody came to the fair. The b<assistant>Nobody c") for chat in asked[4:])
+    assert {r.sampling.max_tokens for r in servicer.requests} == {22}, "a passage of 30 tokens, of which 8 are there"
 
 
 def test_nothing_answered_is_a_failure_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve import lengths
-from twostep.lab.bench.serve.quoting import ASKED, Quotations, questions
+from twostep.lab.bench.serve.quoting import ASKED, BEGUN, Quotations, questions
 from twostep.lab.bench.serve.workloads import BenchSession, PromptContent, QuotingPrompts
 
 TEXT = """On quays
@@ -41,6 +41,14 @@ def text_of(session: BenchSession) -> str:
     return bytes(list(session.turns[0].prompt)).decode()
 
 
+def passage_of(session: BenchSession) -> str:
+    """What is asked for; the answer has begun with it."""
+    chat, _, begun = text_of(session).partition("<end><assistant>")
+    passage = chat.partition("\n\n")[2]
+    assert begun == passage[:BEGUN]
+    return passage
+
+
 def test_a_question_its_passage_and_the_chat_around_them() -> None:
     found = quotations()
     assert [bytes(frame.before).decode() for frame in found.frames] == [f"<user>{asked}\n\n" for asked in ASKED]
@@ -62,16 +70,16 @@ def test_a_seed_repeats_the_chats_and_another_asks_of_other_passages_of_the_same
     first, again, other = some(40), some(40), some(40, "b")
     assert first == again
     assert first != other
-    passages = [[text_of(session).removesuffix("<end><assistant>").partition("\n\n")[2] for session in run] for run in (first, other)]
+    passages = [[passage_of(session) for session in run] for run in (first, other)]
     assert [len(p) for p in passages[0]] == [len(p) for p in passages[1]]
-    assert [len(p) for p in passages[0]] == [session.turns[0].output_tokens for session in first]
+    assert [len(p) - BEGUN for p in passages[0]] == [session.turns[0].output_tokens for session in first]
     assert 30 < sum(map(len, passages[0])) / 40 < 50
 
 
 def test_answers_have_a_length_of_their_own_where_one_is_given() -> None:
     sessions = some(9, workload=QuotingPrompts(passage=lengths.Normal(40, 0.0), output=lengths.Fixed(7)))
     assert {session.turns[0].output_tokens for session in sessions} == {7}
-    assert len({len(text_of(s).removesuffix("<end><assistant>").partition("\n\n")[2]) for s in sessions}) == 1
+    assert {len(passage_of(session)) for session in sessions} == {40}
 
 
 def test_a_chat_and_its_answer_fit_into_the_context_uncut() -> None:

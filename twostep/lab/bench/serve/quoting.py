@@ -1,7 +1,9 @@
 """Chats whose answers quote their prompts: a passage of a text, to be said again word for word or with one word replaced. Pure.
 
-    |<- frame.before ------------------------->|<- passage ------>|<- frame.after ------------>|
-     <|im_start|>user Repeat the following …:   Twice a day the …  <|im_end|> <|im_start|>assistant
+    |<- frame.before ------------------------->|<- passage ------>|<- frame.after ------------>|<- BEGUN ->|
+     <|im_start|>user Repeat the following …:   Twice a day the …  <|im_end|> <|im_start|>assistant Twice a day
+
+The answer is begun with the passage's first tokens: small models, which were told to quote, would often paraphrase.
 
 Only the served model's tokenizer and chat template know the ids. A target has `questions` tokenized once, and `Quotations.of` takes the
 ids apart; after that, a passage of any length is a beginning of one that is there.
@@ -24,6 +26,8 @@ _EDITS = (("the", "this"), ("and", "or"), ("is", "was"), ("a", "one"))
 ASKED = (_REPEAT, *(f'Replace every "{word}" with "{other}" in this text, and change nothing else:' for word, other in _EDITS))
 # Two passages that have nothing in common: what two chats with them share is the frame.
 _MARKS = ("1", "x")
+# Tokens of the passage with which its answer is begun.
+BEGUN = 8
 _MAX_PASSAGES = 64
 # Left of the context for what is around a passage, where its characters are counted, not its tokens.
 _MARGIN = 512
@@ -47,7 +51,8 @@ class Frame:
     after: Sequence[int]
 
     def around(self, passage: Sequence[int]) -> array[int]:
-        return array("I", chain(self.before, passage, self.after))
+        """Returns the whole prompt: the chat, and the answer's beginning."""
+        return array("I", chain(self.before, passage, self.after, passage[:BEGUN]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Quotations:
         frames = tuple(_frame(*(ids[_said(what, mark)] for mark in _MARKS)) for what in ASKED)
         marks = {_said(what, mark) for what in ASKED for mark in _MARKS}
         before, after = len(frames[0].before), len(frames[0].after)
-        most = max_model_len // 2 - max(len(frame.before) + len(frame.after) for frame in frames)
+        most = max_model_len // 2 - BEGUN - max(len(frame.before) + len(frame.after) for frame in frames)
         passages = (chat[before : len(chat) - after] for said, chat in ids.items() if said not in marks)
         return cls(frames, tuple(passage[: max(0, most)] for passage in passages))
 

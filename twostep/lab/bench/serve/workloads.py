@@ -16,7 +16,7 @@ from typing import Protocol
 
 from twostep.errors import InvalidRequest
 from twostep.lab.bench.serve.lengths import Lengths, Normal
-from twostep.lab.bench.serve.quoting import Frame, Quotations
+from twostep.lab.bench.serve.quoting import BEGUN, Frame, Quotations
 
 MAX_TURNS = 180
 MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
@@ -132,7 +132,7 @@ class QuotingPrompts:
     """Chats that ask for a passage of a text again, word for word or with one word replaced."""
 
     passage: Normal
-    output: Lengths | None = None  # None: as long as the passage is
+    output: Lengths | None = None  # None: what is left of the passage
 
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         """Raises InvalidRequest where the text, or half of the context, is shorter than passages are to be."""
@@ -148,7 +148,7 @@ class QuotingPrompts:
     def _sessions(self, quotes: Iterator[tuple[Frame, Sequence[int]]], rng: random.Random) -> Iterator[BenchSession]:
         for frame, passage in quotes:
             length = self.passage.draw(rng)
-            yield _one_turn(frame.around(passage[:length]), self.output.draw(rng) if self.output else length)
+            yield _one_turn(frame.around(passage[:length]), self.output.draw(rng) if self.output else max(1, length - BEGUN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
