@@ -173,6 +173,24 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len({tuple(r.token_ids.ids[:512]) for r in servicer.requests}) == 1
 
 
+def test_chats_that_quote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--workload", "quoting", "--input-tokens", "30", "--spread", "0", "--concurrency", "2", "--num-requests", "4")
+    path = tmp_path / "text"
+    path.write_text("Nobody came to the fair. The bread was eaten by the geese.")
+    with server() as (address, servicer):
+        assert bench("--target", address, *words) == 0
+        assert bench("--target", address, *words, "--dataset-path", str(path)) == 0
+        path.write_text("Two sentences. No more.")
+        assert bench("--target", address, *words, "--dataset-path", str(path)) == 1
+    told = capsys.readouterr()
+    assert told.out.count("1.00 tokens each") == 2
+    assert "passages have up to 30 tokens" in told.err
+    asked = [bytes(r.token_ids.ids).decode() for r in servicer.requests]
+    assert all(chat.startswith("<user>Re") for chat in asked)
+    assert any(chat.endswith("Nobody came to the fair. The b<assistant>Nobody c") for chat in asked[4:])
+    assert {r.sampling.max_tokens for r in servicer.requests} == {22}, "a passage of 30 tokens, of which 8 are there"
+
+
 def test_nothing_answered_is_a_failure_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     with server(refuse_every=1) as (address, _):
         assert bench("--target", address, *FAST, "--num-requests", "3") == 1
@@ -225,7 +243,9 @@ def test_a_key_that_goes_unencrypted_is_told_on_standard_error(capsys: pytest.Ca
         ("--attainment 2", "--attainment 2"),
         ("--workload mooncake", "--dataset-path"),
         ("--workload azure --dataset-path x", "mooncake"),
-        ("--workload quoting", "it was removed"),
+        ("--workload mixed", "it was removed"),
+        ("--workload quoting --dataset-path /nowhere/text", "cannot be read"),
+        ("--workload quoting --max-model-len 512", "--input-tokens"),
         ("--dataset-path x", "--workload"),
         ("--trace-speed 2", "--trace-speed"),
         ("--workload multi-turn --turns 1:181", "180 turns"),

@@ -81,6 +81,19 @@ def test_an_answer_that_crosses_the_windows_end_counts_by_its_tokens() -> None:
     assert work.mean_concurrency == pytest.approx(1.75 / 2)
 
 
+def test_where_tokens_come_together_a_tokens_time_is_no_gap() -> None:
+    """Nine tokens in three messages: one at 1 s, four at 1.5 and four at 2."""
+    drafted = answered(0.0, ttft=1.0, gap=0.5, tokens=3)
+    drafted.num_tokens = array("I", [1, 4, 4])
+    summary = summarize([drafted], Windows.of_requests([drafted], open_loop=False))
+    assert (summary.tpot_s.p50, summary.itl_s.p50, summary.longest_gap_s.p50) == (0.125, 0.5, 0.5)
+    assert summary.user_tokens_per_s.p50 == 8.0
+    assert summary.throughput.output_tokens_per_s == pytest.approx(4.5)
+    assert (summary.output_tokens.p50, summary.tokens_per_message.mean, summary.tokens_per_message.max) == (9, 3.0, 4)
+    told = point_of([drafted], Windows.of_requests([drafted], open_loop=False), LatencyTargets(gap_ms=600), 1.0)
+    assert "3.00 tokens each (most 4)" in table(told, LatencyTargets())
+
+
 def test_errors_and_refusals_are_counted_by_kind_and_against_goodput() -> None:
     records = [answered(0.0), failed(1.0, REFUSED), failed(2.0, REFUSED), failed(3.0, "unavailable")]
     summary = summarize(records, Windows.of_duration(0.0, 4.0), targets=LatencyTargets(ttft_ms=500))

@@ -79,4 +79,7 @@ class TimedInference(ScriptedInference):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         await self.let_in(context)
+        if request.HasField("chat"):
+            said = "".join(f"<{message.role}>{message.content}" for message in request.chat.messages)
+            request = pb.TokenizeRequest(text=f"{said}<assistant>")
         return await super().Tokenize(request, context)

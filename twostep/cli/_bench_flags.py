@@ -7,11 +7,10 @@ from pathlib import Path
 
 from twostep.settings.reading import FlagParser
 
-WORKLOADS = ("fixed", "normal", "sharegpt", "document", "shared-prefix", "multi-turn", "mooncake")
+WORKLOADS = ("fixed", "normal", "sharegpt", "document", "shared-prefix", "multi-turn", "quoting", "mooncake")
 _REMOVED = {
     "azure": "turn its lines into mooncake's: timestamp in ms, input_length, output_length, no hash_ids",
     "mixed": "run `--workload fixed` twice at once, with long and with short prompts",
-    "quoting": "nothing speculates on a prompt's repetitions",
 }
 
 DESCRIPTION = """Load on a served model, and what its users would have felt: TTFT, TPOT, gaps between tokens, goodput, throughput.
@@ -95,7 +94,7 @@ def add_flags(command: FlagParser) -> None:
     work.add_argument("--prefix-tokens", metavar="N[xK]", help="shared prefix (1024), K different ones; or a conversation's system prompt")
     work.add_argument("--turns", default="5", metavar="N|LOW:HIGH", help="turns of a conversation, 180 at most (default: 5)")
     work.add_argument("--think-time", type=float, default=0.0, metavar="S", help="mean time from an answer to the next turn (default: 0)")
-    work.add_argument("--dataset-path", type=Path, metavar="FILE", help="mooncake: its JSONL")
+    work.add_argument("--dataset-path", type=Path, metavar="FILE", help="mooncake: its JSONL; quoting: a text of its own")
     work.add_argument("--max-model-len", type=int, default=0, metavar="N", help="cut longer requests to this; 0: what the server tells")
     work.add_argument("--vocab-size", type=int, default=0, metavar="N", help="draw ids from 256 to this; 0: ids of ordinary text")
     work.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")

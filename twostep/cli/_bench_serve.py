@@ -14,6 +14,7 @@ import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from twostep.cli._terminal import Terminal, clipped
 from twostep.errors import InvalidRequest, SetupError
@@ -27,7 +28,16 @@ from twostep.lab.bench.serve.runner import Extent, RunProgress
 from twostep.lab.bench.serve.summary import summarize
 from twostep.lab.bench.serve.sweep import Doom, Search, Tried, knee
 from twostep.lab.bench.serve.target import RouterTarget, TargetModel, TargetOptions
-from twostep.lab.bench.serve.workloads import MAX_TURNS, MultiTurn, RandomPrompts, RequestTrace, SharedPrefixPrompts, Workload, read_trace
+from twostep.lab.bench.serve.workloads import (
+    MAX_TURNS,
+    MultiTurn,
+    QuotingPrompts,
+    RandomPrompts,
+    RequestTrace,
+    SharedPrefixPrompts,
+    Workload,
+    read_trace,
+)
 from twostep.rpc import event_loop
 from twostep.settings.tls import TlsFiles
 
@@ -35,7 +45,13 @@ from twostep.settings.tls import TlsFiles
 _MAX_SLIP_S = 0.010
 _DEFAULT_DURATION_S = 60.0
 # Mean prompt and answer where --input-tokens and --output-tokens are not given.
-_DEFAULT_LENGTHS = {"fixed": (512, 128), "normal": (2600, 128), "shared-prefix": (128, 128), "multi-turn": (128, 128)}
+_DEFAULT_LENGTHS = {
+    "fixed": (512, 128),
+    "normal": (2600, 128),
+    "shared-prefix": (128, 128),
+    "multi-turn": (128, 128),
+    "quoting": (128, 128),
+}
 _ABOVE_0 = ("input_tokens", "output_tokens", "trace_speed", "duration", "num_requests", "concurrency", "timeout")
 _AT_LEAST_0 = ("warmup", "think_time", "spread", "max_model_len", "vocab_size", "temperature")
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 10.0
@@ -216,6 +232,7 @@ def _target(args: argparse.Namespace, targets: LatencyTargets) -> RouterTarget:
             tpot_ms=targets.tpot_ms if args.send_targets else None,
             gap_ms=targets.gap_ms if args.send_targets else None,
             tenant=args.tenant,
+            text=_text(args.dataset_path) if args.workload == "quoting" else "",
         )
     )
 
@@ -261,8 +278,12 @@ def _extent(args: argparse.Namespace, arrivals: Arrivals | Users | TraceTimes, w
 
 def _workload(args: argparse.Namespace) -> Workload:
     name, spread = args.workload, args.spread / 100
-    if (args.dataset_path is not None) != (name == "mooncake"):
-        raise InvalidRequest("--workload mooncake is read from a file, and nothing else is: give both that and --dataset-path, or neither")
+    if name != "quoting" and (args.dataset_path is not None) != (name == "mooncake"):
+        raise InvalidRequest(
+            "--workload mooncake is read from a file, quoting may be, and nothing else is: give both that and --dataset-path, or neither"
+        )
+    if name == "quoting" and args.max_model_len:
+        raise InvalidRequest("--max-model-len would cut off what is asked for: give --workload quoting fewer --input-tokens")
     prefix_tokens, num_prefixes = _prefix(args.prefix_tokens)
     mean_prompt, mean_output = _DEFAULT_LENGTHS.get(name, (1, 1))
     prompt = lengths.Normal(args.input_tokens or mean_prompt, spread)
@@ -279,11 +300,22 @@ def _workload(args: argparse.Namespace) -> Workload:
             return RandomPrompts(prompt=lengths.SHAREGPT_PROMPT, output=fixed_output or lengths.SHAREGPT_OUTPUT)
         case "shared-prefix":
             return SharedPrefixPrompts(prefix_tokens=prefix_tokens or 1024, num_prefixes=num_prefixes, suffix=prompt, output=output)
+        case "quoting":
+            return QuotingPrompts(passage=prompt, output=output if args.output_tokens else None)
         case "multi-turn":
             return MultiTurn(
                 turns=_turns(args.turns), message=prompt, output=output, system_tokens=prefix_tokens or 0, think_s=args.think_time
             )
     return RandomPrompts(prompt=prompt, output=output)
+
+
+def _text(path: Path | None) -> str:
+    """Returns the text whose passages are quoted: the one that `twostep bench quality` reads, unless a file is given."""
+    source = Path(__file__).parents[1] / "lab" / "bench" / "quality.txt" if path is None else path
+    try:
+        return source.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{source} cannot be read ({error}); give a text as --dataset-path") from error
 
 
 def _prefix(text: str | None) -> tuple[int | None, int]:

@@ -1,6 +1,7 @@
 """`twostep bench serve`: load on a router, and what its users would have felt.
 
     arrivals, lengths, workloads    when requests come, how long they are, what they ask for       pure
+    quoting                         chats whose answers quote them                                 pure
     target                          speaks to the router
     runner, load                    sends them, notes every token's time
     metrics, causes                 times to figures, and where the time went                      pure

@@ -44,12 +44,17 @@ class Normal:
         if not 0 <= self.spread <= 1:
             raise InvalidRequest(f"the spread is {self.spread * 100:g} %; give 0 to 100, the standard deviation in percent of the mean")
 
+    @property
+    def high(self) -> float:
+        """The most that is drawn."""
+        return self.mean * (1 + 3 * self.spread)
+
     def draw(self, rng: random.Random) -> int:
         deviation = self.mean * self.spread
-        low, high = max(0.5, self.mean - 3 * deviation), self.mean + 3 * deviation
+        low = max(0.5, self.mean - 3 * deviation)
         while True:
             value = rng.gauss(self.mean, deviation)
-            if low <= value <= high:
+            if low <= value <= self.high:
                 return max(1, round(value))
 
 

@@ -67,7 +67,7 @@ class ServeLoad:
     def sessions(self, served: TargetModel, run: str) -> Iterator[BenchSession]:
         """Lengths depend on the seed alone, and are the same for every run; what the prompts say differs from run to run, so that none
         finds another's in a cache."""
-        content = PromptContent(f"{self.seed}/{run}", served.alphabet)
+        content = PromptContent(f"{self.seed}/{run}", served.alphabet, served.quotations)
         length = min((n for n in (self.max_model_len, served.max_model_len) if n), default=0)
         return (session.fitted(length) for session in self.workload.sessions(content, random.Random(f"lengths/{self.seed}")))
 

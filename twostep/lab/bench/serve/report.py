@@ -63,6 +63,8 @@ def table(point: Point, targets: LatencyTargets) -> str:
         f"  tokens/s     {_figure(work.input_tokens_per_s, ',.0f')} in, {_figure(work.output_tokens_per_s, ',.0f')} out; "
         f"per user {_figure(s.user_tokens_per_s.p50, ',.1f')} (slowest {_figure(s.user_tokens_per_s.min, ',.1f')})",
         f"  prompts      {_span(s.prompt_tokens)} tokens, {_figure(s.cached_share, '.0%')} cached; answers {_span(s.output_tokens)}",
+        f"  messages     {_figure(s.tokens_per_message.mean, ',.2f')} tokens each (most {_figure(s.tokens_per_message.max, ',.0f')}): "
+        "TPOT is a token's time, ITL and gap are between messages",
     ]
     if s.goodput is not None:
         g = s.goodput

@@ -93,6 +93,8 @@ class Summary:
     e2e_s: Distribution
     user_tokens_per_s: Distribution
     """1 / TPOT: the speed at which one user's answer runs. Its slow end is at the low percentiles: `min`, not `max`."""
+    tokens_per_message: Distribution
+    """Above 1, ITL, which is between messages, is longer than TPOT, which is of tokens."""
     prompt_tokens: Distribution
     output_tokens: Distribution
     cached_share: float  # prompt tokens that came out of a cache / all prompt tokens, where the server tells
@@ -134,6 +136,7 @@ def summarize(
         longest_gap_s=Distribution.of(_there(x.longest_gap_s for x in done)),
         e2e_s=Distribution.of(x.e2e_s for x in done),
         user_tokens_per_s=Distribution.of(1 / x.tpot_s for x in done if x.tpot_s),
+        tokens_per_message=Distribution.of(n for r in completed for n in r.num_tokens),
         prompt_tokens=Distribution.of(r.prompt_tokens for r in completed),
         output_tokens=Distribution.of(r.output_tokens for r in completed),
         cached_share=sum(r.cached_tokens for r in completed) / prompts if prompts else math.nan,

@@ -17,6 +17,7 @@ import grpc.aio
 
 from twostep.client._channel import key_metadata
 from twostep.errors import DeadlineExceeded, InvalidRequest, SetupError, TwostepError, Unavailable
+from twostep.lab.bench.serve.quoting import Quotations, questions
 from twostep.lab.bench.serve.record import REFUSED, RequestRecord
 from twostep.rpc.channel import error_from_rpc, open_channel
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -59,6 +60,7 @@ class TargetModel:
     model: str
     max_model_len: int
     alphabet: Sequence[int]  # ids that prompts may be made of
+    quotations: Quotations | None = None  # of the text, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class TargetOptions:
     tpot_ms: float | None = None
     gap_ms: float | None = None
     tenant: str = ""
+    text: str = field(default="", repr=False)  # whose passages are asked for; empty: none
 
 
 class RouterTarget:
@@ -110,15 +113,26 @@ class RouterTarget:
             names = ", ".join(m.name for m in models)
             raise SetupError(f"--model {options.model!r} does not say which to load; served there: {names or 'nothing yet'}")
         alphabet: Sequence[int] = range(256, options.vocab_size) if options.vocab_size else await self._ordinary_ids()
-        return TargetModel(model=found[0].name, max_model_len=found[0].max_model_len, alphabet=alphabet)
+        quotations = await self._quotations(found[0].max_model_len) if options.text else None
+        return TargetModel(model=found[0].name, max_model_len=found[0].max_model_len, alphabet=alphabet, quotations=quotations)
 
     async def _ordinary_ids(self) -> list[int]:
-        request = pb.TokenizeRequest(model=self._options.model, text=_SAMPLE)
+        return sorted(set(await self._tokenized(pb.TokenizeRequest(model=self._options.model, text=_SAMPLE))))
+
+    async def _quotations(self, max_model_len: int) -> Quotations:
+        """Has the router put each question through the model's chat template, once for all runs."""
+        ids: dict[str, Sequence[int]] = {}
+        for said in questions(self._options.text, max_model_len):
+            chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=said)])
+            ids[said] = await self._tokenized(pb.TokenizeRequest(model=self._options.model, chat=chat))
+        return Quotations.of(ids, max_model_len)
+
+    async def _tokenized(self, request: pb.TokenizeRequest) -> Sequence[int]:
         try:
             response = await self._stubs[0].Tokenize(request, metadata=self._metadata, timeout=_OPEN_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise error_from_rpc(failure) from failure
-        return sorted(set(response.token_ids))
+        return list(response.token_ids)
 
     def prepare(self, prompt: array[int], output_tokens: int, run: str) -> pb.GenerateRequest:
         """Everything about a request that can be done before its time. Requests of different `run` share no cached prefixes."""

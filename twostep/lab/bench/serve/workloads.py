@@ -1,4 +1,4 @@
-"""Draws what requests ask for: seeded sequences of sessions, and prompts of token ids that begin differently from one another. Pure.
+"""Draws what requests ask for: seeded sequences of sessions, and prompts of token ids, most of which begin differently. Pure.
 
 A *session* is one conversation: its turns follow one another, each after the answer to the one before and a time to think; each turn's
 prompt is everything said so far and something new. Most workloads' sessions have one turn.
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from twostep.errors import InvalidRequest
-from twostep.lab.bench.serve.lengths import Lengths
+from twostep.lab.bench.serve.lengths import Lengths, Normal
+from twostep.lab.bench.serve.quoting import BEGUN, Frame, Quotations
 
 MAX_TURNS = 180
 MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
@@ -25,16 +26,17 @@ _HEAD = 8
 
 
 class PromptContent:
-    """Draws from an alphabet: ids that the model has and that mean nothing special.
+    """Draws from an alphabet: ids that the model has and that mean nothing special; and questions about a text, if there is one.
 
     A long prompt is a slice, at a random place, of a pool drawn once: drawing each of its thousands of tokens would take the load
     generator longer than sending them."""
 
-    def __init__(self, seed: str, alphabet: Sequence[int]) -> None:
+    def __init__(self, seed: str, alphabet: Sequence[int], quotations: Quotations | None = None) -> None:
         if len(alphabet) < 2:
             raise InvalidRequest("prompts need an alphabet of at least two token ids")
         self._seed = seed
         self._alphabet = alphabet
+        self.quotations = quotations
         self._rng = random.Random(f"prompts/{seed}")
         self._pool: array[int] = array("I", random.Random(f"pool/{seed}").choices(alphabet, k=_POOL))
 
@@ -45,6 +47,10 @@ class PromptContent:
     def block(self, name: str, num_tokens: int) -> array[int]:
         """Always the same for the same name; of two lengths, the shorter is a beginning of the longer."""
         return self._draw(random.Random(f"block/{self._seed}/{name}"), num_tokens)
+
+    def quotes(self, quotations: Quotations) -> Iterator[tuple[Frame, Sequence[int]]]:
+        """Yields endlessly a question and the passage that it is about."""
+        return quotations.drawn(random.Random(f"quotes/{self._seed}"))
 
     def _draw(self, rng: random.Random, num_tokens: int) -> array[int]:
         out: array[int] = array("I", rng.choices(self._alphabet, k=min(num_tokens, _HEAD)))
@@ -84,7 +90,7 @@ class BenchSession:
 
 
 class Workload(Protocol):
-    """A pure function of seed and alphabet."""
+    """A pure function of seed and content."""
 
     def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
         """Endless, but for a trace."""
@@ -119,6 +125,30 @@ class SharedPrefixPrompts:
             prefix = rng.choice(prefixes)
             suffix, output = self.suffix.draw(rng), self.output.draw(rng)
             yield _one_turn(prefix + content.draw(suffix), output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotingPrompts:
+    """Chats that ask for a passage of a text again, word for word or with one word replaced."""
+
+    passage: Normal
+    output: Lengths | None = None  # None: what is left of the passage
+
+    def sessions(self, content: PromptContent, rng: random.Random) -> Iterator[BenchSession]:
+        """Raises InvalidRequest where the text, or half of the context, is shorter than passages are to be."""
+        quotations = content.quotations
+        assert quotations is not None, "the target was opened without a text"
+        if (most := quotations.longest) < self.passage.high:
+            raise InvalidRequest(
+                f"passages have up to {self.passage.high:.0f} tokens, and the text or half of the context has {most}: give fewer "
+                "--input-tokens, less --spread or a longer --dataset-path"
+            )
+        return self._sessions(content.quotes(quotations), rng)
+
+    def _sessions(self, quotes: Iterator[tuple[Frame, Sequence[int]]], rng: random.Random) -> Iterator[BenchSession]:
+        for frame, passage in quotes:
+            length = self.passage.draw(rng)
+            yield _one_turn(frame.around(passage[:length]), self.output.draw(rng) if self.output else max(1, length - BEGUN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
