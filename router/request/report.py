@@ -196,8 +196,9 @@ class RequestReport:
     def on_decode_token(self, position: int, steps: StepTimes | None) -> None:
         """Called for every token of every request: keep it short."""
         now = self.last_decode_at = time.monotonic()
-        # Tokens of one message are seen at once: there is no gap between them.
-        if self.last_token_at is not None and (steps is None or steps is not self.steps):
+        # Between tokens of one step there is no gap.
+        of_one_step = steps is not None and steps is self.steps and steps.step == steps.last_step
+        if self.last_token_at is not None and not of_one_step:
             gap_s = now - self.last_token_at
             self.metrics.itl.observe(gap_s)
             if gap_s > self.gaps.least_s:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from right_tokens import alone, assert_right, runner_of
+from scraping import scrape
 from whole_system import whole_system
 
 from twostep import AsyncClient, SamplingOptions
@@ -34,6 +35,9 @@ async def test_drafts_change_no_answer(tiny_llama_dir: Path, tmp_path: Path) -> 
         (decode,) = system.decodes
         stats = decode.engine.stats()
         assert sum(stats.num_accepted) > 10
+        # A gap is between steps, and drafts that were right came without one.
+        num_gaps = scrape(system.routers[0].metrics_port)("twostep_inter_token_latency_seconds_count")
+        assert 0 < num_gaps < sum(len(answer.token_ids) - 1 for answer in got)
         again = await client.generate(token_ids=prompts[0], **options, logit_bias=bias, speculate=False).result()
         assert again.token_ids == got[0].token_ids
         assert decode.engine.stats().num_drafted == stats.num_drafted

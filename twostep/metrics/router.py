@@ -46,8 +46,8 @@ TPOT = histogram(
 )
 ITL = histogram(
     "twostep_inter_token_latency_seconds",
-    "Between two tokens of a request, each gap one observation; the gap after the first token and those of migrations included. What a "
-    "worker sends at once, such as drafted tokens of one step, has no gap inside: the mean time of a token is that of "
+    "Between two tokens of a request, each gap one observation; the gap after the first token and those of migrations included. Tokens "
+    "of one step, some of which were drafted, have no gap between them: the mean time of a token is "
     "twostep_request_time_per_output_token_seconds.",
     STEP_SECONDS,
 )
