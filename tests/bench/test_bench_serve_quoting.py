@@ -42,7 +42,7 @@ def text_of(session: BenchSession) -> str:
 
 
 def passage_of(session: BenchSession) -> str:
-    """What is asked for; the answer has begun with it."""
+    """Returns what is asked for; the answer has begun with it."""
     chat, _, begun = text_of(session).partition("<end><assistant>")
     passage = chat.partition("\n\n")[2]
     assert begun == passage[:BEGUN]

@@ -147,9 +147,11 @@ class KnowingProposer:
         self._tireless = tireless
         self._rng = random.Random(seed)
         self.known: set[str] = set()
+        self.num_asked = 0
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
         self.known.add(seq_id)
+        self.num_asked += 1
         drafts: list[int] = []
         for _ in range(most if self._tireless else self._rng.randrange(most + 1)):
             token = fake_next_token([*tokens, *drafts], self._vocab_size, self._window)

@@ -26,7 +26,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_looku
 
 
 def looked_up(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
-    """What look_up does, place by place."""
+    """Does what look_up does, place by place."""
     for length in range(longest, shortest - 1, -1):
         last = tokens[len(tokens) - length :]
         places = [end for end in range(length, len(tokens)) if tokens[end - length : end] == last] if length <= len(tokens) else []
@@ -159,6 +159,17 @@ def test_drafts_take_no_block_that_others_wait_for() -> None:
     assert without
     # Wrong drafts give no tokens: the same lengths have the same blocks.
     assert with_drafts == without
+
+
+def test_where_no_draft_pays_nothing_is_looked_up() -> None:
+    proposer = KnowingProposer(1000, 1.0, tireless=True)
+    engine = engine_of(HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100), speculative=NGRAM, proposer=proposer)
+    engine.set_curve(StepCurve(fixed_s=0.0, per_row_s=0.001))
+    request = make_request("a", [5, 6, 7], max_tokens=20)
+    engine.submit(request)
+    tokens, _ = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request)
+    assert not proposer.num_asked
 
 
 def test_a_promise_that_holds_without_drafts_holds_with_them() -> None:

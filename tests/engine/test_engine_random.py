@@ -457,11 +457,12 @@ def test_the_random_worlds_visit_what_they_should() -> None:
     assert all(counts[name] >= 3 for name in (*wanted, "ended before they were confirmed")), counts
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_stepping_thread_among_submitting_and_cancelling_ones(look_ahead: bool) -> None:
+@pytest.mark.parametrize(("look_ahead", "drafts"), [(False, False), (True, False), (True, True)])
+def test_a_stepping_thread_among_submitting_and_cancelling_ones(look_ahead: bool, drafts: bool) -> None:
     """Real threads on one engine; who wins a race is open, what comes out is not."""
     runner = HookedRunner(num_blocks=60, block_size=4, vocab_size=1000, max_model_len=120)
-    engine = engine_of(runner, max_num_batched_tokens=40, max_num_seqs=8, look_ahead=look_ahead)
+    speculative = SpeculativeConfig(method="ngram", prompt_lookup_min=1) if drafts else None
+    engine = engine_of(runner, max_num_batched_tokens=40, max_num_seqs=8, look_ahead=look_ahead, speculative=speculative)
     done = threading.Event()
     got: dict[str, list[int]] = {}
     requests: dict[str, EngineRequest] = {}

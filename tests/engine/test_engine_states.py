@@ -147,7 +147,7 @@ def test_a_state_that_there_is_no_room_to_leave_is_taken_by_one_alone() -> None:
 
 
 def test_a_state_that_is_taken_is_new_content() -> None:
-    """Who reads the blocks without owning them sees by their generations that they have changed."""
+    """Its generations tell readers that do not own the blocks that they have changed."""
     engine = make_engine(num_blocks=11 + STATE)
     request = make_request("a", words(40, 1), max_tokens=1)
     engine.submit(request, hold=True)

@@ -203,7 +203,7 @@ QWEN3_NEXT = {
 
 
 def test_states_of_sequences_are_counted_in_blocks(tmp_path: Path) -> None:
-    """Of 36 layers, each 32 matrices of 128 x 128 in float32 and three inputs of 8192 channels; a block of 16 tokens has 12 layers."""
+    """Each of 36 layers has 32 matrices of 128 x 128 in float32 and three inputs of 8192 channels; a block of 16 tokens has 12 layers."""
     model = model_of(QWEN3_NEXT, tmp_path)
     assert model.kv_token_bytes == 2 * 12 * 2 * 256 * 2
     assert model.state_bytes == 4 * 32 * 128 * 128 + 2 * 3 * 8192

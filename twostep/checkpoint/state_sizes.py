@@ -1,5 +1,5 @@
-"""How large the states are that gated delta nets keep of a sequence in place of keys and values. Torch-free: plans ask it before anything
-is loaded."""
+"""The sizes of the states that gated delta nets keep of a sequence in place of keys and values. Torch-free: plans ask for them before
+anything is loaded."""
 
 from __future__ import annotations
 

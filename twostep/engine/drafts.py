@@ -105,7 +105,7 @@ class _Tokens:
 
 
 class DraftRecord:
-    """How often a sequence's proposals were right of late: also those that no step computed, so that it costs nothing to learn."""
+    """Remembers how often a sequence's proposals were right of late, also those that no step computed: learning costs no row."""
 
     def __init__(self) -> None:
         self._right, self._wrong = _PRIOR_RIGHT, _PRIOR_WRONG
@@ -136,7 +136,7 @@ class DraftRecord:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What may follow in one sequence, and with what probability each token is right, those before it being so."""
+    """Holds tokens that may follow in one sequence, and with what probability each is right, those before it being so."""
 
     tokens: Sequence[int]
     rate: float
@@ -159,17 +159,21 @@ def choose_drafts(
     gains = sorted(
         ((proposal.rate ** (i + 1), -index) for index, proposal in enumerate(proposals) for i in range(len(proposal.tokens))), reverse=True
     )
-    tokens, seconds = float(num_tokens), 0.0 if step_s is None else step_s(0)
-    longest = max(bound_s, seconds)
-    for rows, (gain, index) in enumerate(gains[: max(0, most)], 1):
-        if step_s is not None:
-            longer = step_s(rows)
-            if longer > longest or (tokens + gain) * seconds <= tokens * longer:
-                break
-            seconds = longer
+    tokens = float(num_tokens)
+    for rows, (gain, index) in enumerate(gains[: max(0, most)]):
+        if not _pays(gain, tokens, rows, step_s, bound_s):
+            break
         tokens += gain
         counts[-index] += 1
     return counts
+
+
+def _pays(gain: float, tokens: float, rows: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
+    """Returns whether a draft that adds `gain` to a step's tokens is worth a row, beside as many `rows` of others."""
+    if step_s is None:
+        return True
+    seconds, longer = step_s(rows), step_s(rows + 1)
+    return longer <= max(bound_s, step_s(0)) and (tokens + gain) * seconds > tokens * longer
 
 
 class Drafting:
@@ -188,6 +192,9 @@ class Drafting:
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
     ) -> list[Sequence[int]]:
         """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
+        if most < 1 or not _pays(1.0, len(decodes), 0, step_s, bound_s):
+            # Not even certain ones would: nothing is looked up, which under load would take longer than anything here.
+            return [()] * len(decodes)
         proposals = [self._propose(sequence) for sequence in decodes]
         counts = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, counts, strict=True)]

@@ -242,8 +242,7 @@ class Engine:
             raise InternalError(f"the thread that copies prefixes ended: {self.host_copies.failure!r}; restart the worker")
         if self._self_test.sick:
             raise InternalError(f"{SICK}; restart the worker, and look at its GPU if it happens again")
-        # After a launch that failed nothing is carried from it: it is settled first.
-        while len(self._launched) < (1 if self._scheduler.drafts else self._depth) and not (self._launched and self._launched[-1].failed):
+        while self._may_launch():
             due = self._clock()
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:
@@ -268,6 +267,15 @@ class Engine:
         while self._launched:
             outputs.append(self._settle())
         return outputs
+
+    def _may_launch(self) -> bool:
+        if not self._launched:
+            return True
+        # After a launch that failed nothing is carried from it: it is settled first.
+        if len(self._launched) >= self._depth or self._launched[-1].failed:
+            return False
+        with self._changed:
+            return not self._scheduler.drafts
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""

@@ -1,4 +1,4 @@
-"""What a gated delta net (families/gated_delta_net.py) needs besides its products: its numbers, its weights, and where its state's lie.
+"""A gated delta net (families/gated_delta_net.py) besides its products: its sizes, its weights, and where the numbers of its state lie.
 
 projected, a row   │ q k v z │ q k v z │ … │ b a │ b a │ …      by key head, which has the v, z, b and a of its value heads
 state, in bytes    │ recurrent: float32 [value head, key_dim, value_dim] │ inputs: [channel, kernel - 1] │

@@ -95,7 +95,7 @@ class AttentionPlan(Protocol):
         ...
 
     def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
-        """What a gated delta net (delta_net.py) has in attention's place: convolves, recalls by the delta rule, norms and gates. Reads
+        """Does what a gated delta net (delta_net.py) has in attention's place: convolves, recalls by the delta rule, norms and gates. Reads
         what the layer keeps of each sequence, nothing of one that begins, and writes what it keeps from now on.
 
         layer      counts the layers that have a state

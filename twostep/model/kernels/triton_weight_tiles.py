@@ -1,4 +1,4 @@
-"""What kernels multiply 16-bit weights with: rows and tiles of a weight as they are loaded, and a tile's product with tokens."""
+"""Parts of kernels that multiply 16-bit weights: rows and tiles of a weight as they are loaded, and a tile's product with tokens."""
 
 from __future__ import annotations
 
