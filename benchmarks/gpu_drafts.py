@@ -6,21 +6,23 @@
 Answers are one token again and again, by a bias, so that a script knows what is right: each token that it drafts is so with a given
 probability. `always`: four are drafted in every step, whatever they bring. `chosen`: as many as the engine chooses by its step curve, which
 is measured as a worker does. `plain`: without drafts, and with look-ahead. A time is that from one output to the next, median; contexts from
-1024 on. Each is measured in turn, `--rounds` times; the medians of rounds.
+1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight. Each is measured in turn,
+`--rounds` times; the medians of rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
-from gpu_step_loop import BLOCK_SIZE, CONTEXT, SMALL, make
+from gpu_step_loop import BLOCK_SIZE, CONTEXT, SMALL, TimedRunner, make
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
@@ -28,7 +30,6 @@ from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 from twostep.settings.speculative import SpeculativeConfig
-from twostep.step_curve import StepCurve
 from twostep.worker.calibration import calibrate
 
 TOKEN, OTHER = 7, 8
@@ -66,19 +67,22 @@ def main() -> None:
     rows = max((1 + args.drafts) * min(largest, 64), largest)
     length = context + 2 * args.tokens + largest + 64
     num_blocks = largest * (-(-length // BLOCK_SIZE) + 1) + 1024
-    runner = make(SMALL if args.tiny else LLAMA_8B, num_blocks=num_blocks, max_num_seqs=rows, max_model_len=2048, device=args.device)
+    model = make(SMALL if args.tiny else LLAMA_8B, num_blocks=num_blocks, max_num_seqs=rows, max_model_len=2048, device=args.device)
     if args.device != "cpu":
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    curve = calibrate(runner, step_tokens=2048, max_num_seqs=rows)
+    curve = calibrate(model, step_tokens=2048, max_num_seqs=rows)
     print(f"curve {curve}", flush=True)
     bounds = EngineConfig(max_num_batched_tokens=8192, max_num_seqs=rows, max_waiting=largest, hash_unit=BLOCK_SIZE, look_ahead=True)
     drafting = replace(bounds, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=args.drafts))
-    script = Scripted()
+    script, runner = Scripted(), TimedRunner(model)
     always, chosen = (Engine(runner, drafting, proposer=script) for _ in range(2))
     chosen.set_curve(curve)
     plain = Engine(runner, bounds)
     plain.set_curve(curve)
-    print(f"{'':10}{'batch':>6}{'accepted':>9}{'ms a step':>11}{'p99':>8}{'tokens/s':>10}{'/ plain':>9}{'drafted':>9}", flush=True)
+    print(
+        f"{'':10}{'batch':>6}{'accepted':>9}{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'tokens/s':>10}{'/ plain':>9}{'drafted':>9}",
+        flush=True,
+    )
     for batch in args.batch:
         prompts = np.random.default_rng(0).integers(0, 5000, (batch, context)).tolist()
         cases = [("plain", plain, 0.0)] + [(n, e, a) for a in args.acceptance for n, e in (("always", always), ("chosen", chosen))]
@@ -89,17 +93,21 @@ def main() -> None:
                 seen.setdefault((name, acceptance), []).append(measure(engine, f"{name} {batch} {turn} {acceptance}", prompts, args.tokens))
         base = statistics.median(each.rate for each in seen["plain", 0.0])
         for (name, acceptance), each in seen.items():
-            rate, step_ms, high = (statistics.median(column) for column in zip(*((m.rate, m.step_ms, m.high_ms) for m in each), strict=True))
-            drafted = statistics.median(m.drafted for m in each)
-            print(f"{name:10}{batch:6}{acceptance:9.1f}{step_ms:11.3f}{high:8.2f}{rate:10.0f}{rate / base:9.3f}{drafted:9.2f}", flush=True)
+            m = Measured(*(statistics.median(column) for column in zip(*map(astuple, each), strict=True)))
+            times = f"{m.step_ms:11.3f}{m.high_ms:8.2f}{m.launch_ms:8.3f}{m.wait_ms:8.3f}"
+            print(f"{name:10}{batch:6}{acceptance:9.1f}{times}{m.rate:10.0f}{m.rate / base:9.3f}{m.drafted:9.2f}", flush=True)
 
 
+@dataclass(frozen=True)
 class Measured:
-    def __init__(self, times: Sequence[float], counts: Sequence[int], drafted: float) -> None:
-        gaps = sorted(after - before for before, after in zip(times, times[1:], strict=False))
-        self.step_ms, self.high_ms = statistics.median(gaps) * 1e3, gaps[int(len(gaps) * 0.99)] * 1e3
-        self.rate = sum(counts[1:]) / (times[-1] - times[0])
-        self.drafted = drafted
+    """`rate` in tokens a second, `drafted` in tokens for a sequence and step."""
+
+    step_ms: float
+    high_ms: float
+    launch_ms: float
+    wait_ms: float
+    rate: float
+    drafted: float
 
 
 def measure(engine: Engine, name: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> Measured:
@@ -107,19 +115,28 @@ def measure(engine: Engine, name: str, prompts: Sequence[Sequence[int]], num_tok
     ids = [f"{name} {i}" for i in range(len(prompts))]
     for seq_id, prompt in zip(ids, prompts, strict=True):
         params = SamplingParams(max_tokens=3 * num_tokens + len(prompts), temperature=0.0, ignore_eos=True, logit_bias=((TOKEN, 100.0),))
-        engine.submit(EngineRequest(seq_id=seq_id, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"benchmark"))
+        engine.submit(
+            EngineRequest(seq_id=seq_id, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"benchmark")
+        )
     for _ in outputs(engine, len(prompts), num_tokens=4 * len(prompts)):
         pass
     before = sum(engine.stats().num_drafted)
+    runner = engine.runner
+    assert isinstance(runner, TimedRunner)
+    runner.launches.clear()
+    runner.waits.clear()
     times, counts = [], []
     for count in outputs(engine, len(prompts), num_tokens=num_tokens * len(prompts)):
         times.append(time.perf_counter())
         counts.append(count)
     drafted = (sum(engine.stats().num_drafted) - before) / len(times) / len(prompts)
+    launch, wait = (statistics.median(part) * 1e3 for part in (runner.launches, runner.waits))
     for seq_id in ids:
         engine.cancel(seq_id)
     engine.settle_launched()
-    return Measured(times, counts, drafted)
+    gaps = sorted(after - earlier for earlier, after in itertools.pairwise(times))
+    middle, high = statistics.median(gaps) * 1e3, gaps[int(len(gaps) * 0.99)] * 1e3
+    return Measured(middle, high, launch, wait, sum(counts[1:]) / (times[-1] - times[0]), drafted)
 
 
 def outputs(engine: Engine, batch: int, *, num_tokens: int) -> Iterator[int]:
