@@ -3,11 +3,11 @@
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_drafts.py                      # Llama-3.1-8B's shape, random weights, bfloat16
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_drafts.py --device cpu --tiny  # a dry run
 
-Answers are one token again and again, by a bias, so that a script knows what is right: each token that it drafts is so with a given
-probability. `always`: four are drafted in every step, whatever they bring. `chosen`: as many as the engine chooses by its step curve, which
-is measured as a worker does. `plain`: without drafts, and with look-ahead. A time is that from one output to the next, median; contexts from
-1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight. Each is measured in turn,
-`--rounds` times; the medians of rounds.
+Whatever the model samples, the engine is told one token again and again, so that a script knows what is right: each token that it drafts
+is so with a given probability. `always`: four are drafted in every step, whatever they bring. `chosen`: as many as the engine chooses by
+its step curve, which is measured as a worker does. `plain`: without drafts, and with look-ahead. A time is that from one output to the next,
+median; contexts from 1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight. Each
+is measured in turn, `--rounds` times; the medians of rounds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from gpu_step_loop import BLOCK_SIZE, CONTEXT, SMALL, TimedRunner, make
 
+from twostep.engine.batch import Batch, InFlight, LayerMark, Sampled
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
 from twostep.lab.bench.shapes import LLAMA_8B
@@ -33,6 +34,26 @@ from twostep.settings.speculative import SpeculativeConfig
 from twostep.worker.calibration import calibrate
 
 TOKEN, OTHER = 7, 8
+
+
+class OneToken(TimedRunner):
+    """Whose every row samples TOKEN, as far as the engine knows."""
+
+    def launch(self, batch: Batch) -> InFlight:
+        return _OneTokenStep(super().launch(batch))
+
+
+class _OneTokenStep:
+    def __init__(self, step: InFlight) -> None:
+        self._step = step
+
+    @property
+    def layer_marks(self) -> Sequence[LayerMark]:
+        return self._step.layer_marks
+
+    def result(self) -> Sampled:
+        sampled = self._step.result()
+        return replace(sampled, token_ids=[TOKEN] * len(sampled.token_ids))
 
 
 class Scripted:
@@ -74,15 +95,13 @@ def main() -> None:
     print(f"curve {curve}", flush=True)
     bounds = EngineConfig(max_num_batched_tokens=8192, max_num_seqs=rows, max_waiting=largest, hash_unit=BLOCK_SIZE, look_ahead=True)
     drafting = replace(bounds, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=args.drafts))
-    script, runner = Scripted(), TimedRunner(model)
+    script, runner = Scripted(), OneToken(model)
     always, chosen = (Engine(runner, drafting, proposer=script) for _ in range(2))
     chosen.set_curve(curve)
     plain = Engine(runner, bounds)
     plain.set_curve(curve)
-    print(
-        f"{'':10}{'batch':>6}{'accepted':>9}{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'tokens/s':>10}{'/ plain':>9}{'drafted':>9}",
-        flush=True,
-    )
+    columns = f"{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'tokens/s':>10}{'/ plain':>9}{'drafted':>9}"
+    print(f"{'':10}{'batch':>6}{'accepted':>9}{columns}", flush=True)
     for batch in args.batch:
         prompts = np.random.default_rng(0).integers(0, 5000, (batch, context)).tolist()
         cases = [("plain", plain, 0.0)] + [(n, e, a) for a in args.acceptance for n, e in (("always", always), ("chosen", chosen))]
@@ -114,7 +133,7 @@ def measure(engine: Engine, name: str, prompts: Sequence[Sequence[int]], num_tok
     """Submits the prompts and steps until each of them has so many tokens, from when all of them decode."""
     ids = [f"{name} {i}" for i in range(len(prompts))]
     for seq_id, prompt in zip(ids, prompts, strict=True):
-        params = SamplingParams(max_tokens=3 * num_tokens + len(prompts), temperature=0.0, ignore_eos=True, logit_bias=((TOKEN, 100.0),))
+        params = SamplingParams(max_tokens=3 * num_tokens + len(prompts), temperature=0.0, ignore_eos=True)
         engine.submit(
             EngineRequest(seq_id=seq_id, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"benchmark")
         )
@@ -122,7 +141,7 @@ def measure(engine: Engine, name: str, prompts: Sequence[Sequence[int]], num_tok
         pass
     before = sum(engine.stats().num_drafted)
     runner = engine.runner
-    assert isinstance(runner, TimedRunner)
+    assert isinstance(runner, OneToken)
     runner.launches.clear()
     runner.waits.clear()
     times, counts = [], []
