@@ -154,7 +154,9 @@ class Step:
 
 def channels_of(d: DeltaDims) -> torch.Tensor:
     """The channels that each key head has: of q, of k, and of v."""
-    q, k, v = torch.arange(d.num_channels).split((d.num_key_heads * d.key_dim, d.num_key_heads * d.key_dim, d.num_value_heads * d.value_dim))
+    q, k, v = torch.arange(d.num_channels).split(
+        (d.num_key_heads * d.key_dim, d.num_key_heads * d.key_dim, d.num_value_heads * d.value_dim)
+    )
     return torch.cat([part.view(d.num_key_heads, -1) for part in (q, k, v)], 1)
 
 
@@ -185,7 +187,9 @@ def by_definition(
     return (normed * F.silu(z.reshape(normed.shape).double())).view(len(projected), -1), state, inputs[len(projected) :].T
 
 
-@pytest.mark.parametrize(("dims", "moves"), [(ODD, True), (WIDE, True), (EVEN, False), (PART, True), (PAIR, False)], ids=["odd", "wide", "even", "part", "pair"])
+@pytest.mark.parametrize(
+    ("dims", "moves"), [(ODD, True), (WIDE, True), (EVEN, False), (PART, True), (PAIR, False)], ids=["odd", "wide", "even", "part", "pair"]
+)
 def test_decodes_beside_prompts_that_begin_and_go_on(dims: DeltaDims, moves: bool) -> None:
     Step(dims, [1, 1, 1, 70, 2, 1], [False, True, False, True, False, False], moves=moves).run()
 

@@ -113,7 +113,17 @@ def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tup
     for name, count in found.items():
         kind = name.split(".")[-2]
         kind = "linear_attn.norm" if name.endswith("linear_attn.norm.weight") else kind
-        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm", "gate", "shared_expert_gate", "q_norm", "k_norm", "linear_attn.norm"):
+        if kind in (
+            "embed_tokens",
+            "norm",
+            "input_layernorm",
+            "post_attention_layernorm",
+            "gate",
+            "shared_expert_gate",
+            "q_norm",
+            "k_norm",
+            "linear_attn.norm",
+        ):
             assert (count == size).all(), name
         elif kind in ("k_proj", "v_proj"):
             assert (count == max(1, size // config.num_kv_heads)).all(), name
@@ -184,7 +194,9 @@ def test_states_are_joined_and_cut_as_kv_is(parts: tuple[int, int, int], quantiz
     count = columns_of(base, key_heads).count
     assert count % size == 0
     config = replace(base, gated_delta=GatedDeltaConfig(**sizes, layers=(True, True, False), columns=columns_of(base, key_heads)))
-    shape = KvShape(num_blocks=20, block_size=4, num_layers=1, num_kv_heads=kv_heads, head_dim=24, dtype="float32", quantization=quantization)
+    shape = KvShape(
+        num_blocks=20, block_size=4, num_layers=1, num_kv_heads=kv_heads, head_dim=24, dtype="float32", quantization=quantization
+    )
     d = config.gated_delta
     assert d is not None
     num_bytes = d.column_bytes(4)
@@ -217,7 +229,9 @@ def test_states_are_joined_and_cut_as_kv_is(parts: tuple[int, int, int], quantiz
         mover.cut(blocks, rank, part)
         pool.write_blocks(order, part)
         for layer, states in enumerate(wanted):
-            assert torch.equal(pool.read_states(tables, layer, local.columns, local.column_bytes(4)).view_as(states[:, own]), states[:, own])
+            assert torch.equal(
+                pool.read_states(tables, layer, local.columns, local.column_bytes(4)).view_as(states[:, own]), states[:, own]
+            )
     assert np.array_equal(joined, blocks)
 
 

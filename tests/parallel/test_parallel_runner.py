@@ -91,7 +91,13 @@ def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_that_share_a_kv_head_have_states_of_their_own(size: int, tmp_path: Path) -> None:
     """In parts of the same block, which are handed over together."""
-    heads = {"num_key_value_heads": size // 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 8, "num_attention_heads": 8}
+    heads = {
+        "num_key_value_heads": size // 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 8,
+        "num_attention_heads": 8,
+    }
     save_model("qwen3-next", tmp_path, **heads, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     one = ModelRunner(tmp_path, **OPTIONS)
     with several(tmp_path, size=size) as ranks:

@@ -61,7 +61,8 @@ class PlannedModel:
         return self.kv_token_bytes // self.num_kv_heads * -(-self.num_kv_heads // tensor_parallel_size)
 
     def num_state_blocks(self, block_size: int) -> int:
-        """Returns how many blocks a sequence takes beside those of its tokens: each layer's state lies in whole ones, beside their scales."""
+        """Returns how many blocks a sequence takes beside those of its tokens: each layer's state lies in whole ones, where they have
+        numbers, not scales."""
         of_numbers = self.num_planes * self.num_layers * self.num_kv_heads * int(self.head_dim * self.item_bytes)
         return self.num_state_layers * -(-self.state_bytes // (of_numbers * block_size))
 

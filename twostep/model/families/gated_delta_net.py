@@ -3,8 +3,8 @@
     qkvz ─ q, k, v ─ convolution of the last few tokens ─ silu ─ gated delta rule ─ norm · silu(z) ─ out
     ba ─ how much is forgotten and written, by head
 
-What it remembers of a sequence does not grow: the recurrent state of each head in float32, and the convolution's last inputs. Ranks have key
-heads each, with all that belongs to them.
+What it remembers of a sequence does not grow: the recurrent state of each head in float32, and the convolution's last inputs. Each of
+several ranks has some of the key heads, with all that is theirs.
 """
 
 from __future__ import annotations

@@ -42,9 +42,12 @@ class Qwen3Next(Llama):
     @classmethod
     def fused(cls, config: ModelConfig) -> Mapping[str, Fused]:
         # Each of the three is cut by its own heads.
-        assert (d := config.gated_delta) is not None
+        d = config.gated_delta
+        assert d is not None
         keys, values = d.num_key_heads * d.key_dim, d.num_value_heads * d.value_dim
-        return fused("linear_attn.conv1d", {f"linear_attn.conv1d.{each}": rows for each, rows in zip("qkv", (keys, keys, values), strict=True)})
+        return fused(
+            "linear_attn.conv1d", {f"linear_attn.conv1d.{each}": rows for each, rows in zip("qkv", (keys, keys, values), strict=True)}
+        )
 
     def is_unused(self, name: str) -> bool:
         # Layers that draft tokens.

@@ -3,7 +3,7 @@
 projected, a row   │ q k v z │ q k v z │ … │ b a │ b a │ …      by key head, which has the v, z, b and a of its value heads
 channels           │ q of all key heads │ k of all │ v of all value heads │
 state, in bytes    │ of a key head │ of the next │ …      in the pool by columns (step/state_columns.py), of as many key heads each
-of a key head      │ recurrent: float32 [its value heads, key_dim, value_dim] │ inputs: [its channels of q, k, v; kernel - 1] │ to 16 bytes │
+of a key head      │ recurrent: float32 [value heads, key_dim, value_dim] │ inputs: [its channels of q, k and v, kernel - 1] │
 """
 
 from __future__ import annotations

@@ -154,8 +154,9 @@ def delta_net(
 
 
 def places_of(cache: KvCache, dims: DeltaDims, dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns where numbers of this type lie in columns (step/state_columns.py): the numbers of a piece, of a key head, and the key heads of
-    a column; the pieces of a block; and from one piece to the next, and so many pieces on, the numbers between them."""
+    """Returns where numbers of this type lie in columns (step/state_columns.py): the numbers of a piece, those of a key head, and the key
+    heads of a column; the pieces of a block; from one to the next so many numbers, within so many that follow each other so; and from the
+    first of these to that of the next, so many."""
     shape, size = cache.shape, dtype.itemsize
     plane, planes = shape.plane_bytes // size, shape.num_planes
     if planes * shape.plane_bytes == shape.layer_bytes:

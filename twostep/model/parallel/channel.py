@@ -60,8 +60,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows, and blocks of a state.
-    Numbers start at 1."""
+    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows, and blocks of
+    a state. Numbers start at 1."""
 
     number: int
     num_tokens: int

@@ -101,7 +101,7 @@ class KvCache:
         num_bytes]. `tables` int64 [S, num_state_blocks]: their state blocks; `layer` counts the layers that have a state."""
         pieces, blocks = self._state_pieces(tables, layer, columns, num_bytes)
         # [S, blocks each, layer, plane, column, bytes]
-        held = pieces[blocks.reshape(-1)].unflatten(0, blocks.shape)
+        held: torch.Tensor = pieces[blocks.reshape(-1)].unflatten(0, blocks.shape)
         return held.permute(0, 4, 1, 2, 3, 5).flatten(2)[:, :, :num_bytes].contiguous()
 
     def write_states(self, tables: torch.Tensor, layer: int, columns: StateColumns, states: torch.Tensor) -> None:
@@ -119,9 +119,7 @@ class KvCache:
             raise SetupError(f"a block of {self.shape.block_bytes} bytes cannot hold states; give an even --block-size")
         return self._bytes.view(dtype)[:, columns.first * self.shape.plane_bytes // columns.count // dtype.itemsize :]
 
-    def _state_pieces(
-        self, tables: torch.Tensor, layer: int, columns: StateColumns, num_bytes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _state_pieces(self, tables: torch.Tensor, layer: int, columns: StateColumns, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the own columns, [num_blocks, layer, plane, column, bytes], and of a layer's blocks in the tables."""
         shape = self.shape
         each = shape.state_blocks_each(num_bytes, columns.count)

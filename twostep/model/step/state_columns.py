@@ -2,10 +2,10 @@
 
     K, or V, of a layer in a block │ KV head 0         │ KV head 1         │
     its columns                    │ 0  │ 1  │ 2  │ 3  │ 4  │ 5  │ 6  │ 7  │      of as many bytes each
-    of a rank of four                        ╰─ own ─╯                             in its own block, of KV head 0: columns 2 and 3 of 4
+    the second rank of four has    └╌╌╌╌╌╌╌╌╌ │ own     │                            of KV head 0, which the first has, too
 
-A column has the state of some heads: a piece of it in K and in V of each layer, and so on in the next block. A rank holds the columns of its
-own heads, whose bytes no other rank has, beside or within those of its KV heads. So what moves blocks need not know what is in them.
+A column has the state of some heads: a piece of it in K and in V of each layer, and so on in the next block. A rank has the columns of its
+own heads, which no other one has, among those of its KV heads. So what moves blocks need not know what is in them.
 """
 
 from __future__ import annotations
