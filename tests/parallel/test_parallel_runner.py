@@ -179,6 +179,24 @@ def test_two_ranks_hold_the_int4_kv_of_one(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[1][-1], logits[0][-1], rtol=0, atol=1e-3)
 
 
+def test_two_ranks_have_states_beside_the_scales_of_quantized_kv(tmp_path: Path) -> None:
+    """Which no state lies in; what one computed, two go on from."""
+    save_model("qwen3-next", tmp_path)
+    one = ModelRunner(tmp_path, kv_cache_dtype="int8", **OPTIONS)
+    num_states = one.kv_shape.num_state_blocks
+    with several(tmp_path, kv_cache_dtype="int8") as two:
+        assert two.kv_shape == one.kv_shape
+        logits = recorded(one), recorded(two._local)
+        (sequence,) = scattered_sequences([41], BLOCK, 96, random.Random(0), num_state_blocks=num_states)
+        one.run(make_batch([(sequence, 40)], BLOCK))
+        blocks = [*sequence.blocks, *sequence.state_blocks]
+        two.write_blocks(blocks, read(one, blocks))
+        sequence.num_computed = 40
+        for runner in (one, two):
+            runner.run(make_batch([(sequence, 1)], BLOCK))
+    torch.testing.assert_close(logits[1][-1], logits[0][-1], rtol=0, atol=1e-3)
+
+
 def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     logits = recorded(one), recorded(two._local)
     sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0), num_state_blocks=one.kv_shape.num_state_blocks)
