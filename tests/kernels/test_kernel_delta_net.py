@@ -4,7 +4,7 @@ state is read from are poison, and blocks that none is written to stay as they a
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -18,13 +18,17 @@ from twostep.model.kernels.delta_trial import trial
 from twostep.model.kernels.triton_delta_net import StateRows, delta_net, most_chunks, owners
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.state_columns import StateColumns
 
 LAYER, NUM_LAYERS = 1, 2  # of those with a state
 EPS = 1e-6
-# Rows of a head's matrix are cut by the ends of blocks, or not; heads of a key head; keys and values of every kind of number.
+# Rows of a head's matrix are cut by the ends of pieces, or not; heads of a key head; keys and values of every kind of number; columns of
+# one key head and of two, all of a block's or some.
 ODD = DeltaDims(num_key_heads=1, num_value_heads=3, key_dim=12, value_dim=20, kernel=4)
 WIDE = DeltaDims(num_key_heads=1, num_value_heads=1, key_dim=33, value_dim=40, kernel=2)
-EVEN = DeltaDims(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, kernel=3)
+EVEN = DeltaDims(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, kernel=3, columns=StateColumns(count=2, num_own=2))
+PART = replace(EVEN, num_value_heads=2, columns=StateColumns(count=4, first=1, num_own=2))
+PAIR = replace(EVEN, value_dim=20, columns=StateColumns(count=4, first=3, num_own=1))
 
 
 @dataclass
@@ -53,10 +57,9 @@ class Step:
             norm=(1 + 0.3 * torch.randn(d.value_dim)).to(self.dtype).to(DEVICE),
             eps=EPS,
         )
-        sizes = {"block_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64 if d is EVEN else 24}
+        sizes = {"block_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 64 if d in (EVEN, PART) else 24}
         kind = {"dtype": str(self.dtype).removeprefix("torch."), "quantization": self.quantization}
-        block_bytes = KvShape(num_blocks=1, **sizes, **kind).block_bytes
-        self.each = -(-d.state_bytes(self.dtype.itemsize) // block_bytes)
+        self.each = KvShape(num_blocks=1, **sizes, **kind).state_blocks_each(d.column_bytes(self.dtype.itemsize), d.columns.count)
         self.per_seq = NUM_LAYERS * self.each
         num_blocks = 2 * self.per_seq * len(self.counts) + 3
         self.cache = poisoned_pool(self.dtype, num_blocks=num_blocks, quantization=self.quantization, **sizes)
@@ -76,11 +79,13 @@ class Step:
         # What is there before.
         recurrent = torch.randn(num_seqs, d.num_value_heads, d.key_dim, d.value_dim)
         inputs = torch.randn(num_seqs, d.num_channels, d.kernel - 1).to(self.dtype)
-        held = torch.zeros(num_seqs, d.state_bytes(self.dtype.itemsize), dtype=torch.uint8)
-        both = torch.cat((recurrent.view(num_seqs, -1).view(torch.uint8), inputs.reshape(num_seqs, -1).view(torch.uint8)), 1)
-        held[:, : both.shape[1]] = both
+        size, num_inputs = 4 * d.recurrent_numbers, d.conv_numbers * self.dtype.itemsize
+        held = torch.zeros(num_seqs, d.num_key_heads, d.head_bytes(self.dtype.itemsize), dtype=torch.uint8)
+        held[:, :, :size] = recurrent.view(num_seqs, d.num_key_heads, -1).view(torch.uint8)
+        held[:, :, size : size + num_inputs] = inputs[:, channels_of(d)].flatten(2).view(torch.uint8)
+        held = held.view(num_seqs, d.columns.num_own, -1)
         known = torch.tensor([not begins for begins in self.begins])
-        self.cache.write_states(sources[known].to(device), LAYER, held[known].to(device))
+        self.cache.write_states(sources[known].to(device), LAYER, d.columns, held[known].to(device))
         # A row is a slice of something wider.
         width = d.num_inputs + 2 * d.num_value_heads
         empty_decodes, empty_prompts, empty_rows = self.padding
@@ -120,10 +125,18 @@ class Step:
         touched = tables[:, LAYER * self.each : (LAYER + 1) * self.each].reshape(-1)
         others = torch.ones(len(before), dtype=torch.bool).index_fill(0, touched, False)
         assert torch.equal(self.cache._bytes[others], before[others])
-        after = self.cache.read_states(tables.to(device), LAYER, held.shape[1]).cpu()
-        size = d.recurrent_numbers * 4
-        recurrent_after = after[:, :size].view(torch.float32).view_as(recurrent)
-        inputs_after = after[:, size : both.shape[1]].view(self.dtype).view_as(inputs)
+        after = self.cache.read_states(tables.to(device), LAYER, d.columns, held.shape[2]).cpu()
+        # And in them nothing but the columns.
+        self.cache.write_states(tables.to(device), LAYER, d.columns, held.to(device))
+        back = before.clone()
+        KvCache(self.cache.shape, device, tensor=back.view(self.cache.tensor.dtype).view_as(self.cache.tensor)).write_states(
+            tables.to(device), LAYER, d.columns, held.to(device)
+        )
+        assert torch.equal(self.cache._bytes, back)
+        after = after.view(num_seqs, d.num_key_heads, -1)
+        recurrent_after = after[:, :, :size].view(torch.float32).reshape(recurrent.shape)
+        inputs_after = torch.empty_like(inputs)
+        inputs_after[:, channels_of(d)] = after[:, :, size : size + num_inputs].view(self.dtype).unflatten(2, (-1, d.kernel - 1))
         for s, (start, count) in enumerate(zip(query_start, self.counts, strict=False)):
             part = slice(start, start + count)
             state, kept = (recurrent[s] * known[s]).double(), inputs[s] * known[s]
@@ -137,6 +150,14 @@ class Step:
         limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[self.dtype] * max(1.0, self.strength)
         assert bool(got.isfinite().all())
         assert float((got.double() - want).norm()) < limit * float(want.norm() + 1e-3)
+
+
+def channels_of(d: DeltaDims) -> torch.Tensor:
+    """The channels that each key head has: of q, of k, and of v."""
+    q, k, v = torch.arange(d.num_channels).split(
+        (d.num_key_heads * d.key_dim, d.num_key_heads * d.key_dim, d.num_value_heads * d.value_dim)
+    )
+    return torch.cat([part.view(d.num_key_heads, -1) for part in (q, k, v)], 1)
 
 
 def by_definition(
@@ -166,7 +187,9 @@ def by_definition(
     return (normed * F.silu(z.reshape(normed.shape).double())).view(len(projected), -1), state, inputs[len(projected) :].T
 
 
-@pytest.mark.parametrize(("dims", "moves"), [(ODD, True), (WIDE, True), (EVEN, False)], ids=["odd", "wide", "even"])
+@pytest.mark.parametrize(
+    ("dims", "moves"), [(ODD, True), (WIDE, True), (EVEN, False), (PART, True), (PAIR, False)], ids=["odd", "wide", "even", "part", "pair"]
+)
 def test_decodes_beside_prompts_that_begin_and_go_on(dims: DeltaDims, moves: bool) -> None:
     Step(dims, [1, 1, 1, 70, 2, 1], [False, True, False, True, False, False], moves=moves).run()
 

@@ -17,7 +17,7 @@ from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.model.families.registry import parse_config
 from twostep.model.kernels.gated_delta import delta_chunks, delta_step
-from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
@@ -136,6 +136,16 @@ def test_answers_are_the_same_after_prefixes_that_were_found(num_blocks: int, lo
     found, num_hits = answers(caching=True)
     assert found == answers(caching=False)[0]
     assert num_hits >= (4 * 60 if num_blocks == 400 else 1)
+
+
+def test_blocks_too_small_for_columns_are_refused_with_larger_ones(tmp_path: Path) -> None:
+    """Keys of 16 bytes for eight columns of numbers of four."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
+    save_model("qwen3-next", tmp_path, **heads, partial_rotary_factor=1.0)
+    config = parse_config(tmp_path)
+    with pytest.raises(SetupError, match="--block-size that is a multiple of 8"):
+        kv_shape(config, "float32", 9, 1)
+    assert kv_shape(config, "float32", 9, 8).num_state_blocks
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from twostep.engine.batch import Batch, KvShape
 from twostep.errors import InternalError, SetupError, Unavailable
-from twostep.model.families.config import ExpertsConfig, ModelConfig
+from twostep.model.families.config import ExpertsConfig, GatedDeltaConfig, ModelConfig
+from twostep.model.families.gated_delta_net import columns_of
 from twostep.model.families.registry import build_model
 from twostep.model.families.rope import Rope
 from twostep.model.families.sharding import ModelPart, shard_of
@@ -57,7 +58,25 @@ def cuts(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     heads = draw(st.sampled_from([n for n in range(size, 33, size) if n % kv_heads == 0]))
     features = size * draw(st.integers(1, 5))
     config = config_of(heads=heads, kv_heads=kv_heads, features=features, vocab=draw(st.integers(1, 40)), tied=draw(st.booleans()))
-    return replace(config, **draw(st.one_of(st.just({}), with_experts(size)))), size
+    return replace(config, **draw(st.one_of(st.just({}), with_experts(size), with_states(config, size)))), size
+
+
+@st.composite
+def with_states(draw: st.DrawFn, config: ModelConfig, size: int) -> dict[str, Any]:
+    """Changes to a config: a state in the first layer, experts and gated attention in the second."""
+    experts = draw(with_experts(size))["experts"]
+    num_key_heads = size * draw(st.integers(1, 3))
+    delta = GatedDeltaConfig(
+        layers=(True, False),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_key_heads * draw(st.integers(1, 3)),
+        key_dim=draw(st.integers(1, 5)),
+        value_dim=draw(st.integers(1, 5)),
+        kernel=draw(st.integers(2, 4)),
+        columns=columns_of(config, num_key_heads),
+    )
+    same = {"mlp_bias": False, "o_bias": False, "qkv_bias": False, "experts": experts, "gated_attention": True}
+    return {"architecture": "qwen3_next", "gated_delta": delta} | same
 
 
 @st.composite
@@ -93,7 +112,18 @@ def test_ranks_hold_every_number_of_a_checkpoint_once_or_all_of_them_do(cut: tup
             found[name][index] += 1
     for name, count in found.items():
         kind = name.split(".")[-2]
-        if kind in ("embed_tokens", "norm", "input_layernorm", "post_attention_layernorm", "gate", "shared_expert_gate"):
+        kind = "linear_attn.norm" if name.endswith("linear_attn.norm.weight") else kind
+        if kind in (
+            "embed_tokens",
+            "norm",
+            "input_layernorm",
+            "post_attention_layernorm",
+            "gate",
+            "shared_expert_gate",
+            "q_norm",
+            "k_norm",
+            "linear_attn.norm",
+        ):
             assert (count == size).all(), name
         elif kind in ("k_proj", "v_proj"):
             assert (count == max(1, size // config.num_kv_heads)).all(), name
@@ -150,6 +180,61 @@ def test_blocks_are_joined_and_cut_by_heads(cut: tuple[ModelConfig, int], quanti
     assert np.array_equal(joined, whole)
 
 
+@given(
+    parts=st.sampled_from([(2, 2, 2), (2, 1, 2), (4, 2, 4), (4, 2, 12), (2, 4, 6), (4, 1, 8), (8, 2, 8)]),
+    quantization=st.sampled_from(["none", "int8"]),
+    share=st.integers(1, 2),
+    seed=st.integers(0, 1 << 30),
+)
+def test_states_are_joined_and_cut_as_kv_is(parts: tuple[int, int, int], quantization: str, share: int, seed: int) -> None:
+    """Ranks' states of their own heads make the blocks that one pool of all heads has them in, and come out of these."""
+    size, kv_heads, key_heads = parts
+    sizes = {"num_key_heads": key_heads, "num_value_heads": share * key_heads, "key_dim": 3, "value_dim": 5, "kernel": 3}
+    base = config_of(heads=24 if key_heads == 12 else 8, kv_heads=kv_heads)
+    count = columns_of(base, key_heads).count
+    assert count % size == 0
+    config = replace(base, gated_delta=GatedDeltaConfig(**sizes, layers=(True, True, False), columns=columns_of(base, key_heads)))
+    shape = KvShape(
+        num_blocks=20, block_size=4, num_layers=1, num_kv_heads=kv_heads, head_dim=24, dtype="float32", quantization=quantization
+    )
+    d = config.gated_delta
+    assert d is not None
+    num_bytes = d.column_bytes(4)
+    each = shape.state_blocks_each(num_bytes, count)
+    shape = replace(shape, num_state_blocks=2 * each, num_blocks=5 * each)
+    rng = np.random.default_rng(seed)
+    tables = torch.from_numpy(rng.permutation(shape.num_blocks)[: 4 * each].reshape(2, -1))
+    wanted = [torch.from_numpy(rng.integers(0, 256, (2, key_heads, d.head_bytes(4)), np.uint8)) for _ in range(2)]
+    whole = KvCache(shape)
+    for layer, states in enumerate(wanted):
+        whole.write_states(tables, layer, d.columns, states.view(2, count, -1))
+    order = list(range(shape.num_blocks))
+    blocks = np.empty((shape.num_blocks, shape.block_bytes), np.uint8)
+    whole.read_blocks(order, blocks)
+    joined = np.zeros_like(blocks)
+    for rank in range(size):
+        shard = shard_of(config, rank, size)
+        local = shard.local.gated_delta
+        assert local is not None
+        pool = KvCache(replace(shape, num_kv_heads=len(shard.kv_heads)))
+        assert pool.shape.state_blocks_each(local.column_bytes(4), local.columns.count) == each
+        mover = BlockParts(pool.shape, config, size)
+        part = np.empty((shape.num_blocks, pool.shape.block_bytes), np.uint8)
+        own = slice(rank * key_heads // size, (rank + 1) * key_heads // size)
+        for layer, states in enumerate(wanted):
+            pool.write_states(tables, layer, local.columns, states[:, own].reshape(2, local.columns.num_own, -1))
+        pool.read_blocks(order, part)
+        if rank in mover.owners:
+            mover.join(part, rank, joined)
+        mover.cut(blocks, rank, part)
+        pool.write_blocks(order, part)
+        for layer, states in enumerate(wanted):
+            assert torch.equal(
+                pool.read_states(tables, layer, local.columns, local.column_bytes(4)).view_as(states[:, own]), states[:, own]
+            )
+    assert np.array_equal(joined, blocks)
+
+
 def filled(shape: KvShape, vectors: list[torch.Tensor], heads: slice) -> np.ndarray:
     """The bytes of a pool that holds these heads of each layer's vectors [token, plane, head, head_dim], tokens in order of slots."""
     cache = KvCache(shape)
@@ -168,7 +253,7 @@ def filled(shape: KvShape, vectors: list[torch.Tensor], heads: slice) -> np.ndar
 def batches(draw: st.DrawFn) -> Batch:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     num_seqs, num_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 40))
-    width, num_rows = draw(st.integers(1, 9)), draw(st.integers(0, 5))
+    width, num_rows, num_states = draw(st.integers(1, 9)), draw(st.integers(0, 5)), draw(st.integers(0, 3))
     carried = rng.integers(-1, 5, num_tokens).astype(np.int32) if draw(st.booleans()) else None
     return Batch(
         token_ids=rng.integers(0, 1 << 40, num_tokens),
@@ -180,6 +265,8 @@ def batches(draw: st.DrawFn) -> Batch:
         sample_rows=rng.integers(0, 1 << 40, num_rows),
         sampling=(),
         carried=carried,
+        state_sources=rng.integers(0, 1 << 30, (num_seqs, num_states)).astype(np.int32) if num_states else None,
+        state_tables=rng.integers(0, 1 << 30, (num_seqs, num_states)).astype(np.int32) if num_states else None,
     )
 
 
@@ -197,13 +284,14 @@ def never() -> None:
 
 @given(st.lists(batches(), min_size=1, max_size=6))
 def test_batches_pass_through_shared_memory(memory: StepMemory, sent: list[Batch]) -> None:
+    states = ("state_sources", "state_tables")
     for number, batch in enumerate(sent, 1):
         for rank in (1, 2):
             memory.set_done(rank, number - 1)
         command = unpack(pack(memory.put(number, batch, never, 0.0)))
         assert command.number == number
         got = memory.get(command)
-        for name in ("token_ids", "positions", "query_start", "seq_lens", "block_tables", "slots", "sample_rows", "carried"):
+        for name in ("token_ids", "positions", "query_start", "seq_lens", "block_tables", "slots", "sample_rows", "carried", *states):
             a, b = getattr(batch, name), getattr(got, name)
             assert (a is None) == (b is None), name
             if a is not None:

@@ -38,8 +38,8 @@ OPTIONS: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK, "num_threads":
 WAIT_S = 60.0
 # GQA with o and MLP biases; KV heads replicated, tied, q/k/v biases; norms of heads; the other skeleton; norms on both sides; norms of
 # whole queries, and a KV head that both ranks have; layers inside larger ones, in one turn, in many, and turned; parallel ones; latents;
-# experts. The vocabulary is odd.
-FAMILIES = ["llama-biases", "qwen2", "olmo2", "falcon", "deepseek-v2-moe", "gpt-oss"]
+# experts; states. The vocabulary is odd.
+FAMILIES = ["llama-biases", "qwen2", "olmo2", "falcon", "deepseek-v2-moe", "gpt-oss", "qwen3-next"]
 SELDOM = ["qwen3", "opt", "gemma2", "phi3-longrope", "gpt-neox", "gpt2", "falcon-old", "mixtral", "qwen2-moe", "deepseek-v3-moe"]
 
 pytestmark = pytest.mark.system
@@ -86,6 +86,28 @@ def test_two_ranks_are_one(family: str, tmp_path: Path) -> None:
         assert (two.vocab_size, two.max_model_len) == (one.vocab_size, one.max_model_len)
         compare_steps(one, two)
         compare_engines(one, two, seed=len(family), tokenizer_file=save_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_ranks_that_share_a_kv_head_have_states_of_their_own(size: int, tmp_path: Path) -> None:
+    """In parts of the same block, which are handed over together."""
+    heads = {
+        "num_key_value_heads": size // 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 8,
+        "num_attention_heads": 8,
+    }
+    save_model("qwen3-next", tmp_path, **heads, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    one = ModelRunner(tmp_path, **OPTIONS)
+    with several(tmp_path, size=size) as ranks:
+        assert ranks.kv_shape == one.kv_shape
+        compare_steps(one, ranks)
+        (request,) = requests(size, 1)
+        config = EngineConfig(hash_unit=BLOCK)
+        (want,) = generate(Engine(one, config), [request])
+        for giver, taker in ((one, ranks), (ranks, one)):
+            assert handed_over(giver, taker, request) == [token.token_id for token in want]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
@@ -157,11 +179,31 @@ def test_two_ranks_hold_the_int4_kv_of_one(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[1][-1], logits[0][-1], rtol=0, atol=1e-3)
 
 
+def test_two_ranks_have_states_beside_the_scales_of_quantized_kv(tmp_path: Path) -> None:
+    """Which no state lies in; what one computed, two go on from."""
+    save_model("qwen3-next", tmp_path)
+    one = ModelRunner(tmp_path, kv_cache_dtype="int8", **OPTIONS)
+    num_states = one.kv_shape.num_state_blocks
+    with several(tmp_path, kv_cache_dtype="int8") as two:
+        assert two.kv_shape == one.kv_shape
+        logits = recorded(one), recorded(two._local)
+        (sequence,) = scattered_sequences([41], BLOCK, 96, random.Random(0), num_state_blocks=num_states)
+        one.run(make_batch([(sequence, 40)], BLOCK))
+        blocks = [*sequence.blocks, *sequence.state_blocks]
+        two.write_blocks(blocks, read(one, blocks))
+        sequence.num_computed = 40
+        for runner in (one, two):
+            runner.run(make_batch([(sequence, 1)], BLOCK))
+    torch.testing.assert_close(logits[1][-1], logits[0][-1], rtol=0, atol=1e-3)
+
+
 def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     logits = recorded(one), recorded(two._local)
-    sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0))
+    sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0), num_state_blocks=one.kv_shape.num_state_blocks)
     for every_row, counts in ((True, [20, 7, 0]), (False, [5, 0, 0]), (True, [12, 4, 1])):
         work = [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count]
+        for sequence, _ in work:  # it goes on in other blocks, as where a state is left to a prefix
+            sequence.state_blocks, sequence.spare_state_blocks = sequence.spare_state_blocks, sequence.state_blocks
         batch = make_batch(work, BLOCK, every_row=every_row)
         if not every_row:  # in the middle of a prompt nothing is sampled
             batch = replace(batch, sample_rows=batch.sample_rows[:0], sampling=())
@@ -177,11 +219,12 @@ def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
         assert scores[1][:, :4] == pytest.approx(scores[0][:, :4], abs=1e-4)
         for sequence, count in work:
             sequence.num_computed += count
+            sequence.state_source = sequence.state_blocks
     for want, got in zip(*logits, strict=True):
         assert got.shape == want.shape
         assert got.shape[1] == VOCAB
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    used = [block for sequence in sequences for block in sequence.blocks]
+    used = [block for sequence in sequences for block in (*sequence.blocks, *sequence.state_blocks)]
     torch.testing.assert_close(read(two, used).view(np.float32), read(one, used).view(np.float32), rtol=0, atol=1e-4)
     data = np.random.default_rng(0).integers(0, 256, (96, two.kv_shape.block_bytes), dtype=np.uint8)
     order = np.random.default_rng(1).permutation(96).tolist()
@@ -251,7 +294,9 @@ def handed_over(giver: Runner, taker: Runner, request: EngineRequest) -> list[in
     config = EngineConfig(hash_unit=BLOCK)
     prefill, decode = Engine(giver, config), Engine(taker, config)
     prefill.submit(request, hold=True)
-    first = [token.token_id for token in prefill.step().tokens]
+    first = list[int]()
+    while not first:  # a state is left at a boundary, where a step ends
+        first = [token.token_id for token in prefill.step().tokens]
     data = read(giver, prefill.block_ids(request.seq_id))
     reservation = decode.reserve(request)
     taker.write_blocks(reservation.block_ids[: len(data)], data)

@@ -111,7 +111,7 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     config = LLAMA_8B | keys | experts | {"vocab_size": 151936, "intermediate_size": 6144, "tie_word_embeddings": False}
     model = model_of(config, tmp_path)
     assert model.weight_bytes == pytest.approx(30.53e9 * 2, rel=0.001)
-    assert model.cut_in_mlps(whole_experts=False) == {
+    assert model.cut_beside_heads(whole_experts=False) == {
         "intermediate_size": 0,
         "shared_expert_intermediate_size": 0,
         "moe_intermediate_size": 768,
@@ -214,8 +214,11 @@ def test_states_of_sequences_are_counted_in_blocks(tmp_path: Path) -> None:
     machine = machine_of(load_preset("h200-llama-3.1-8b"), model, worker_memory(model, 141 * GIB))
     assert machine.base.decode.num_state_blocks == 216
     assert machine.base.hand_over.state_bytes == 216 * 16 * model.kv_token_bytes
-    with pytest.raises(SetupError, match="--tensor-parallel-size 1"):
-        worker_memory(model, 141 * GIB, tensor_parallel_size=2)
+    assert model.cut_beside_heads(whole_experts=True)["linear_num_key_heads"] == 16
+    # Each of four has a block of one of the two KV heads, and as many of them for a state.
+    quarter = worker_memory(model, 141 * GIB, tensor_parallel_size=4)
+    assert quarter.kv_token_bytes == model.kv_token_bytes // 2
+    assert machine_of(load_preset("h200-llama-3.1-8b"), model, quarter).base.decode.num_state_blocks == 216
 
 
 def test_curves_of_another_model_are_told(tmp_path: Path) -> None:

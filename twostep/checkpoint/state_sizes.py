@@ -32,15 +32,24 @@ class StateSizes:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
+    def share(self) -> int:
+        """Returns the value heads of each key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
     def recurrent_numbers(self) -> int:
-        """Returns how many float32 of a sequence and layer the delta rule keeps."""
-        return self.num_value_heads * self.key_dim * self.value_dim
+        """Returns how many float32 of a sequence, layer and key head the delta rule keeps."""
+        return self.share * self.key_dim * self.value_dim
 
     @property
     def conv_numbers(self) -> int:
-        """Returns how many inputs of a sequence and layer the convolution keeps, in the model's dtype."""
-        return self.num_channels * (self.kernel - 1)
+        """Returns how many inputs of a sequence, layer and key head the convolution keeps, in the model's dtype."""
+        return self.num_channels // self.num_key_heads * (self.kernel - 1)
+
+    def head_bytes(self, item_bytes: int) -> int:
+        """Returns the bytes of a sequence, layer and key head, in whole words of 16."""
+        return -(-(4 * self.recurrent_numbers + item_bytes * self.conv_numbers) // _WORD_BYTES) * _WORD_BYTES
 
     def state_bytes(self, item_bytes: int) -> int:
-        """Returns the bytes of a sequence and layer, in whole words of 16."""
-        return -(-(4 * self.recurrent_numbers + item_bytes * self.conv_numbers) // _WORD_BYTES) * _WORD_BYTES
+        """Returns the bytes of a sequence and layer."""
+        return self.num_key_heads * self.head_bytes(item_bytes)

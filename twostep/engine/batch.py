@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from twostep.quantized_vector import vector_bytes
+from twostep.quantized_vector import number_bytes, vector_bytes
 from twostep.sampling_params import SamplingParams
 
 # Tokens in a word of a mask.
@@ -218,6 +218,18 @@ class KvShape:
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
         return self.block_bytes // self.num_layers
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one plane of one layer of a block, without scales: those of all planes lie one after the other, before any scales."""
+        if self.quantization != "none":
+            return self.num_kv_heads * self.block_size * number_bytes(self.head_dim, self.quantization)
+        return self.layer_bytes // self.num_planes
+
+    def state_blocks_each(self, num_bytes: int, num_columns: int) -> int:
+        """Returns how many blocks a layer takes that keeps `num_bytes` of a sequence in each of so many columns, into which every plane is
+        cut (twostep/model/step/state_columns.py)."""
+        return -(-num_bytes * num_columns // (self.num_layers * self.num_planes * self.plane_bytes))
 
     def trial_states(self, num_seqs: int) -> npt.NDArray[np.int32] | None:
         """Returns the state tables of a step of so many sequences that nobody owns: the pool's last blocks, some of them more than once

@@ -486,7 +486,7 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
         pass
     else:
         num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
-        cut = model.cut_in_mlps(whole_experts=worker.enable_expert_parallel)
+        cut = model.cut_beside_heads(whole_experts=worker.enable_expert_parallel)
         checks.append(lambda: check_parts(worker.tensor_parallel_size, num_heads=num_heads, num_kv_heads=num_kv_heads, **cut))
         block_bytes = model.kv_token_bytes * worker.block_size
         num_blocks = worker.num_blocks or kv_bytes // block_bytes

@@ -35,7 +35,7 @@ class PlannedModel:
     """`num_layers` counts those with KV. `item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides
     (quantized KV only). `num_planes` is 1 where a token keeps one vector for keys and values (latent attention). `num_heads`,
     `intermediate_size` and `experts` say into how many parts it can be cut. `num_state_layers` keep a state of each sequence in place of
-    KV, of `state_bytes` each."""
+    KV, of `state_bytes` each, which `num_state_heads` make up."""
 
     name: str
     num_layers: int
@@ -50,6 +50,7 @@ class PlannedModel:
     experts: ExpertSizes | None = None
     num_state_layers: int = 0
     state_bytes: int = 0
+    num_state_heads: int = 0
 
     @property
     def kv_token_bytes(self) -> int:
@@ -61,8 +62,10 @@ class PlannedModel:
         return self.kv_token_bytes // self.num_kv_heads * -(-self.num_kv_heads // tensor_parallel_size)
 
     def num_state_blocks(self, block_size: int) -> int:
-        """Returns how many blocks a sequence takes beside those of its tokens: each layer's state lies in whole ones."""
-        return self.num_state_layers * -(-self.state_bytes // (self.kv_token_bytes * block_size))
+        """Returns how many blocks a sequence takes beside those of its tokens: each layer's state lies in whole ones, where they have
+        numbers, not scales."""
+        of_numbers = self.num_planes * self.num_layers * self.num_kv_heads * int(self.head_dim * self.item_bytes)
+        return self.num_state_layers * -(-self.state_bytes // (of_numbers * block_size))
 
     def resembles(self, other: PlannedModel) -> bool:
         """Returns whether its steps take about the same times: KV of the same shape, and weights of the same size."""
@@ -72,11 +75,13 @@ class PlannedModel:
 
         return kept(self) == kept(other) and abs(self.weight_bytes - other.weight_bytes) <= _SAME_WEIGHTS * other.weight_bytes
 
-    def cut_in_mlps(self, *, whole_experts: bool) -> dict[str, int]:
-        """Returns what check_parts asks of MLPs."""
+    def cut_beside_heads(self, *, whole_experts: bool) -> dict[str, int]:
+        """Returns what check_parts asks of MLPs, and of layers with states."""
+        cut = {"linear_num_key_heads": self.num_state_heads} if self.num_state_heads else {}
+        cut |= {"intermediate_size": self.intermediate_size}
         if self.experts is None:
-            return {"intermediate_size": self.intermediate_size}
-        cut = {"intermediate_size": self.intermediate_size, "shared_expert_intermediate_size": self.experts.shared_width}
+            return cut
+        cut |= {"shared_expert_intermediate_size": self.experts.shared_width}
         return cut | ({"num_experts": self.experts.num_experts} if whole_experts else {"moe_intermediate_size": self.experts.width})
 
     @property
@@ -154,7 +159,7 @@ def model_of(
             queries = [(rank, hidden), (num_heads * (nope + rope), rank)]
         attention = [*queries, (head_dim, hidden), (num_heads * (nope + value), latent), (hidden, num_heads * value)]
 
-    num_kept, linear, state_bytes = num_kv_layers(config, num_layers), list[tuple[int, int]](), 0
+    num_kept, linear, state_bytes, num_state_heads = num_kv_layers(config, num_layers), list[tuple[int, int]](), 0, 0
     if num_kept < num_layers:
         # Gated delta nets beside gated attention (qwen3_next).
         delta = StateSizes(
@@ -165,7 +170,7 @@ def model_of(
             kernel=number("linear_conv_kernel_dim"),
         )
         linear = [(delta.num_inputs + 2 * delta.num_value_heads, hidden), (hidden, delta.num_value_heads * delta.value_dim)]
-        state_bytes = delta.state_bytes(item_bytes)
+        state_bytes, num_state_heads = delta.state_bytes(item_bytes), delta.num_key_heads
         attention.append((num_heads * head_dim, hidden))
 
     def mlp(width: int) -> list[tuple[int, int]]:
@@ -204,6 +209,7 @@ def model_of(
         experts=experts,
         num_state_layers=num_layers - num_kept,
         state_bytes=state_bytes,
+        num_state_heads=num_state_heads,
     )
     format = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config))
     return model if format == "none" else quantized_model(model, format)
@@ -245,9 +251,7 @@ def worker_memory(
     block_size: int = 16,
     tensor_parallel_size: int = 1,
 ) -> WorkerMemory:
-    """Raises SetupError if no KV fits beside the weights, with how much is missing, and for parts of a model that is not cut."""
-    if model.num_state_layers and tensor_parallel_size > 1:
-        raise SetupError(f"{model.name} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
+    """Raises SetupError if no KV fits beside the weights, with how much is missing."""
     memory = WorkerMemory(
         gpu_bytes=gpu_bytes,
         utilization=utilization,

@@ -3,10 +3,13 @@
     qkvz ─ q, k, v ─ convolution of the last few tokens ─ silu ─ gated delta rule ─ norm · silu(z) ─ out
     ba ─ how much is forgotten and written, by head
 
-What it remembers of a sequence does not grow: the recurrent state of each head in float32, then the convolution's last inputs.
+What it remembers of a sequence does not grow: the recurrent state of each head in float32, and the convolution's last inputs. Each of
+several ranks has some of the key heads, with all that is theirs.
 """
 
 from __future__ import annotations
+
+from math import gcd
 
 import torch
 
@@ -14,6 +17,15 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.modules import Cut, Maker, Place, Places
 from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
+from twostep.model.step.state_columns import StateColumns
+
+
+def columns_of(config: ModelConfig, num_key_heads: int) -> StateColumns:
+    """Returns as many as there can be ranks at the most: then each has whole ones, however many ranks there are. Several make up a KV
+    head, or several KV heads one."""
+    most, num_kv_heads = gcd(config.num_heads, num_key_heads), config.num_kv_heads
+    count = most if most % num_kv_heads == 0 else gcd(most, num_kv_heads)
+    return StateColumns(count=count, num_own=count)
 
 
 class GatedDeltaNet:
@@ -21,6 +33,7 @@ class GatedDeltaNet:
         assert config.gated_delta is not None
         d = self._dims = config.gated_delta
         self._hidden_size = config.hidden_size
+        self._make = make
         # One product for both: the rows of qkvz by key head (q, k, its value heads' v, their z), then those of b and a.
         self._into = make.linear(d.num_inputs + 2 * d.num_value_heads, config.hidden_size, bias=False)
         self._out = make.linear(config.hidden_size, d.num_value_heads * d.value_dim, bias=False)
@@ -36,17 +49,19 @@ class GatedDeltaNet:
 
     def place(self, places: Places, name: str) -> None:
         d, weights = self._dims, self._weights
+        # By key head, and the value heads that each has.
         self._into.place(
-            places, (f"{name}.in_proj_qkvz", d.num_inputs, Cut.WHOLE), (f"{name}.in_proj_ba", 2 * d.num_value_heads, Cut.WHOLE)
+            places, (f"{name}.in_proj_qkvz", d.num_inputs, Cut.FEATURES), (f"{name}.in_proj_ba", 2 * d.num_value_heads, Cut.FEATURES)
         )
-        self._out.place(places, (f"{name}.out_proj", self._hidden_size, Cut.WHOLE))
-        for own, tensor in (
-            ("conv1d.weight", self._kernel),
-            ("dt_bias", weights.dt_bias),
-            ("A_log", weights.log_rate),
-            ("norm.weight", weights.norm),
-        ):
-            places[f"{name}.{own}"] = Place.whole(tensor)
+        self._out.place(places, (f"{name}.out_proj", self._hidden_size, Cut.FROM_FEATURES))
+        keys = d.num_key_heads * d.key_dim
+        kernels = self._kernel.split((keys, keys, d.num_value_heads * d.value_dim))
+        for own, tensor in zip("qkv", kernels, strict=True):
+            part = f"{name}.conv1d.{own}"
+            places[f"{part}.weight"] = Place.whole(tensor, Cut.FEATURES, fused=self._make.fused_at(part))
+        places[f"{name}.dt_bias"] = Place.whole(weights.dt_bias, Cut.FEATURES)
+        places[f"{name}.A_log"] = Place.whole(weights.log_rate, Cut.FEATURES)
+        places[f"{name}.norm.weight"] = Place.whole(weights.norm)
 
     def finish_loading(self, ops: Ops) -> None:
         self._into.finish_loading(ops)

@@ -27,10 +27,10 @@ class Cut(Enum):
     WHOLE = "whole"
     HEADS = "rows: query heads"
     KV_HEADS = "rows: KV heads"
-    FEATURES = "rows: of the MLP, between its products"
+    FEATURES = "rows: of what lies between two products, such as the MLP's"
     VOCABULARY = "rows: of the output layer"
     FROM_HEADS = "columns: query heads"
-    FROM_FEATURES = "columns: of the MLP, between its products"
+    FROM_FEATURES = "columns: of what lies between two products, such as the MLP's"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@ them a mixture of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, GatedDeltaConfig, ModelConfig
-from twostep.model.families.gated_delta_net import GatedDeltaNet
+from twostep.model.families.fused import Fused, fused
+from twostep.model.families.gated_delta_net import GatedDeltaNet, columns_of
 from twostep.model.families.layers import AttentionPart, DecoderLayer
 from twostep.model.families.llama import Llama, parse_relative
 from twostep.model.families.modules import Norm
@@ -22,7 +24,7 @@ _HEAD_DIM, _TURNED = 256, 0.25
 
 class Qwen3Next(Llama):
     architecture = "qwen3_next"
-    supported = "gated delta nets and gated attention by `layer_types`, experts as Qwen2's; not over several ranks"
+    supported = "gated delta nets and gated attention by `layer_types`, experts as Qwen2's; over ranks by key heads"
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
@@ -35,8 +37,16 @@ class Qwen3Next(Llama):
         rope = parse_rope(fields, longest if isinstance(longest, int) else 1, head_dim=head_dim, turned=_TURNED)
         config = parse_relative(cls.architecture, fields, dtype, head_dim=_HEAD_DIM, rope=rope, qkv_bias=bias, o_bias=bias)
         experts = parse_experts(config, fields, is_shared=True, renormalize=True)
-        return replace(
-            config, experts=experts, gated_attention=True, gated_delta=_parse_gated_delta(fields, kinds, interval, config.num_layers)
+        return replace(config, experts=experts, gated_attention=True, gated_delta=_parse_gated_delta(fields, kinds, interval, config))
+
+    @classmethod
+    def fused(cls, config: ModelConfig) -> Mapping[str, Fused]:
+        # Each of the three is cut by its own heads.
+        d = config.gated_delta
+        assert d is not None
+        keys, values = d.num_key_heads * d.key_dim, d.num_value_heads * d.value_dim
+        return fused(
+            "linear_attn.conv1d", {f"linear_attn.conv1d.{each}": rows for each, rows in zip("qkv", (keys, keys, values), strict=True)}
         )
 
     def is_unused(self, name: str) -> bool:
@@ -67,7 +77,8 @@ class Qwen3Next(Llama):
         return self._make.rms_norm_from_one(self.config.hidden_size)
 
 
-def _parse_gated_delta(fields: Fields, kinds: object, interval: int, num_layers: int) -> GatedDeltaConfig:
+def _parse_gated_delta(fields: Fields, kinds: object, interval: int, config: ModelConfig) -> GatedDeltaConfig:
+    num_layers = config.num_layers
     if kinds is None:
         kinds = [_LINEAR if (i + 1) % interval else _FULL for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_LINEAR, _FULL) for kind in kinds):
@@ -88,4 +99,5 @@ def _parse_gated_delta(fields: Fields, kinds: object, interval: int, num_layers:
         key_dim=fields.positive_int("linear_key_head_dim", MAX_HEAD_DIM),
         value_dim=fields.positive_int("linear_value_head_dim", MAX_HEAD_DIM),
         kernel=kernel,
+        columns=columns_of(config, num_key_heads),
     )

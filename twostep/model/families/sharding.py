@@ -2,6 +2,7 @@
 
     q, k, v, gate, up, fc1     rows     rank r holds its heads, its part of the MLP: nothing to exchange
     o, down, fc2               columns  a rank's result is one of `size` terms of a sum; their bias is rank 0's
+    gated delta nets           rows by key head, with all that is theirs; the result by columns, a term of a sum
     experts                    cut as MLPs are, or whole ones on each rank: either way its result is a term of the same sum
     lm_head                    rows     a rank has the logits of its part of the vocabulary; a tied one is those rows of the embedding
     embedding, norms, routers  whole on every rank
@@ -19,8 +20,9 @@ import torch
 
 from twostep.checkpoint.parts import check_parts
 from twostep.errors import SetupError
-from twostep.model.families.config import ModelConfig
+from twostep.model.families.config import GatedDeltaConfig, ModelConfig
 from twostep.model.families.modules import Cut, Place, Places
+from twostep.model.step.state_columns import StateColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,21 @@ class Shard:
             num_kv_heads=len(self.kv_heads),
             intermediate_size=self.config.intermediate_size // self.size,
             experts=experts,
+            gated_delta=self._gated_delta,
         )
+
+    @property
+    def _gated_delta(self) -> GatedDeltaConfig | None:
+        """With this rank's key heads, and their columns of the blocks that it holds."""
+        whole, heads = self.config.gated_delta, self.kv_heads
+        if whole is None:
+            return None
+        num_own, count = whole.columns.count // self.size, whole.columns.count
+        columns = StateColumns(
+            count=count * len(heads) // heads.whole, first=self.rank * num_own - count * heads.start // heads.whole, num_own=num_own
+        )
+        num_key_heads, num_value_heads = (count // self.size for count in (whole.num_key_heads, whole.num_value_heads))
+        return replace(whole, num_key_heads=num_key_heads, num_value_heads=num_value_heads, columns=columns)
 
     @property
     def heads(self) -> ShardRange:
@@ -142,9 +158,8 @@ class ModelPart:
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
-    if config.gated_delta is not None and size > 1:
-        raise SetupError(f"{config.architecture} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
-    check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **_cut_in_mlps(config))
+    linear = {} if config.gated_delta is None else {"linear_num_key_heads": config.gated_delta.num_key_heads}
+    check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **linear, **_cut_in_mlps(config))
     assert 0 <= rank < size
     return Shard(config=config, rank=rank, size=size)
 

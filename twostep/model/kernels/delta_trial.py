@@ -24,8 +24,11 @@ def trial(weights: DeltaWeights) -> str:
     kept. Empty, or what is wrong."""
     d, device, dtype = weights.dims, weights.conv.device, weights.conv.dtype
     name = str(dtype).removeprefix("torch.")
-    shape = KvShape(num_blocks=1, block_size=16, num_layers=4, num_kv_heads=2, head_dim=128, dtype=name)
-    each, num_seqs = -(-d.state_bytes(dtype.itemsize) // shape.block_bytes), len(_COUNTS)
+    # About 128, in as many columns as there are.
+    head_dim = 8 * d.columns.count * -(-16 // d.columns.count)
+    shape = KvShape(num_blocks=1, block_size=16, num_layers=4, num_kv_heads=2, head_dim=head_dim, dtype=name)
+    num_bytes, num_seqs = d.column_bytes(dtype.itemsize), len(_COUNTS)
+    each = shape.state_blocks_each(num_bytes, d.columns.count)
     shape = replace(shape, num_blocks=num_seqs * each, num_state_blocks=each)
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -41,9 +44,11 @@ def trial(weights: DeltaWeights) -> str:
         eps=weights.eps,
     )
     projected = made(sum(_COUNTS), d.num_inputs + 2 * d.num_value_heads).to(device, dtype)
-    kept = made(num_seqs, d.recurrent_numbers).view(torch.uint8), made(num_seqs, d.conv_numbers).to(dtype).view(torch.uint8)
-    states = torch.zeros(num_seqs, d.state_bytes(dtype.itemsize), dtype=torch.uint8)
-    states[:, : sum(part.shape[1] for part in kept)] = torch.cat(kept, 1)
+    heads, size = (num_seqs, d.num_key_heads), 4 * d.recurrent_numbers
+    kept = made(*heads, d.recurrent_numbers).view(torch.uint8), made(*heads, d.conv_numbers).to(dtype).view(torch.uint8)
+    states = torch.zeros(*heads, d.head_bytes(dtype.itemsize), dtype=torch.uint8)
+    states[:, :, : size + kept[1].shape[2]] = torch.cat(kept, 2)
+    states = states.view(num_seqs, d.columns.num_own, num_bytes)
     tables = torch.randperm(shape.num_blocks, generator=generator).view(num_seqs, each).to(device)
     query_start = np.concatenate(([0], np.cumsum(_COUNTS))).astype(np.int32)
     sequences, offsets = owners(query_start, np.arange(num_seqs))
@@ -64,7 +69,7 @@ def trial(weights: DeltaWeights) -> str:
     try:
         for by_kernels in (False, True):
             cache = KvCache(shape, str(device))
-            cache.write_states(tables, 0, states.to(device))
+            cache.write_states(tables, 0, d.columns, states.to(device))
             if by_kernels:
                 rows = StateRows(
                     sequences=torch.from_numpy(sequences).to(device),
@@ -79,8 +84,8 @@ def trial(weights: DeltaWeights) -> str:
                 out = delta_net(projected, cache, 0, rows=rows, positions=on_device, query_start=starts, weights=weights)
             else:
                 out = torch_delta_net.delta_net(SequenceStates(batch, cache), 0, projected, weights)
-            after = cache.read_states(tables, 0, states.shape[1])
-            recurrent, inputs = after[:, : 4 * d.recurrent_numbers], after[:, 4 * d.recurrent_numbers :]
+            after = cache.read_states(tables, 0, d.columns, num_bytes).view(*heads, -1)
+            recurrent, inputs = after[:, :, :size], after[:, :, size:]
             found.append((out.float(), recurrent.view(torch.float32).clone(), inputs.clone()))
         (want, want_state, want_inputs), (got, got_state, got_inputs) = found
         differences = [float((a - b).norm() / b.norm()) for a, b in ((got, want), (got_state, want_state))]

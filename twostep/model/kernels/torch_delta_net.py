@@ -14,14 +14,19 @@ def delta_net(states: SequenceStates, layer: int, projected: torch.Tensor, weigh
     """See AttentionPlan.attend_delta."""
     d, dtype = weights.dims, projected.dtype
     mixed, z, beta, log_decay = _split(projected, weights)
-    held = states.read(layer, d.state_bytes(dtype.itemsize))
+    held = states.read(layer, d.columns, d.column_bytes(dtype.itemsize))
+    # [S, key heads, bytes], of which both are views.
+    by_head = held.view(len(states), d.num_key_heads, -1)
     recurrent_bytes = d.recurrent_numbers * 4
-    recurrent = held[:, :recurrent_bytes].view(torch.float32).view(len(states), d.num_value_heads, d.key_dim, d.value_dim)
-    before = held[:, recurrent_bytes : recurrent_bytes + d.conv_numbers * dtype.itemsize].view(dtype)
-    before = before.view(len(states), d.num_channels, d.kernel - 1)
+    recurrent = by_head[:, :, :recurrent_bytes].view(torch.float32)
+    inputs = by_head[:, :, recurrent_bytes : recurrent_bytes + d.conv_numbers * dtype.itemsize].view(dtype)
+    before = _by_channel(inputs, d)
     mixed = F.silu(_convolve(states, mixed, before, weights.conv))
-    out = _recall(states, mixed, beta, log_decay, recurrent, d)
-    states.write(layer, held)
+    matrices = recurrent.clone(memory_format=torch.contiguous_format).view(len(states), d.num_value_heads, d.key_dim, d.value_dim)
+    out = _recall(states, mixed, beta, log_decay, matrices, d)
+    recurrent.copy_(matrices.view(recurrent.shape))
+    inputs.copy_(_by_key_head(before, d))
+    states.write(layer, d.columns, held)
     normed = F.rms_norm(out, (d.value_dim,), eps=weights.eps).to(dtype) * weights.norm
     return (normed * F.silu(z.float())).to(dtype).view(len(projected), -1)
 
@@ -36,6 +41,19 @@ def _split(projected: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor
     log_decay = -weights.log_rate.exp() * F.softplus(rate.reshape(count, -1) + weights.dt_bias)
     mixed = torch.cat([part.reshape(count, -1) for part in qkv], -1)
     return mixed, z.reshape(count, -1, d.value_dim), beta.reshape(count, -1).sigmoid(), log_decay
+
+
+def _by_channel(inputs: torch.Tensor, d: DeltaDims) -> torch.Tensor:
+    """[S, num_channels, kernel - 1] from what key heads have, [S, num_key_heads, their channels · (kernel - 1)]."""
+    parts = inputs.unflatten(2, (-1, d.kernel - 1)).split((d.key_dim, d.key_dim, d.share * d.value_dim), 2)
+    return torch.cat([part.flatten(1, 2) for part in parts], 1)
+
+
+def _by_key_head(channels: torch.Tensor, d: DeltaDims) -> torch.Tensor:
+    """The inverse of _by_channel."""
+    keys = d.num_key_heads * d.key_dim
+    parts = channels.split((keys, keys, d.num_value_heads * d.value_dim), 1)
+    return torch.cat([part.unflatten(1, (d.num_key_heads, -1)) for part in parts], 2).flatten(2)
 
 
 def _convolve(states: SequenceStates, mixed: torch.Tensor, before: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostep.model.kernels.delta_net import CHUNK, UNIT_EPS, DeltaWeights
+from twostep.model.kernels.delta_net import CHUNK, UNIT_EPS, DeltaDims, DeltaWeights
 from twostep.model.kernels.triton_launch import follow, overlaps
 from twostep.model.step.kv_cache import KvCache
 
@@ -100,8 +100,8 @@ def delta_net(
     if not count:
         return out.view(0, -1)
     pdl, num_seqs = overlaps(projected.device), len(rows.tables)
-    recurrent, inputs = cache.state_numbers(torch.float32), cache.state_numbers(dtype)
-    first = layer * cache.num_blocks_each(d.state_bytes(dtype.itemsize))
+    recurrent, inputs = cache.state_numbers(torch.float32, d.columns), cache.state_numbers(dtype, d.columns)
+    first = layer * cache.shape.state_blocks_each(d.column_bytes(dtype.itemsize), d.columns.count)
     segment = 2 * d.key_dim + d.share * d.value_dim
     mixed = projected.new_empty(count, d.num_key_heads, segment)
     # What all kernels know of a state, and how they are launched.
@@ -109,7 +109,7 @@ def delta_net(
     layout = {
         "KEYS": d.key_dim, "VALUES": d.value_dim, "NUM_KEY_HEADS": d.num_key_heads, "SHARE": d.share, "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
-    kept = {"KERNEL": d.kernel, "KEPT_FROM": d.recurrent_numbers * 4 // dtype.itemsize, "KEPT_BLOCK": inputs.shape[1]}
+    kept = {"KERNEL": d.kernel, "KEPT_FROM": d.recurrent_numbers * 4 // dtype.itemsize, "KEPT": places_of(cache, d, dtype)}
     block = triton.next_power_of_2(segment)
     # Few rows have a program each: then all of them are in flight.
     tile = 1 if count <= CHUNK else max(1, _MIXED // block)
@@ -120,7 +120,7 @@ def delta_net(
     columns = max(16, min(_COLUMNS, triton.next_power_of_2(d.value_dim)))
     parts = triton.cdiv(d.value_dim, columns)
     rule = {"UNIT_EPS": UNIT_EPS, "BLOCK_K": max(16, triton.next_power_of_2(d.key_dim))}
-    part = {"BLOCK": recurrent.shape[1], "BLOCK_V": columns}
+    part = {"HELD": places_of(cache, d, torch.float32), "BLOCK_V": columns}
     gates = (projected, weights.dt_bias, weights.log_rate, projected.stride(0))
     if rows.num_decodes:
         _decode_kernel[(rows.num_decodes, d.num_value_heads, parts)](
@@ -153,22 +153,45 @@ def delta_net(
     return left.view(count, -1)
 
 
-@triton.jit
-def _in_blocks(pool_ptr, table_ptr, number, mask, stride, BLOCK: tl.constexpr):
-    """Pointers to numbers of a state, BLOCK of them in each of its blocks."""
-    block = tl.load(table_ptr + number // BLOCK, mask=mask, other=0)
-    return pool_ptr + block.to(tl.int64) * stride + number % BLOCK
+def places_of(cache: KvCache, dims: DeltaDims, dtype: torch.dtype) -> tuple[int, ...]:
+    """Returns where numbers of this type lie in columns (step/state_columns.py): the numbers of a piece, those of a key head, and the key
+    heads of a column; the pieces of a block; from one to the next so many numbers, within so many that follow each other so; and from the
+    first of these to that of the next, so many."""
+    shape, size = cache.shape, dtype.itemsize
+    plane, planes = shape.plane_bytes // size, shape.num_planes
+    if planes * shape.plane_bytes == shape.layer_bytes:
+        planes *= shape.num_layers  # nothing is between two layers
+    head = dims.head_bytes(cache.dtype.itemsize) // size
+    pieces = shape.num_layers * shape.num_planes
+    return plane // dims.columns.count, head, dims.heads_per_column, pieces, plane, planes, shape.layer_bytes // size
 
 
 @triton.jit
-def _recurrent(pool_ptr, table_ptr, row, column, inside, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to rows [n, 1] and columns [1, m] of the heads' matrices, one upon the other."""
-    if BLOCK % WIDTH == 0:
+def _piece(pool_ptr, table_ptr, piece, column, mask, stride, PLACES: tl.constexpr):
+    """Pointers to pieces of a column."""
+    block = tl.load(table_ptr + piece // PLACES[3], mask=mask, other=0)
+    at = piece % PLACES[3]
+    within = at * PLACES[4] if PLACES[5] == PLACES[3] else at // PLACES[5] * PLACES[6] + at % PLACES[5] * PLACES[4]
+    return pool_ptr + block.to(tl.int64) * stride + within + column * PLACES[0]
+
+
+@triton.jit
+def _in_blocks(pool_ptr, table_ptr, key_head, number, mask, stride, PLACES: tl.constexpr):
+    """Pointers to numbers of a key head's state."""
+    number += key_head % PLACES[2] * PLACES[1]
+    return _piece(pool_ptr, table_ptr, number // PLACES[0], key_head // PLACES[2], mask, stride, PLACES) + number % PLACES[0]
+
+
+@triton.jit
+def _recurrent(pool_ptr, table_ptr, key_head, row, column, inside, stride, WIDTH: tl.constexpr, PLACES: tl.constexpr):
+    """Pointers to rows [n, 1] and columns [1, m] of a key head's matrices, one upon the other."""
+    if PLACES[0] % WIDTH == 0 and (PLACES[2] == 1 or PLACES[1] % WIDTH == 0):
         # No row is cut in two: neighbours of a row are neighbours in memory, and are loaded together.
-        each: tl.constexpr = BLOCK // WIDTH
-        block = tl.load(table_ptr + row // each, mask=inside, other=0)
-        return pool_ptr + block.to(tl.int64) * stride + (row % each) * WIDTH + column
-    return _in_blocks(pool_ptr, table_ptr, row * WIDTH + column, inside & (column < WIDTH), stride, BLOCK)
+        each: tl.constexpr = PLACES[0] // WIDTH
+        row += key_head % PLACES[2] * (PLACES[1] // WIDTH)
+        piece = _piece(pool_ptr, table_ptr, row // each, key_head // PLACES[2], inside, stride, PLACES)
+        return piece + (row % each) * WIDTH + column
+    return _in_blocks(pool_ptr, table_ptr, key_head, row * WIDTH + column, inside & (column < WIDTH), stride, PLACES)
 
 
 @triton.jit
@@ -197,16 +220,16 @@ def _channels(head, i, KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEY_HEADS: 
 def _mix_kernel(
     projected_ptr, conv_ptr, mixed_ptr, pool_ptr, sequences_ptr, offsets_ptr, positions_ptr, sources_ptr, tables_ptr, stride_sources,
     stride_tables, first, num_rows, num_decodes, stride_projected, stride_block, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KERNEL: tl.constexpr, KEPT_FROM: tl.constexpr, KEPT_BLOCK: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KERNEL: tl.constexpr, KEPT_FROM: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SEGMENT: tl.constexpr = 2 * KEYS + SHARE * VALUES
-    KEPT: tl.constexpr = KERNEL - 1
+    BEFORE: tl.constexpr = KERNEL - 1
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
     channel = _channels(head, i, KEYS, VALUES, NUM_KEY_HEADS, SHARE)
-    weight = tl.load(conv_ptr + channel * KERNEL + KEPT, mask=i < SEGMENT, other=0.0).to(tl.float32)
+    weight = tl.load(conv_ptr + channel * KERNEL + BEFORE, mask=i < SEGMENT, other=0.0).to(tl.float32)
     if PDL:
         follow()
     sequence = tl.load(sequences_ptr + row, mask=row < num_rows, other=-1)
@@ -218,26 +241,26 @@ def _mix_kernel(
     decodes = inside & (row < num_decodes) & (sequence == row)
     source = sources_ptr + sequence.to(tl.int64) * stride_sources + first
     table = tables_ptr + sequence.to(tl.int64) * stride_tables + first
-    number = KEPT_FROM + channel * KEPT
+    number = KEPT_FROM + i * BEFORE
     at = projected_ptr + row.to(tl.int64) * stride_projected + head * (SEGMENT + SHARE * VALUES) + i
     x = tl.load(at, mask=inside, other=0.0)
     acc = x.to(tl.float32) * weight
-    for step in tl.static_range(KEPT):
+    for step in tl.static_range(BEFORE):
         # From the oldest input on, so that each that is kept moves to a place whose own has been read.
-        back = KEPT - step
+        back = BEFORE - step
         weight = tl.load(conv_ptr + channel * KERNEL + step, mask=i < SEGMENT, other=0.0).to(tl.float32)
         is_here = offset >= back
         here = tl.load(at - back * stride_projected, mask=inside & is_here, other=0.0)
         was_kept = continued & (offset < back)
         kept = number + step + offset
-        before = tl.load(_in_blocks(pool_ptr, source, kept, was_kept, stride_block, KEPT_BLOCK), mask=was_kept, other=0.0)
+        before = tl.load(_in_blocks(pool_ptr, source, head, kept, was_kept, stride_block, KEPT), mask=was_kept, other=0.0)
         acc += tl.where(is_here, here, before).to(tl.float32) * weight
         if step > 0:
             tl.debug_barrier()
-            to = _in_blocks(pool_ptr, table, number + step - 1, decodes, stride_block, KEPT_BLOCK)
+            to = _in_blocks(pool_ptr, table, head, number + step - 1, decodes, stride_block, KEPT)
             tl.store(to, before, mask=decodes)
     tl.debug_barrier()
-    tl.store(_in_blocks(pool_ptr, table, number + KEPT - 1, decodes, stride_block, KEPT_BLOCK), x, mask=decodes)
+    tl.store(_in_blocks(pool_ptr, table, head, number + BEFORE - 1, decodes, stride_block, KEPT), x, mask=decodes)
     acc *= tl.sigmoid(acc)
     to = mixed_ptr + (row.to(tl.int64) * NUM_KEY_HEADS + head) * SEGMENT + i
     tl.store(to, acc.to(mixed_ptr.dtype.element_ty), mask=inside)
@@ -247,7 +270,7 @@ def _mix_kernel(
 def _decode_kernel(
     mixed_ptr, projected_ptr, bias_ptr, rate_ptr, stride_projected, out_ptr, pool_ptr, sequences_ptr, positions_ptr, sources_ptr,
     tables_ptr, stride_sources, stride_tables, first, stride_block, KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEY_HEADS: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK: tl.constexpr, UNIT_EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, HELD: tl.constexpr, UNIT_EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK_K)
@@ -260,7 +283,8 @@ def _decode_kernel(
     table = tables_ptr + row.to(tl.int64) * stride_tables + first
     inside = (i < KEYS)[:, None]
     mask = inside & (j < VALUES)[None, :]
-    at = _recurrent(pool_ptr, source, (head * KEYS + i)[:, None], j[None, :], inside, stride_block, VALUES, BLOCK)
+    matrix_row = (head % SHARE * KEYS + i)[:, None]
+    at = _recurrent(pool_ptr, source, head // SHARE, matrix_row, j[None, :], inside, stride_block, VALUES, HELD)
     state = tl.load(at, mask=mask & (tl.load(positions_ptr + row) > 0), other=0.0)
     of_head = mixed_ptr + (row.to(tl.int64) * NUM_KEY_HEADS + head // SHARE) * (2 * KEYS + SHARE * VALUES)
     q = tl.load(of_head + i, mask=i < KEYS, other=0.0).to(tl.float32)
@@ -273,7 +297,7 @@ def _decode_kernel(
     held = tl.sum(k[:, None] * state, 0)
     state += k[:, None] * ((v - held) * beta)[None, :]
     out = tl.sum(q[:, None] * state, 0)
-    tl.store(_recurrent(pool_ptr, table, (head * KEYS + i)[:, None], j[None, :], inside, stride_block, VALUES, BLOCK), state, mask=mask)
+    tl.store(_recurrent(pool_ptr, table, head // SHARE, matrix_row, j[None, :], inside, stride_block, VALUES, HELD), state, mask=mask)
     to = out_ptr + (row.to(tl.int64) * NUM_KEY_HEADS * SHARE + head) * VALUES + j
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=j < VALUES)
 
@@ -351,8 +375,8 @@ def _unit_inverse(x, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 def _recall_kernel(
     mixed_ptr, projected_ptr, bias_ptr, rate_ptr, stride_projected, prepared_ptr, out_ptr, pool_ptr, inputs_ptr, query_start_ptr,
     positions_ptr, sources_ptr, tables_ptr, stride_sources, stride_tables, first, num_decodes, stride_block, stride_inputs,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
-    KERNEL: tl.constexpr, KEPT_FROM: tl.constexpr, KEPT_BLOCK: tl.constexpr, UNIT_EPS: tl.constexpr, BLOCK_K: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, HELD: tl.constexpr,
+    KERNEL: tl.constexpr, KEPT_FROM: tl.constexpr, KEPT: tl.constexpr, UNIT_EPS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SEGMENT_BLOCK: tl.constexpr, KERNEL_BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -370,13 +394,14 @@ def _recall_kernel(
         # For all heads of the key head.
         _keep_inputs(
             projected_ptr, inputs_ptr, source, table, head // SHARE, start, stop, continued, stride_projected, stride_inputs, KEYS, VALUES,
-            NUM_KEY_HEADS, SHARE, KERNEL, KEPT_FROM, KEPT_BLOCK, SEGMENT_BLOCK, KERNEL_BLOCK,
+            NUM_KEY_HEADS, SHARE, KERNEL, KEPT_FROM, KEPT, SEGMENT_BLOCK, KERNEL_BLOCK,
         )  # fmt: skip
     i, r = tl.arange(0, BLOCK_K), tl.arange(0, CHUNK)
     j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside_state = (i < KEYS)[:, None]
     mask_state = inside_state & (j < VALUES)[None, :]
-    at = _recurrent(pool_ptr, source, (head * KEYS + i)[:, None], j[None, :], inside_state, stride_block, VALUES, BLOCK)
+    matrix_row = (head % SHARE * KEYS + i)[:, None]
+    at = _recurrent(pool_ptr, source, head // SHARE, matrix_row, j[None, :], inside_state, stride_block, VALUES, HELD)
     state = tl.load(at, mask=mask_state & continued, other=0.0)
     for since in range(start, stop, CHUNK):
         row = since + r
@@ -406,7 +431,7 @@ def _recall_kernel(
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=mask_v)
         to_end = value * tl.exp(whole - total)[:, None]
         state = tl.dot(tl.trans(k), to_end, state * tl.exp(whole), input_precision=PRECISION)
-    at = _recurrent(pool_ptr, table, (head * KEYS + i)[:, None], j[None, :], inside_state, stride_block, VALUES, BLOCK)
+    at = _recurrent(pool_ptr, table, head // SHARE, matrix_row, j[None, :], inside_state, stride_block, VALUES, HELD)
     tl.store(at, state, mask=mask_state)
 
 
@@ -414,23 +439,22 @@ def _recall_kernel(
 def _keep_inputs(
     projected_ptr, pool_ptr, source, table, key_head, start, stop, continued, stride_projected, stride_block, KEYS: tl.constexpr,
     VALUES: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KERNEL: tl.constexpr, KEPT_FROM: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr, SEGMENT_BLOCK: tl.constexpr, KERNEL_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, SEGMENT_BLOCK: tl.constexpr, KERNEL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A prompt's last inputs, some of which were kept before if it has few."""
     SEGMENT: tl.constexpr = 2 * KEYS + SHARE * VALUES
-    KEPT: tl.constexpr = KERNEL - 1
+    BEFORE: tl.constexpr = KERNEL - 1
     i, m = tl.arange(0, SEGMENT_BLOCK)[:, None], tl.arange(0, KERNEL_BLOCK)[None, :]
-    channel = _channels(key_head, i, KEYS, VALUES, NUM_KEY_HEADS, SHARE)
-    mask = (i < SEGMENT) & (m < KEPT)
-    row = stop - KEPT + m
+    mask = (i < SEGMENT) & (m < BEFORE)
+    row = stop - BEFORE + m
     at = projected_ptr + row.to(tl.int64) * stride_projected + key_head * (SEGMENT + SHARE * VALUES) + i
     here = tl.load(at, mask=mask & (row >= start), other=0.0)
     was_kept = mask & (row < start) & continued
-    kept = KEPT_FROM + channel * KEPT + m + stop - start
-    before = tl.load(_in_blocks(pool_ptr, source, kept, was_kept, stride_block, KEPT_BLOCK), mask=was_kept, other=0.0)
+    kept = KEPT_FROM + i * BEFORE + m + stop - start
+    before = tl.load(_in_blocks(pool_ptr, source, key_head, kept, was_kept, stride_block, KEPT), mask=was_kept, other=0.0)
     # Read by all threads before one writes.
     tl.debug_barrier()
-    to = _in_blocks(pool_ptr, table, KEPT_FROM + channel * KEPT + m, mask, stride_block, KEPT_BLOCK)
+    to = _in_blocks(pool_ptr, table, key_head, KEPT_FROM + i * BEFORE + m, mask, stride_block, KEPT)
     tl.store(to, tl.where(row >= start, here, before), mask=mask)
 
 

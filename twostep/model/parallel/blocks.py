@@ -2,7 +2,8 @@
 
 whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales (and groups) of heads 0 … H-1, where the pool is
                 quantized; of latent attention K alone, of one head, which every rank holds
-a rank's block  the same for the heads it holds
+a rank's block  the same for the heads it holds. Of a head that several ranks hold, each has its own part of K and V where a block is of
+                a state (step/state_columns.py): whether it is, nobody asks
 """
 
 from __future__ import annotations
@@ -28,14 +29,21 @@ class BlockParts:
         self._planes = _planes(local)
         shards = [shard_of(config, rank, size) for rank in range(size)]
         self._heads = [shard.kv_heads for shard in shards]
-        # Ranks that together hold every head once.
-        self.owners = [rank for rank, shard in enumerate(shards) if shard.owns_kv]
+        self._shards = shards
+        # Of each head that ranks hold together, how many parts they have, of blocks that hold states.
+        self._parts = max(1, size // config.num_kv_heads) if local.num_state_blocks else 1
+        # Ranks that together hold every head once, or with states all parts of it.
+        self.owners = [rank for rank, shard in enumerate(shards) if shard.owns_kv or self._parts > 1]
 
     def join(self, part: npt.NDArray[np.uint8], rank: int, whole: npt.NDArray[np.uint8]) -> None:
         """Puts a rank's parts [n, its bytes] into whole blocks [n, block_bytes], or some layers of both."""
-        heads = self._heads[rank]
-        for of_whole, of_part in zip(self._by_heads(whole, heads.whole), self._by_heads(part, len(heads)), strict=True):
-            of_whole[:, :, heads.slice] = of_part
+        heads, number = self._heads[rank], rank % self._parts
+        for i, (of_whole, of_part) in enumerate(zip(self._by_heads(whole, heads.whole), self._by_heads(part, len(heads)), strict=True)):
+            if i < self.shape.num_planes:
+                each = self._planes[i] // self._parts
+                of_whole[:, :, heads.slice, number * each : (number + 1) * each] = of_part[..., number * each : (number + 1) * each]
+            elif self._shards[rank].owns_kv:  # scales, which are no part of a state
+                of_whole[:, :, heads.slice] = of_part
 
     def cut(self, whole: npt.NDArray[np.uint8], rank: int, part: npt.NDArray[np.uint8]) -> None:
         """The inverse: takes a rank's parts out of whole blocks."""

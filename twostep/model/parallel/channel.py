@@ -60,8 +60,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows. Numbers start
-    at 1."""
+    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows, and blocks of
+    a state. Numbers start at 1."""
 
     number: int
     num_tokens: int
@@ -73,6 +73,7 @@ class StepCommand:
     num_top: int
     num_pooled: int
     num_vectors: int
+    num_state_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class StepMemory:
         scored = (0, 0) if batch.scored is None else (len(batch.scored.rows), batch.scored.num_top)
         pooled = (0, 0) if batch.pooled is None else (len(batch.pooled.rows), len(batch.pooled.counts))
         carried = batch.carried is not None
-        return StepCommand(number, len(batch.token_ids), num_seqs, width, len(batch.sample_rows), carried, *scored, *pooled)
+        states = 0 if batch.state_tables is None else batch.state_tables.shape[1]
+        return StepCommand(number, len(batch.token_ids), num_seqs, width, len(batch.sample_rows), carried, *scored, *pooled, states)
 
     def get(self, command: StepCommand) -> Batch:
         """Returns the batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
@@ -151,6 +153,10 @@ class StepMemory:
             array = np.frombuffer(self._memory, dtype, count, start)
             start += _aligned(array.nbytes)
             return array
+
+        def take_states() -> npt.NDArray[np.int32] | None:
+            count = command.num_state_blocks
+            return take(np.int32, command.num_seqs * count).reshape(command.num_seqs, count) if count else None
 
         return Batch(
             token_ids=take(np.int64, command.num_tokens),
@@ -164,6 +170,8 @@ class StepMemory:
             carried=take(np.int32, command.num_tokens) if command.carried else None,
             scored=ScoredRows(take(np.int64, count), take(np.int64, count), command.num_top) if (count := command.num_scored) else None,
             pooled=PooledRows(take(np.int64, count), take(np.int64, command.num_vectors)) if (count := command.num_pooled) else None,
+            state_sources=take_states(),
+            state_tables=take_states(),
         )
 
 
@@ -212,7 +220,8 @@ def _arrays(batch: Batch) -> Sequence[npt.NDArray[Any]]:
     carried = () if batch.carried is None else (batch.carried,)
     scored = () if batch.scored is None else (batch.scored.rows, batch.scored.targets)
     pooled = () if batch.pooled is None else (batch.pooled.rows, batch.pooled.counts)
-    return (*arrays, *carried, *scored, *pooled)
+    states = () if batch.state_sources is None or batch.state_tables is None else (batch.state_sources, batch.state_tables)
+    return (*arrays, *carried, *scored, *pooled, *states)
 
 
 def _slot_start(number: int) -> int:

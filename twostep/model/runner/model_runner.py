@@ -47,6 +47,8 @@ from twostep.process.startup import NoProgress, Progress
 from twostep.settings.worker import QUANTIZATIONS
 
 LOAD_FORMATS = ("auto", "dummy")
+# Bytes of the largest number in a state.
+_STATE_NUMBER = 4
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +268,9 @@ class ModelRunner:
         from twostep.model.runner.step_graphs import StepGraphs  # noqa: PLC0415
 
         assert isinstance(ops, TritonOps)
+        if self._member is not None and self.kv_shape.num_state_blocks:
+            # Ranks capture the same steps, or none of them does.
+            ops.has_delta_kernels = bool(self._member.meeting.least(int(ops.has_delta_kernels)))
         with torch.inference_mode():
             if not max_num_seqs or (self.kv_shape.num_state_blocks and not ops.has_delta_kernels):
                 return DeviceSteps(self._model, self._cache, ops, None)
@@ -373,8 +378,13 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, 
     )
     if (delta := config.gated_delta) is None:
         return shape
+    if shape.plane_bytes % (delta.columns.count * _STATE_NUMBER):
+        raise SetupError(
+            f"a block's keys take {shape.plane_bytes} bytes a layer, which are not cut into {delta.columns.count} columns of states; "
+            f"give a --block-size that is a multiple of {delta.columns.count}"
+        )
     # Each layer's in whole blocks.
-    blocks_each = -(-delta.state_bytes(DTYPES[dtype].itemsize) // shape.block_bytes)
+    blocks_each = shape.state_blocks_each(delta.column_bytes(DTYPES[dtype].itemsize), delta.columns.count)
     return replace(shape, num_state_blocks=blocks_each * delta.layers.count(True))
 
 

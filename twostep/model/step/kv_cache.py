@@ -21,6 +21,7 @@ from twostep.errors import SetupError
 from twostep.model.step.kv_quantization import QuantizedRows, check_shape, static_scales
 from twostep.model.step.kv_staging import PinnedStaging, pin
 from twostep.model.step.kv_sums import KvSums
+from twostep.model.step.state_columns import StateColumns
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -95,33 +96,36 @@ class KvCache:
         heads = torch.arange(self.shape.num_kv_heads, device=blocks.device).expand(len(blocks), -1)
         return self.quantized.read(layer, blocks[:, None].expand_as(heads), heads).transpose(0, 1)
 
-    def read_states(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
-        """Returns what a layer without KV keeps of each sequence, uint8 [S, num_bytes]. `tables` int64 [S, num_state_blocks]: their state
-        blocks; `layer` counts the layers that have a state."""
-        blocks = self._state_blocks(tables, layer, num_bytes)
-        return self._bytes[blocks.reshape(-1)].view(len(blocks), -1)[:, :num_bytes]
+    def read_states(self, tables: torch.Tensor, layer: int, columns: StateColumns, num_bytes: int) -> torch.Tensor:
+        """Returns what a layer without KV keeps of each sequence, `num_bytes` in each of its own columns, uint8 [S, columns.num_own,
+        num_bytes]. `tables` int64 [S, num_state_blocks]: their state blocks; `layer` counts the layers that have a state."""
+        pieces, blocks = self._state_pieces(tables, layer, columns, num_bytes)
+        # [S, blocks each, layer, plane, column, bytes]
+        held: torch.Tensor = pieces[blocks.reshape(-1)].unflatten(0, blocks.shape)
+        return held.permute(0, 4, 1, 2, 3, 5).flatten(2)[:, :, :num_bytes].contiguous()
 
-    def write_states(self, tables: torch.Tensor, layer: int, states: torch.Tensor) -> None:
-        """The inverse of read_states, uint8 [S, num_bytes]."""
-        blocks = self._state_blocks(tables, layer, states.shape[1])
-        rows = states.new_zeros(len(blocks), blocks.shape[1] * self.shape.block_bytes)
-        rows[:, : states.shape[1]] = states
-        self._bytes[blocks.reshape(-1)] = rows.view(-1, self.shape.block_bytes)
+    def write_states(self, tables: torch.Tensor, layer: int, columns: StateColumns, states: torch.Tensor) -> None:
+        """The inverse of read_states, uint8 [S, columns.num_own, num_bytes]."""
+        pieces, blocks = self._state_pieces(tables, layer, columns, states.shape[2])
+        whole = states.new_zeros(*states.shape[:2], blocks.shape[1] * pieces[0, :, :, 0].numel())
+        whole[:, :, : states.shape[2]] = states
+        whole = whole.unflatten(2, (-1, *pieces.shape[1:3], pieces.shape[4])).permute(0, 2, 3, 4, 1, 5)
+        pieces[blocks.reshape(-1)] = whole.flatten(0, 1)
 
-    def state_numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the pool itself as such numbers, [num_blocks, numbers of a block], for kernels that read and write states in it. Raises
-        SetupError where a block has no whole number of them."""
+    def state_numbers(self, dtype: torch.dtype, columns: StateColumns) -> torch.Tensor:
+        """Returns the pool itself as such numbers, [num_blocks, numbers of a block from its first own column on], for kernels that read and
+        write states in it. Raises SetupError where a block has no whole number of them."""
         if self.shape.block_bytes % dtype.itemsize:
             raise SetupError(f"a block of {self.shape.block_bytes} bytes cannot hold states; give an even --block-size")
-        return self._bytes.view(dtype)
+        return self._bytes.view(dtype)[:, columns.first * self.shape.plane_bytes // columns.count // dtype.itemsize :]
 
-    def num_blocks_each(self, num_bytes: int) -> int:
-        """Returns how many blocks a layer's state of so many bytes takes."""
-        return -(-num_bytes // self.shape.block_bytes)
-
-    def _state_blocks(self, tables: torch.Tensor, layer: int, num_bytes: int) -> torch.Tensor:
-        each = self.num_blocks_each(num_bytes)
-        return tables[:, layer * each : (layer + 1) * each]
+    def _state_pieces(self, tables: torch.Tensor, layer: int, columns: StateColumns, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the own columns, [num_blocks, layer, plane, column, bytes], and of a layer's blocks in the tables."""
+        shape = self.shape
+        each = shape.state_blocks_each(num_bytes, columns.count)
+        planes = self._bytes.unflatten(1, (shape.num_layers, -1))[:, :, : shape.num_planes * shape.plane_bytes]
+        pieces = planes.unflatten(2, (shape.num_planes, columns.count, -1))[:, :, :, columns.own]
+        return pieces, tables[:, layer * each : (layer + 1) * each]
 
     def fill_random(self, num_blocks: int) -> None:
         """Random numbers in the first blocks, for trials while nobody owns them."""
