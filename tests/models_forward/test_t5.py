@@ -1,8 +1,11 @@
-"""Logits of a model with an encoder equal transformers', whatever the block size and the batch mix."""
+"""A model with an encoder: logits equal transformers', whatever the block size and the batch mix; tokens are the likeliest through two
+engines, handed over, preempted and drafted; what it cannot do is refused by name."""
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,25 @@ import numpy as np
 import pytest
 import torch
 from forward_helpers import Sequence_, make_batch, scattered_sequences
-from t5_models import KINDS, START, reference_logits, save_t5
+from t5_models import KINDS, START, VOCAB, reference_logits, save_t5
 
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.types import EngineRequest
+from twostep.errors import InvalidRequest, SetupError
+from twostep.model.families.registry import parse_config
+from twostep.model.families.sharding import shard_of
+from twostep.model.loading.weights import check_weights
 from twostep.model.runner.model_runner import ModelRunner
+from twostep.pooling import Pooling
+from twostep.sampling_params import SamplingParams
+from twostep.settings.speculative import SpeculativeConfig
 
 TOLERANCE = 1e-4
+# Of float32 sums in another order; logits are some units apart.
+TIE = 1e-3
 NUM_BLOCKS = 200
+BLOCK, NUM_TOKENS = 4, 200
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -66,3 +82,124 @@ def test_prompts_and_answers_in_any_company(model: tuple[Any, Path], block_size:
         want = reference_logits(oracle, sequence.tokens[:length], sequence.tokens[length:])
         got = torch.stack([sequence.logits[place] for place in range(length - 1, len(sequence.tokens))])
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def request(name: str, prompt: list[int], **sampling: Any) -> EngineRequest:
+    params = SamplingParams(**({"max_tokens": NUM_TOKENS, "temperature": 0.0} | sampling))
+    return EngineRequest(seq_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params, prefix_key=b"tenant")
+
+
+def prompts(*lengths: int) -> dict[str, list[int]]:
+    rng = random.Random(3)
+    return {f"s{i}": [*(rng.randrange(VOCAB) for _ in range(length - 1)), START] for i, length in enumerate(lengths)}
+
+
+def check_likeliest(oracle: Any, asked: Mapping[str, list[int]], answers: Mapping[str, list[int]]) -> None:
+    for name, prompt in asked.items():
+        assert len(answers[name]) == NUM_TOKENS
+        logits = reference_logits(oracle, prompt, answers[name])[:-1]
+        chosen = logits.gather(1, torch.tensor(answers[name])[:, None])[:, 0]
+        assert bool((chosen >= logits.amax(-1) - TIE).all())
+
+
+def test_tokens_handed_over_and_preempted_are_the_likeliest(model: tuple[Any, Path]) -> None:
+    """The first step of a sequence that gave way has its prompt whole, and later ones the rest of its answer, in parts."""
+    oracle, directory = model
+    prefill_runner, decode_runner = (ModelRunner(directory, num_blocks=number, block_size=BLOCK) for number in (64, 130))
+    bounds: dict[str, Any] = {"max_num_seqs": 4, "hash_unit": BLOCK}
+    prefill = Engine(prefill_runner, EngineConfig(max_num_batched_tokens=53, **bounds))
+    decode = Engine(decode_runner, EngineConfig(max_num_batched_tokens=60, **bounds))
+    asked, answers = prompts(5, 31, 50), dict[str, list[int]]()
+    for name, prompt in asked.items():
+        prefill.submit(request(name, prompt), hold=True)
+    while len(answers) < len(asked):
+        for token in prefill.step().tokens:
+            answers[token.seq_id] = [token.token_id]
+    assert prefill.steps == 2, "two of them fit one step"
+    for name, prompt in asked.items():
+        blocks = prefill.block_ids(name)
+        data = np.empty((len(blocks), prefill_runner.kv_shape.block_bytes), np.uint8)
+        prefill_runner.read_blocks(blocks, data)
+        decode_runner.write_blocks(decode.reserve(request(name, prompt)).block_ids[: len(blocks)], data)
+        decode.commit(name, answers[name])
+        prefill.release(name)
+    while decode.wait_for_work(0.0):
+        for token in decode.step().tokens:
+            answers[token.seq_id].append(token.token_id)
+        decode.check_integrity()
+    assert decode.stats().num_preemptions
+    assert not decode.stats().num_cached_blocks
+    check_likeliest(oracle, asked, answers)
+
+
+def test_drafted_tokens_are_the_likeliest(model: tuple[Any, Path]) -> None:
+    oracle, directory = model
+    runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    engine = Engine(runner, EngineConfig(max_num_batched_tokens=80, max_num_seqs=20, speculative=config))
+    asked = prompts(7, 40)
+    given = generate(engine, [request(name, prompt) for name, prompt in asked.items()])
+    check_likeliest(oracle, asked, {name: [token.token_id for token in answer] for name, answer in zip(asked, given, strict=True)})
+    assert sum(engine.stats().num_drafted)
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}, {"dtype": "bfloat16"}])
+def test_fewer_bits(model: tuple[Any, Path], options: dict[str, Any]) -> None:
+    _, directory = model
+    asked = prompts(20, 60)
+    exact, lossy = (ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16, **extra) for extra in ({}, options))
+    answers = []
+    for runner in (exact, lossy):
+        engine = Engine(runner, EngineConfig())
+        given = generate(engine, [request(name, prompt, max_tokens=1, logprobs=0) for name, prompt in asked.items()])
+        answers.append([answer[0].logprob for answer in given])
+    assert np.abs(np.subtract(*answers)).max() < 0.5
+
+
+def test_requests_that_it_cannot_serve(model: tuple[Any, Path]) -> None:
+    engine = Engine(ModelRunner(model[1], num_blocks=NUM_BLOCKS, block_size=BLOCK), EngineConfig(max_num_batched_tokens=40, max_num_seqs=8))
+    longest = [5] * 32 + [START]
+    engine.submit(request("longest", longest))
+    cases = {
+        "--max-num-batched-tokens": request("longer", [5, *longest]),
+        "encoder's tokens": request("one", [START]),
+        "prompt_logprobs": request("scored", longest, prompt_logprobs=1),
+        "embeddings": replace(request("pooled", longest), pooling=Pooling.LAST),
+    }
+    for told, case in cases.items():
+        for take in (engine.submit, engine.reserve):
+            with pytest.raises(InvalidRequest, match=told):
+                take(case)
+
+
+def test_setups_that_it_cannot_serve(model: tuple[Any, Path], tmp_path: Path) -> None:
+    _, directory = model
+    runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    with pytest.raises(SetupError, match="--max-num-batched-tokens 8 with --max-num-seqs 8"):
+        Engine(runner, EngineConfig(max_num_batched_tokens=8, max_num_seqs=8))
+    with pytest.raises(SetupError, match="float16"):
+        ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype="float16")
+    with pytest.raises(SetupError, match="--tensor-parallel-size 1"):
+        shard_of(parse_config(directory), 0, 5)
+    config = json.loads((directory / "config.json").read_text())
+    cases = [
+        ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj"),
+        ({"dense_act_fn": "tanh"}, "dense_act_fn"),
+        ({"is_gated_act": None}, "is_gated_act"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder"),
+        ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets"),
+        ({"relative_attention_max_distance": 5}, "relative_attention_max_distance"),
+        ({"num_decoder_layers": "two"}, "num_decoder_layers"),
+        ({"d_kv": 0}, "d_kv"),
+        ({"rope_theta": 1e4}, "rope_theta"),
+    ]
+    for changes, key in cases:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SetupError, match=key):
+            parse_config(tmp_path)
+    save_t5("t5", tmp_path)
+    for changes, name in (({"num_layers": 4}, "encoder.block.3"), ({"num_layers": 2, "num_decoder_layers": 3}, "encoder.block.2")):
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SetupError, match=name):
+            check_weights(tmp_path)
