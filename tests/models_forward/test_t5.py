@@ -105,7 +105,7 @@ def check_likeliest(oracle: Any, asked: Mapping[str, list[int]], answers: Mappin
 def test_tokens_handed_over_and_preempted_are_the_likeliest(model: tuple[Any, Path]) -> None:
     """The first step of a sequence that gave way has its prompt whole, and later ones the rest of its answer, in parts."""
     oracle, directory = model
-    prefill_runner, decode_runner = (ModelRunner(directory, num_blocks=number, block_size=BLOCK) for number in (64, 130))
+    prefill_runner, decode_runner = (ModelRunner(directory, num_blocks=number, block_size=BLOCK, num_threads=1) for number in (64, 130))
     bounds: dict[str, Any] = {"max_num_seqs": 4, "hash_unit": BLOCK}
     prefill = Engine(prefill_runner, EngineConfig(max_num_batched_tokens=53, **bounds))
     decode = Engine(decode_runner, EngineConfig(max_num_batched_tokens=60, **bounds))
