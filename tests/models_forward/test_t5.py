@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import InvalidRequest, SetupError
+from twostep.lab.plan.model import read_model, worker_memory
 from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
 from twostep.model.loading.weights import check_weights
-from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.pooling import Pooling
 from twostep.sampling_params import SamplingParams
 from twostep.settings.speculative import SpeculativeConfig
@@ -154,6 +156,20 @@ def test_fewer_bits(model: tuple[Any, Path], options: dict[str, Any]) -> None:
         given = generate(engine, [request(name, prompt, max_tokens=1, logprobs=0) for name, prompt in asked.items()])
         answers.append([answer[0].logprob for answer in given])
     assert np.abs(np.subtract(*answers)).max() < 0.5
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_planned_sizes(model: tuple[Any, Path], quantization: str, tmp_path: Path) -> None:
+    oracle, directory = model
+    shutil.copy(directory / "config.json", tmp_path)
+    whole, bare = (read_model(each, quantization=quantization) for each in (directory, tmp_path))
+    shape = kv_shape(parse_config(directory), "float32", 1, 16)
+    assert whole.kv_token_bytes == bare.kv_token_bytes == shape.block_bytes // 16
+    # transformers saves an output layer of its own, and says that it is the embedding.
+    head = VOCAB * 48 * 4 if oracle.lm_head.weight is not oracle.shared.weight and quantization == "none" else 0
+    assert bare.weight_bytes + head == pytest.approx(whole.weight_bytes, rel=0.04)
+    with pytest.raises(SetupError, match="--tensor-parallel-size 1"):
+        worker_memory(whole, 1 << 40, tensor_parallel_size=5)
 
 
 def test_requests_that_it_cannot_serve(model: tuple[Any, Path]) -> None:

@@ -64,7 +64,7 @@ def test_latent_attention_equals_the_oracle(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_an_encoder_equals_the_oracle(tmp_path: Path) -> None:
-    """What decoders attend to, handed over in blocks of another size, on two decode workers; and text, which begins as transformers' does."""
+    """What decoders attend to, handed over in blocks of another size, on two decode workers; and text, which is transformers'."""
     model = tmp_path / "model"
     model.mkdir()
     vocab_size = save_tokenizer(model)

@@ -109,4 +109,6 @@ def lies_turned(config: Mapping[str, Any], layer: str) -> bool:
 
 def mlp_products(config: Mapping[str, Any]) -> int:
     """Returns how many matrices a layer's MLP has."""
+    if kind_of(config) == "t5":
+        return 3 if str(config.get("feed_forward_proj")).startswith("gated") else 2
     return 2 if kind_of(config) in _PLAIN else 3

@@ -253,6 +253,8 @@ class T5(Decoder):
             attended = layer.cross.attend(step.crossing, layer.index, query)
             projected = layer.finish(attended, residual, next_norm, next_linear)
         states = projected.index_select(0, step.answers.sample_rows)
+        if not len(states):
+            return states.new_empty(0, self.config.vocab_size)
         return self._logits(states * self._scale if self._scale != 1.0 else states)
 
 
