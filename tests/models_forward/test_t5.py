@@ -21,6 +21,7 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import InvalidRequest, SetupError
+from twostep.lab.bench.roofline import ModelShape
 from twostep.lab.plan.model import read_model, worker_memory
 from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
@@ -197,6 +198,8 @@ def test_setups_that_it_cannot_serve(model: tuple[Any, Path], tmp_path: Path) ->
         ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype="float16")
     with pytest.raises(SetupError, match="--tensor-parallel-size 1"):
         shard_of(parse_config(directory), 0, 5)
+    with pytest.raises(SetupError, match="encoder"):
+        ModelShape.of(parse_config(directory), runner.kv_shape, "float32")
     config = json.loads((directory / "config.json").read_text())
     cases = [
         ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj"),
