@@ -3,6 +3,7 @@ engines, handed over, preempted and drafted; what it cannot do is refused by nam
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -28,8 +29,10 @@ from twostep.model.families.sharding import shard_of
 from twostep.model.loading.weights import check_weights
 from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.pooling import Pooling
+from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams
 from twostep.settings.speculative import SpeculativeConfig
+from twostep.step_curve import StepCurve
 
 TOLERANCE = 1e-4
 # Of float32 sums in another order; logits are some units apart.
@@ -144,6 +147,29 @@ def test_drafted_tokens_are_the_likeliest(model: tuple[Any, Path]) -> None:
     given = generate(engine, [request(name, prompt) for name, prompt in asked.items()])
     check_likeliest(oracle, asked, {name: [token.token_id for token in answer] for name, answer in zip(asked, given, strict=True)})
     assert sum(engine.stats().num_drafted)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_answers_are_the_same_in_any_company(model: tuple[Any, Path], drafted: bool) -> None:
+    """Of every class, promised or not, begun elsewhere or not, with too few blocks for all, planned ahead or drafted."""
+    small, large = (ModelRunner(model[1], num_blocks=number, block_size=BLOCK, num_threads=1) for number in (60, 600))
+    rng = random.Random(drafted)
+    asked = []
+    for name, prompt in prompts(*(rng.randrange(2, 50) for _ in range(14))).items():
+        prior = [rng.randrange(2, VOCAB) for _ in range(rng.choice([0, 0, 3, 40]))]
+        temperature, seed, max_tokens = rng.choice([0.0, 0.7]), rng.randrange(99), len(prior) + rng.randrange(1, 60)
+        one = request(name, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        rank, tpot_s = rng.choice(list(RequestClass)), rng.choice([None, 0.01])
+        asked.append(replace(one, token_ids=[*prompt, *prior], request_class=rank, tpot_s=tpot_s))
+    speculative = SpeculativeConfig(method="ngram", prompt_lookup_min=1) if drafted else None
+    bounds = EngineConfig(max_num_batched_tokens=60, max_num_seqs=8, speculative=speculative, look_ahead=not drafted)
+    engine = Engine(small, bounds, clock=itertools.count(0.0, 1e-3).__next__)
+    engine.set_curve(StepCurve(fixed_s=1e-3, per_row_s=1e-4))
+    got = generate(engine, asked)
+    engine.check_integrity()
+    assert engine.stats().num_preemptions
+    want = generate(Engine(large, EngineConfig(max_num_batched_tokens=2000, max_num_seqs=50)), asked)
+    assert [[token.token_id for token in answer] for answer in got] == [[token.token_id for token in answer] for answer in want]
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}, {"dtype": "bfloat16"}])

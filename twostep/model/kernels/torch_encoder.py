@@ -90,9 +90,11 @@ class PromptPlan(EncoderPlan):
     def __init__(self, batch: Batch, cache: KvCache, rows: Ints, lengths: Ints, num_heads: int, bias: Bias) -> None:
         super().__init__(batch, cache, rows, num_heads)
         self._lengths: list[int] = lengths.tolist()
-        places = torch.arange(max(self._lengths), device=cache.tensor.device)
-        # Of the longest; a shorter one's is its corner.
-        self._bias = bias(places - places[:, None]).permute(2, 0, 1)
+        longest = max(self._lengths)
+        # [num_heads, query, key] of the longest prompt, each query's row a key further back in what there is by distance; a shorter
+        # prompt's is its corner.
+        by_distance = bias(torch.arange(1 - longest, longest, device=cache.tensor.device)).t()
+        self._bias = by_distance.unfold(1, longest, 1).flip(1)
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Keeps nothing: what the encoder's own layers project is seen in this step alone."""
