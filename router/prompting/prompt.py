@@ -47,18 +47,20 @@ T = TypeVar("T")
 class Prompt:
     """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
     marks its reasoning with, None for prompts that are no chats, and `begun` whether the prompt has begun it; `tools`, which calls to look
-    for."""
+    for; `before`, what the answer's text goes on with, None: with the prompt."""
 
     ids: Sequence[int]
     tokenizer: Tokenizer
     reasoning: ReasoningFormat | HarmonyFormat | None = None
     begun: Begun = Begun.OVER
     tools: ToolUse = NO_TOOLS
+    before: Sequence[int] | None = None
 
     def answer(self, sampling: SamplingParams) -> AnswerReader:
         splitter = None if self.reasoning is None else self.reasoning.splitter(self.begun)
         # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
-        before = self.ids if sampling.grammar is None else self.tokenizer.anchor or self.ids
+        before = self.ids if self.before is None else self.before
+        before = before if sampling.grammar is None else self.tokenizer.anchor or before
         return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
 
     def held(self, sampling: SamplingParams) -> SamplingParams:
@@ -135,8 +137,8 @@ class PromptReader:
         return Prompt(await self._in_thread_if_long(encoded, len(text)), tokenizer, reasoning, begun)
 
     async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
-        """Reads a Generate request's: at least one token, all within the vocabulary. Raises InvalidRequest (ContextExceeded),
-        ResourceExhausted."""
+        """Reads a Generate request's: at least one token, all within the vocabulary, and behind them the one that a decoder begins with
+        whose encoder reads the prompt. Raises InvalidRequest (ContextExceeded), ResourceExhausted."""
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
@@ -148,6 +150,8 @@ class PromptReader:
             prompt = await self._chat(request.chat)
         if not prompt.ids:
             raise InvalidRequest(f"{kind} gives no tokens; send some text")
+        if (start := self._card.decoder_start_token_id) is not None:
+            prompt = replace(prompt, ids=[*prompt.ids, start], before=(start,))
         return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
 
     async def embedding_input(
@@ -278,6 +282,8 @@ class PromptReader:
 
     def text_of(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
         """Returns the text that a client sees which has these tokens of an answer."""
+        if self._card.decoder_start_token_id is not None:
+            prompt = prompt[-1:]
         return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
 
     def _check_length(self, num_chars: int) -> None:

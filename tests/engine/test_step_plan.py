@@ -102,13 +102,14 @@ class PlanCase:
     max_step_s: float | None
     min_chunk: int
     waits: bool
+    whole: bool = False  # prompts are not split
 
     def plan(self) -> StepPlan[str]:
         return plan_step(
             decodes=[f"d{i}" for i in range(self.num_decodes)],
             batch_decodes=[BatchDecode(f"f{i}", context) for i, context in enumerate(self.batch_decodes)],
-            prompts=[RunningPrompt(f"p{i}", n, before, rank) for i, (rank, n, before) in enumerate(self.prompts)],
-            waiting=[WaitingPrompt(f"w{i}", n, blocks, 0, rank) for i, (rank, n, blocks) in enumerate(self.waiting)],
+            prompts=[RunningPrompt(f"p{i}", n, before, rank, self.least(n)) for i, (rank, n, before) in enumerate(self.prompts)],
+            waiting=[WaitingPrompt(f"w{i}", n, blocks, 0, rank, self.least(n)) for i, (rank, n, blocks) in enumerate(self.waiting)],
             budget=self.budget,
             max_seqs=self.max_seqs,
             capacity=self.capacity,
@@ -118,6 +119,9 @@ class PlanCase:
             if self.max_step_s is None
             else StepTimeLimit(curve=CURVE, max_step_s=self.max_step_s, min_chunk=self.min_chunk, waits=self.waits),
         )
+
+    def least(self, num_tokens: int) -> int:
+        return num_tokens if self.whole else 1
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -248,3 +252,18 @@ def test_an_urgent_prompt_always_makes_progress_unless_it_is_to_wait(case: PlanC
         assert plan.prompts
         room = case.budget - case.num_decodes
         assert plan.prompts[0].num_tokens >= min(case.min_chunk, case.sizes[plan.prompts[0].item], room)
+
+
+@given(cases())
+def test_prompts_that_are_not_split_wait_for_a_step_with_room(case: PlanCase) -> None:
+    case = replace(case, whole=True)
+    plan = case.plan()
+    assert all(chunk.num_tokens == case.sizes[chunk.item] for chunk in plan.prompts)
+    assert sum(count for _, count in named(plan)) <= case.budget
+    for kind in "pw":
+        of_kind = [chunk.item for chunk in plan.prompts if chunk.item[0] == kind]
+        assert of_kind == [f"{kind}{i}" for i in range(len(of_kind))], "no shorter one goes ahead"
+    num_decodes = sum(item[0] == "d" for item in plan.decodes)
+    urgent = bool(case.prompts) and case.prompts[0][0] < BATCH
+    if urgent and not case.waiting and case.max_step_s is None and num_decodes < case.max_seqs:
+        assert bool(plan.prompts) == (case.prompts[0][1] <= case.budget - num_decodes), "the first is in as soon as it can be"

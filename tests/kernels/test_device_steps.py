@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_pools import DEVICE
+from t5_models import VOCAB, save_t5
 
 from twostep.engine.batch import Batch, InFlight
 from twostep.engine.engine import Engine, EngineConfig
@@ -108,6 +109,19 @@ def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
             assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
             assert [top.token_id for top in left.top_logprobs] == [top.token_id for top in right.top_logprobs]
     assert device.num_carried >= 4
+
+
+def test_the_engine_s_tokens_are_the_cpu_s_with_an_encoder(tmp_path: Path) -> None:
+    """Whose steps the host waits for, one by one."""
+    save_t5("t5-v1.1", tmp_path)
+    device, cpu = DeviceRunner(tmp_path), ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
+    assert not device.overlaps
+    assert not device.marks_layers
+    bounds = EngineConfig(max_num_batched_tokens=26, max_num_seqs=4, hash_unit=16)
+    work = [replace(each, sampling=replace(each.sampling, prompt_logprobs=None)) for each in requests(1, VOCAB)]
+    got, want = (generate(Engine(runner, bounds), work) for runner in (device, cpu))
+    assert [stream(tokens) for tokens in got] == [stream(tokens) for tokens in want]
+    assert not device.num_carried
 
 
 def test_drafts_change_no_token(tmp_path: Path) -> None:

@@ -39,11 +39,16 @@ def alone(runner: ModelRunner, prompts: Sequence[Sequence[int]], options: Sampli
 
 
 async def through_a_system(
-    model_dir: Path, tmp_path: Path, prompts: Sequence[Sequence[int]], options: SamplingOptions, quantization: str = "none"
+    model_dir: Path,
+    tmp_path: Path,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    quantization: str = "none",
+    step_tokens: int = 48,
 ) -> list[list[int]]:
     """The answers of a router and a worker of each role, all asked at once; fails unless KV was handed over for each."""
     async with (
-        whole_system(model_dir, tmp_path, make_runner=lambda: runner_of(model_dir, quantization), step_tokens=48) as system,
+        whole_system(model_dir, tmp_path, make_runner=lambda: runner_of(model_dir, quantization), step_tokens=step_tokens) as system,
         AsyncClient(system.target()) as client,
     ):
         answers = await asyncio.gather(*(client.generate(token_ids=prompt, **options).result() for prompt in prompts))
@@ -52,14 +57,23 @@ async def through_a_system(
     return [list(answer.token_ids) for answer in answers]
 
 
-async def compare(model_dir: Path, tmp_path: Path, *, rounds: bool, quantization: str = "none") -> None:
+async def compare(
+    model_dir: Path,
+    tmp_path: Path,
+    *,
+    rounds: bool,
+    quantization: str = "none",
+    step_tokens: int = 48,
+    max_tokens: int = 24,
+    behind: Sequence[int] = (),
+) -> None:
     """Fails unless the system gives the single process's tokens, in most answers all of them, in others up to a near-tie. `rounds`: its
-    numbers are rounded to 8 bits on the way."""
+    numbers are rounded to 8 bits on the way; `behind`: what a router adds to prompts."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 400) for _ in range(length)] for length in (3, 16, 50, 97, 160, 211)]
-    options = SamplingOptions(max_tokens=24, temperature=0.0, top_p=1.0, ignore_eos=True)
-    got = await through_a_system(model_dir, tmp_path, prompts, options, quantization)
-    want = alone(runner_of(model_dir, quantization), prompts, options)
+    options = SamplingOptions(max_tokens=max_tokens, temperature=0.0, top_p=1.0, ignore_eos=True)
+    got = await through_a_system(model_dir, tmp_path, prompts, options, quantization, step_tokens)
+    want = alone(runner_of(model_dir, quantization), [[*prompt, *behind] for prompt in prompts], options)
     assert_right(got, want, near_tie=NEAR_TIE_OF_ROUNDED if rounds else NEAR_TIE)
 
 

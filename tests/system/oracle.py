@@ -45,10 +45,11 @@ class Oracle:
 
     def answer(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         self._asked += 1
+        prompt = self._prompt(token_ids)
         request = EngineRequest(
             seq_id=f"oracle-{self._asked}",
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
             sampling=params,
             eos_token_ids=frozenset(self._card.eos_token_ids),
         )
@@ -71,7 +72,13 @@ class Oracle:
         assert len(got) == len(expected)
         return False
 
-    def _margin(self, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> float:
+    def _prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """What a router makes of given ids."""
+        start = self._card.decoder_start_token_id
+        return [*token_ids, *(() if start is None else (start,))]
+
+    def _margin(self, token_ids: Sequence[int], output: Sequence[int], params: SamplingParams) -> float:
+        prompt = self._prompt(token_ids)
         ids = [*prompt, *output]
         num_tokens, num_blocks = len(ids), -(-len(ids) // BLOCK_SIZE)
         row = SamplingRow(params=params, position=len(output), history=ids, num_prompt_tokens=len(prompt), stop_ids=frozenset())
@@ -84,5 +91,6 @@ class Oracle:
             slots=np.arange(num_tokens, dtype=np.int64),
             sample_rows=np.asarray([num_tokens - 1], dtype=np.int64),
             sampling=[row],
+            num_encoded=np.asarray([len(prompt) - 1], dtype=np.int32) if self._runner.kv_shape.has_encoder else None,
         )
         return sampling_margin(self._runner.forward(batch)[0], row)

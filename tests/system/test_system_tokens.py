@@ -10,7 +10,11 @@ from loads import answered
 from oracle import Oracle
 from quantized_tensors import KINDS, quantize_directory
 from running import running
-from tiny_models import save_tiny_model
+from t5_models import save_t5
+from tiny_models import IM_END, save_tiny_model, save_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from twostep import InvalidRequest, SamplingOptions
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -55,4 +59,28 @@ def test_latent_attention_equals_the_oracle(tmp_path: Path) -> None:
     extra = ("--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "48")
     with running(model, tmp_path, decode=2, extra=extra) as system:
         assert set(answered(system, Oracle(model), seed=48, count=8, longest=200)) == {"ray"}
+        system.check_empty()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_encoder_equals_the_oracle(tmp_path: Path) -> None:
+    """What decoders attend to, handed over in blocks of another size, on two decode workers; and text, which is transformers'."""
+    model = tmp_path / "model"
+    model.mkdir()
+    vocab_size = save_tokenizer(model)
+    save_t5("t5-v1.1", model, vocab_size=vocab_size, eos_token_id=IM_END)
+    oracle = Oracle(model)
+    extra = ("--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "340", "--max-num-seqs", "16")
+    with running(model, tmp_path, decode=2, extra=extra) as system:
+        assert set(answered(system, oracle, seed=48, count=8, longest=200)) == {"ray"}
+        options = SamplingOptions(max_tokens=200, temperature=0.0, top_p=1.0, ignore_eos=True)
+        prompt = list(range(3, 200))
+        with system.client() as client:
+            long = client.generate(token_ids=prompt, **options).result()
+            said = client.chat([{"role": "user", "content": "What is the capital of France?"}], **options).result()
+            with pytest.raises(InvalidRequest, match="--max-num-batched-tokens"):
+                client.generate(token_ids=[5] * 325, max_tokens=1).result()
+        oracle.compare(prompt, options, long.token_ids)
+        assert len(long.token_ids) == 200
+        assert said.text == PreTrainedTokenizerFast.from_pretrained(model).decode(said.token_ids, skip_special_tokens=True)
         system.check_empty()

@@ -36,6 +36,28 @@ def test_as_transformers_saves_it(tiny_llama_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [
+        ({"decoder_start_token_id": 4, "pad_token_id": 2}, {"decoder_start_token_id": 5}, 4),
+        ({"pad_token_id": 2}, {"decoder_start_token_id": 5}, 5),
+        ({"pad_token_id": 2}, {}, 2),
+        ({}, {}, 0),
+    ],
+)
+def test_what_a_decoder_begins_with(config: dict[str, Any], generation: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    """Of a model whose encoder reads the prompt; others name one for other uses."""
+    card = ModelCard.load(make(tmp_path, config={"model_type": "t5"} | config, generation_config=generation))
+    assert card.decoder_start_token_id == expected
+    assert ModelCard.load(make(tmp_path, config=config, generation_config=generation)).decoder_start_token_id is None
+
+
+@pytest.mark.parametrize("start", [10, -1, [0], "0", True])
+def test_what_no_decoder_begins_with(start: Any, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="decoder_start_token_id"):
+        ModelCard.load(make(tmp_path, config={"model_type": "t5", "decoder_start_token_id": start}))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
         ({"eos_token_id": 2}, {"eos_token_id": [2, 7]}, {2, 7}),
         ({"eos_token_id": [1, 2]}, {"eos_token_id": 3}, {1, 2, 3}),
         ({"eos_token_id": None}, {}, set()),

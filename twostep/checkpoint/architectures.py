@@ -29,6 +29,7 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Starcoder2ForCausalLM": "starcoder2",
+    "T5ForConditionalGeneration": "t5",
 }
 
 

@@ -24,8 +24,8 @@ from twostep.errors import SetupError
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NUMBER = re.compile(r"\.\d+\.")
 _EXPERT = ".experts."
-# Embeddings of tokens and positions, which no product takes.
-_LOOKED_UP = re.compile(r"embed(?!_out)|\bw[tp]e$")
+# Embeddings of tokens, positions and distances, which no product takes.
+_LOOKED_UP = re.compile(r"embed(?!_out)|\bw[tp]e$|^shared$|\brelative_attention_bias$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,13 @@ _NAMES = {
         "intermediate_size": "n_inner",
     },
     "opt": {"intermediate_size": "ffn_dim"},
+    "t5": {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_decoder_layers",
+        "num_attention_heads": "num_heads",
+        "head_dim": "d_kv",
+        "intermediate_size": "d_ff",
+    },
 }
 # What transformers takes for granted where the file says nothing.
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
@@ -31,9 +38,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "qwen3_next": {"head_dim": 256},
     "starcoder2": {"tie_word_embeddings": True},
+    # Positions are relative: no file says how long a context may be.
+    "t5": {"max_position_embeddings": 4096, "tie_word_embeddings": True},
 }
 _FOUR_TIMES = ("falcon", "gpt2")  # as wide as the model, is an MLP where the file says nothing
 _TURNED = ("c_attn", "c_fc", "c_proj")  # GPT-2's products
+WITH_ENCODER = ("t5",)
 _PLAIN = ("falcon", "gpt2", "gpt_neox", "opt", "starcoder2")  # MLPs of two products, not three
 
 
@@ -49,6 +59,7 @@ _KINDS = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Starcoder2ForCausalLM": "starcoder2",
+    "T5ForConditionalGeneration": "t5",
 }
 
 
@@ -71,6 +82,8 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = config[own]
     if kind == "falcon" and not config.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1 if config.get("multi_query", True) else config.get("num_attention_heads")
+    if kind == "t5" and config.get("num_decoder_layers") is None:
+        found["num_hidden_layers"] = config.get("num_layers")
     width = found.get("hidden_size")
     if kind in _FOUR_TIMES and isinstance(width, int):
         found.setdefault("intermediate_size", 4 * width)
@@ -96,4 +109,6 @@ def lies_turned(config: Mapping[str, Any], layer: str) -> bool:
 
 def mlp_products(config: Mapping[str, Any]) -> int:
     """Returns how many matrices a layer's MLP has."""
+    if kind_of(config) == "t5":
+        return 3 if str(config.get("feed_forward_proj")).startswith("gated") else 2
     return 2 if kind_of(config) in _PLAIN else 3

@@ -110,6 +110,9 @@ class Batch:
     state_tables   int32 [S, KvShape.num_state_blocks]: where it lies afterwards: in the same blocks, or in others that the step does not
                    read; those of `state_sources` then stay as they are
     pooled         prompt tokens whose hidden states are wanted; None: there are none
+    num_encoded    int32 [S], of a model with an encoder: how many of each sequence's first tokens that reads, all of them in the step that
+                   begins the sequence, which has at least one more. None: the model has none, or the step is a trial, where all that lies
+                   before a chunk is taken for it, or at the beginning all but the last token
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -127,6 +130,7 @@ class Batch:
     state_sources: npt.NDArray[np.int32] | None = None
     state_tables: npt.NDArray[np.int32] | None = None
     pooled: PooledRows | None = None
+    num_encoded: npt.NDArray[np.int32] | None = None
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
         """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
@@ -200,6 +204,9 @@ class KvShape:
     num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
     # Blocks that a sequence takes beside those of its tokens: what layers without KV remember of it, of a size that does not grow.
     num_state_blocks: int = 0
+    # A sequence's prompt without its last token is an encoder's: what is kept of these tokens are keys and values made of what that gave,
+    # each of which depends on all of them. So they are computed in one step, and shared with no other sequence.
+    has_encoder: bool = False
 
     @property
     def block_bytes(self) -> int:

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from twostep.engine.batch import Runner
+from twostep.engine.batch import KvShape, Runner
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
@@ -62,7 +62,7 @@ class Engine:
         """`clock` gives seconds, and `sleep` lets some pass. `proposer` drafts tokens where `config` asks for drafts; None: as that says.
         Raises SetupError for bounds that make no sense together."""
         shape = runner.kv_shape
-        config.check(shape.block_size)
+        _check(config, shape)
         self._runner = runner
         self._config = config
         self._clock = clock
@@ -70,8 +70,8 @@ class Engine:
         self._pool = BlockPool(
             shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit, has_states=bool(shape.num_state_blocks)
         )
-        # It knows of no states, without which the prefixes of a model that has them are of no use.
-        num_rows = 0 if shape.num_state_blocks else config.host_cache_bytes // shape.block_bytes
+        # It knows of no states, without which the prefixes of a model that has them are of no use; an encoder has no prefixes.
+        num_rows = 0 if shape.num_state_blocks or shape.has_encoder else config.host_cache_bytes // shape.block_bytes
         self._tier = HostTier(self._pool, num_rows, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share)
         blocks = BlockManager(
             self._pool,
@@ -108,7 +108,7 @@ class Engine:
         """Sets other bounds; the pool, and what is findable in it, stays. Only while nothing is here, not even in a launched step:
         otherwise False, and nothing changes. Raises SetupError for bounds that make no sense together."""
         config = replace(self._config, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        config.check(self._runner.kv_shape.block_size)
+        _check(config, self._runner.kv_shape)
         with self._changed:
             if not self._scheduler.idle:
                 return False
@@ -128,7 +128,7 @@ class Engine:
         """
         assert hold or not mark_layers
         assert not (hold and request.pooling), "a vector is all that is left of a pooled prompt"
-        self._check_generates(request)
+        self._check_served(request)
         sequence = self._make(request, hold=hold, state=SequenceState.WAITING)
         sequence.mark_layers = mark_layers
         with self._changed:
@@ -170,7 +170,7 @@ class Engine:
         Raises ResourceExhausted (no room now beside what others will need; with `retry_after_s` if batch sequences give way for it, which
         takes a step), InvalidRequest (with max_tokens it can never fit; a
         duplicate seq_id)."""
-        self._check_generates(request)
+        self._check_served(request)
         sequence = self._make(request, hold=False, state=SequenceState.RESERVED)
         with self._changed:
             try:
@@ -404,7 +404,9 @@ class Engine:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _check_generates(self, request: EngineRequest) -> None:
+    def _check_served(self, request: EngineRequest) -> None:
+        if self._runner.kv_shape.has_encoder:
+            _check_encoded(request)
         if request.pooling is None and not self._runner.generates:
             raise InvalidRequest(
                 "this model's checkpoint has no output layer (lm_head), so that it gives no tokens; ask for embeddings (/v1/embeddings)"
@@ -420,6 +422,7 @@ class Engine:
             max_model_len=self._runner.max_model_len,
             block_size=self._runner.kv_shape.block_size,
             prefix_caching=self._config.enable_prefix_caching,
+            has_encoder=self._runner.kv_shape.has_encoder,
         )
 
     def _end(self, sequence: EngineSequence) -> bool:
@@ -454,3 +457,23 @@ class Engine:
             if failures:
                 self._note_work()
             return failures
+
+
+def _check(config: EngineConfig, shape: KvShape) -> None:
+    """Raises SetupError for bounds that make no sense together, or with this model."""
+    config.check(shape.block_size)
+    if shape.has_encoder and config.max_num_batched_tokens <= config.max_num_seqs:
+        raise SetupError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} with --max-num-seqs {config.max_num_seqs} leaves no room for a "
+            "prompt, which this model's encoder reads in one step; raise the first, or lower the second"
+        )
+
+
+def _check_encoded(request: EngineRequest) -> None:
+    """Raises InvalidRequest for what a model with an encoder cannot do."""
+    if request.num_prompt_tokens < 2:
+        raise InvalidRequest("the prompt has one token, with which the decoder begins; give the encoder's tokens before it")
+    if request.pooling is not None:
+        raise InvalidRequest("this model has an encoder, of which no embeddings are made; ask another model for them")
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest("this model's encoder reads the prompt, whose tokens have no log probabilities; leave prompt_logprobs out")

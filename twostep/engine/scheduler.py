@@ -298,6 +298,13 @@ class Scheduler:
     def _check_new(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
+        # Beside the others that may decode.
+        room = self._config.max_num_batched_tokens - (self._max_num_seqs - 1)
+        if sequence.least_chunk > room:
+            raise InvalidRequest(
+                f"the model reads the prompt's {sequence.least_chunk} tokens in one step, and steps of this worker have room for {room} of "
+                "one prompt; shorten it, or start the worker with a higher --max-num-batched-tokens"
+            )
         num_blocks = sequence.end_blocks + self._blocks.num_state_blocks
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
@@ -424,7 +431,7 @@ class Scheduler:
             num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_planned != 1 or num_tokens <= len(sequence.given):
                 num_remaining = self._blocks.num_to_stop(sequence, sequence.num_planned, sequence.num_remaining)
-                prompts.append(RunningPrompt(sequence, num_remaining, sequence.num_planned, sequence.priority.rank))
+                prompts.append(RunningPrompt(sequence, num_remaining, sequence.num_planned, sequence.priority.rank, sequence.least_chunk))
             elif sequence.priority.rank < _BATCH:
                 decodes.append(sequence)
             else:
@@ -467,7 +474,7 @@ class Scheduler:
             cost = self._blocks.match(sequence)
             num_matched = sequence.num_matched
             num_uncached = self._blocks.num_to_stop(sequence, num_matched, len(sequence.tokens) - num_matched)
-            yield WaitingPrompt(sequence, num_uncached, cost, num_matched, sequence.priority.rank)
+            yield WaitingPrompt(sequence, num_uncached, cost, num_matched, sequence.priority.rank, sequence.least_chunk)
 
     def _work_of(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> StepWork | None:
         """Carries a plan out: admits, notes what is passed over, and counts what is planned of each sequence."""

@@ -123,6 +123,8 @@ class EngineSequence:
     leaves_early: bool = False
     # False: its KV may yet turn out to be another's; no other sequence may use it.
     confirmed: bool = True
+    # How many of its first tokens an encoder reads, all in one step, with one after them at least; None: the model has none.
+    num_encoded: int | None = None
     # Given tokens whose KV was reported to be there.
     num_reported: int = 0
     # Prompt tokens after the first whose log probabilities were reported.
@@ -169,6 +171,11 @@ class EngineSequence:
         return len(self.tokens) + self.num_pending - self.num_planned
 
     @property
+    def least_chunk(self) -> int:
+        """Returns how many tokens the next step of its prompt has at least."""
+        return 1 if self.num_encoded is None or self.num_planned else self.num_encoded + 1
+
+    @property
     def decodes(self) -> bool:
         """Returns whether one token is to be planned, that was sampled or is in flight."""
         num_tokens = len(self.tokens) + self.num_pending
@@ -207,9 +214,18 @@ class EngineSequence:
 
 
 def make_sequence(
-    request: EngineRequest, *, hold: bool, state: SequenceState, vocab_size: int, max_model_len: int, block_size: int, prefix_caching: bool
+    request: EngineRequest,
+    *,
+    hold: bool,
+    state: SequenceState,
+    vocab_size: int,
+    max_model_len: int,
+    block_size: int,
+    prefix_caching: bool,
+    has_encoder: bool = False,
 ) -> EngineSequence:
-    """Checks a request and hashes its blocks. Raises InvalidRequest (ContextExceeded) with what to change."""
+    """Checks a request and hashes its blocks; of an encoder's, none: each depends on all that follows. Raises InvalidRequest
+    (ContextExceeded) with what to change."""
     tokens = list(request.token_ids)
     if not 1 <= request.num_prompt_tokens <= len(tokens):
         raise InvalidRequest(f"the prompt has {request.num_prompt_tokens} of {len(tokens)} tokens; give at least one")
@@ -228,7 +244,7 @@ def make_sequence(
         raise InvalidRequest(f"all {params.max_tokens} tokens of max_tokens were generated before; there is nothing left to do")
     hasher = None
     # What is pooled whole is computed whole.
-    if prefix_caching and request.prefix_key and request.pooling is not Pooling.MEAN:
+    if prefix_caching and not has_encoder and request.prefix_key and request.pooling is not Pooling.MEAN:
         hasher = request.hasher or PrefixHasher(request.prefix_key, block_size)
         assert hasher.unit == block_size, "blocks are what is hashed"
         hasher.extend(tokens[hasher.num_tokens :])
@@ -256,6 +272,7 @@ def make_sequence(
         end_blocks=-(-(len(tokens) if hold else max(len(tokens), max_len - 1)) // block_size),
         hasher=hasher,
         priority=Priority(request.request_class, request.request_class),
+        num_encoded=request.num_prompt_tokens - 1 if has_encoder else None,
         constraint=constraint,
         promise=Promise(request.tpot_s or 0.0, request.gap_s or 0.0) if request.tpot_s or request.gap_s else None,
     )

@@ -6,7 +6,8 @@ on a step's time. scheduler.py feeds it from its queues.
 
 Every step computes about the same number of tokens. Decode tokens go first, one for each sequence; what is left of the budget goes to
 prompts: interactive ones, then standard ones, within a class those already begun, then those waiting, in the order they came. A prompt
-longer than the rest is split anywhere (not only between blocks), short ones are fused. Batch decodes and batch prompts get what the
+longer than the rest is split anywhere (not only between blocks), short ones are fused. One that an encoder reads is in a step whole,
+or not yet. Batch decodes and batch prompts get what the
 others leave, so batch work gives way within a step. While urgent sequences decode, prompts get no more tokens than a step of bounded time
 has room for (step_bound.py), by the step curve; but always a least chunk, so that they end, unless they are to wait for some steps.
 
@@ -40,24 +41,27 @@ def watermark(*, num_blocks: int, num_growing: int, num_wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunningPrompt(Generic[T]):
-    """A prompt with its blocks. `num_remaining`: tokens to compute before it can be sampled; `num_before`: those computed."""
+    """A prompt with its blocks. `num_remaining`: tokens to compute before it can be sampled; `num_before`: those computed; `least`: of how
+    many of them a chunk consists at least."""
 
     item: T
     num_remaining: int
     num_before: int = 0
     rank: int = RequestClass.STANDARD
+    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt(Generic[T]):
     """A prompt not yet begun. `num_uncached`: tokens to compute, at least 1, after `num_before`; `num_blocks`: available blocks that
-    admitting it uses up."""
+    admitting it uses up; `least`: as RunningPrompt has it."""
 
     item: T
     num_uncached: int
     num_blocks: int
     num_before: int = 0
     rank: int = RequestClass.STANDARD
+    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,29 +145,33 @@ class _Step:
         self._num_seqs = num_seqs
         self._work = work
         self._limit = time_limit
-        self._out_of_time = False
+        self._is_full = False
         self.withheld = False
 
     @property
     def is_open(self) -> bool:
-        return self._num_tokens > 0 and self._num_seqs > 0 and not self._out_of_time
+        return self._num_tokens > 0 and self._num_seqs > 0 and not self._is_full
 
     def add_decode(self, context: int) -> bool:
         if not self.is_open:
             return False
         work = replace(self._work, decodes=self._work.decodes + 1, context=self._work.context + context)
         if self._limit is not None and self._limit.curve.step_s(work) > self._limit.max_step_s:
-            self._out_of_time = True
+            self._is_full = True
             return False
         self._add(work, 1)
         return True
 
-    def add_prompt(self, num_remaining: int, num_before: int, *, rank: int) -> int:
-        """Returns how many of a prompt's tokens are in the step now."""
+    def add_prompt(self, num_remaining: int, num_before: int, *, rank: int, least: int = 1) -> int:
+        """Returns how many of a prompt's tokens are in the step now: `least` at least, or none."""
         count = min(num_remaining, self._num_tokens)
+        if count < least:
+            # Prompts that come after it would take its place in the next step, too.
+            self._is_full = True
+            return 0
         if self._limit is not None and (fits := self._num_in_time(self._limit, num_remaining, num_before)) < num_remaining:
-            self._out_of_time = True
-            least = min(self._limit.min_chunk, num_remaining)
+            self._is_full = True
+            least = max(least, min(self._limit.min_chunk, num_remaining))
             if fits < least:
                 if self._work.prompt_tokens or rank >= RequestClass.BATCH:
                     return 0
@@ -212,7 +220,7 @@ class _PromptQueue(Generic[T]):
             if len(admitted) < capacity.seats and (running is None or running.rank > RequestClass.INTERACTIVE):
                 candidate = self._peek()
             if running is not None and running.rank < below and (candidate is None or running.rank <= candidate.rank):
-                if count := step.add_prompt(running.num_remaining, running.num_before, rank=running.rank):
+                if count := step.add_prompt(running.num_remaining, running.num_before, rank=running.rank, least=running.least):
                     chunks.append(Chunk(running.item, count))
                     self._running = next(self._prompts, None)
                 continue
@@ -220,7 +228,7 @@ class _PromptQueue(Generic[T]):
                 return
             if self._num_blocks + candidate.num_blocks > capacity.blocks:
                 self.short, self._admission_ended = candidate, True
-            elif count := step.add_prompt(candidate.num_uncached, candidate.num_before, rank=candidate.rank):
+            elif count := step.add_prompt(candidate.num_uncached, candidate.num_before, rank=candidate.rank, least=candidate.least):
                 self._num_blocks += candidate.num_blocks
                 self._candidate = None
                 admitted.append(candidate)

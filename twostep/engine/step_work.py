@@ -171,6 +171,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
     starts = np.array(work.starts, np.int64)
     counts = np.array(work.num_tokens, np.int64)
     sequences, sampled, tables_of = work.sequences, np.array(work.sampled, bool), [sequence.table for sequence in work.sequences]
+    num_encoded = None if sequences[0].num_encoded is None else np.array([sequence.num_encoded for sequence in sequences], np.int32)
     carried_rows, num_decodes = np.array(work.carried, np.int32), work.num_decodes
     if work.drafts:
         num_rows = np.ones(len(counts), np.int64)
@@ -180,6 +181,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         starts, counts = starts[owners] + places, np.where(owners < num_decodes, 1, counts[owners])
         sampled, carried_rows = sampled[owners], np.where(places, -1, carried_rows[owners])
         tables_of = [tables_of[owner] for owner in owners.tolist()]
+        num_encoded = None if num_encoded is None else num_encoded[owners]
         num_decodes += len(owners) - len(sequences)
     num_seqs = len(counts)
     query_start = np.zeros(num_seqs + 1, np.int32)
@@ -237,6 +239,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         state_sources=np.array(work.states, np.int32) if has_state else None,
         state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
         pooled=_pooled_rows(work, query_start[num_decodes:]) if any(work.pooled) else None,
+        num_encoded=num_encoded,
     )
 
 

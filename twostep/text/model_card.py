@@ -9,6 +9,7 @@ from typing import Any
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_optional_json, read_text
+from twostep.checkpoint.usual_keys import WITH_ENCODER, kind_of
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import SamplingParams
 
@@ -38,6 +39,8 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     generation: GenerationDefaults
     chat_template: str | None  # Jinja source
+    # What a decoder begins with that has an encoder before it, which reads the prompt; None: the decoder goes on with the prompt.
+    decoder_start_token_id: int | None = None
     tool_use_template: str | None = None  # for chats with tools, where the model has one of its own for them
     # Strings a chat template may name, by its name for them: bos_token, eos_token, ...; absent if the model has none.
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -62,6 +65,7 @@ class ModelCard:
             chat_template=templates.get("default"),
             tool_use_template=templates.get("tool_use"),
             special_tokens=special_tokens,
+            decoder_start_token_id=_decoder_start(config, generation, config_path) if kind_of(config) in WITH_ENCODER else None,
         )
 
     @property
@@ -78,6 +82,16 @@ def _positive(raw: dict[str, Any], key: str, at_most: int, path: Path) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= at_most:
         raise SetupError(f"{path}: {key} is {repr(value)[:_SHOWN_CHARS]}; it must be a positive whole number, {at_most} at most")
     return value
+
+
+def _decoder_start(config: dict[str, Any], generation: dict[str, Any], path: Path) -> int:
+    """As transformers has it, which pads with the same token."""
+    key = "decoder_start_token_id"
+    given = [raw[name] for name, raw in ((key, config), (key, generation), ("pad_token_id", config)) if raw.get(name) is not None]
+    start, vocab_size = given[0] if given else 0, _positive(config, "vocab_size", MAX_VOCAB_SIZE, path)
+    if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start < vocab_size:
+        raise SetupError(f"{path}: {key} is {repr(start)[:_SHOWN_CHARS]}; it must be a token id, from 0 to {vocab_size - 1}")
+    return start
 
 
 def _ids(raw: dict[str, Any], path: Path) -> frozenset[int]:

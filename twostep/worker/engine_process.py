@@ -201,7 +201,7 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
         # All is imported.
         gc.enable()
         model = load_model(config, _Told(link))
-        config = at_knee(config, model.curve)
+        config = at_knee(config, model.curve, whole_prompts=model.runner.kv_shape.has_encoder)
         engine = LocalEngine(config, model)
         plane = planes(engine, link)
     except SetupError as error:

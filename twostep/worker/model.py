@@ -147,11 +147,12 @@ def settle(config: WorkerConfig) -> WorkerConfig:
     )
 
 
-def at_knee(config: WorkerConfig, curve: StepCurve | None) -> WorkerConfig:
+def at_knee(config: WorkerConfig, curve: StepCurve | None, *, whole_prompts: bool = False) -> WorkerConfig:
     """Where the budgets were left to the machine, and its steps were measured: the decode role's, whose steps compute prompts beside
     others' tokens, is that at the knee (step_curve.py), with room for as many prompt tokens as sequences. Never more than `settle`
-    chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they are."""
-    if curve is None or not config.step_tokens_at_knee:
+    chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they are; so do all where a step has
+    `whole_prompts`, which could not be longer than it."""
+    if curve is None or whole_prompts or not config.step_tokens_at_knee:
         return config
     own, other = config.max_num_batched_tokens, config.other_step_tokens or config.max_num_batched_tokens
     largest = own if config.role == "decode" else other

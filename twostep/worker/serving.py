@@ -68,7 +68,7 @@ def _loaded(config: WorkerConfig, child: EngineChild | None, starting: StartUp) 
     # All is imported.
     gc.enable()
     model = load_model(config, starting)
-    config = at_knee(config, model.curve)
+    config = at_knee(config, model.curve, whole_prompts=model.runner.kv_shape.has_encoder)
     # What is loaded is never garbage: a full collection that looked at all of it would hold up all streams for a tenth of a second.
     gc.collect()
     gc.freeze()

@@ -22,6 +22,7 @@ import torch
 from twostep.checkpoint.expert_sizes import expected_experts
 from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.engine.batch import KvShape
+from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -89,7 +90,9 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: ModelConfig, kv: KvShape, dtype: str) -> ModelShape:
-        """`dtype` is that of the weights in memory, a name."""
+        """`dtype` is that of the weights in memory, a name. Raises SetupError for a model whose work is not counted here."""
+        if config.encoder is not None:
+            raise SetupError(f"{config.architecture} has an encoder, whose work is not counted; measure it with twostep bench serve")
         return cls(config, dtype, kv.block_bytes / kv.block_size)
 
     def _matrices(self, experts: float) -> Iterator[_Matrices]:

@@ -16,7 +16,7 @@ from twostep.checkpoint.held import held_in_head, held_in_layers
 from twostep.checkpoint.kv_scheme import kv_format, read_kv_scheme
 from twostep.checkpoint.quantization import HEAD, check_unquantized, quantization_at_load, read_quantization
 from twostep.checkpoint.state_sizes import StateSizes
-from twostep.checkpoint.usual_keys import mlp_products, num_kv_layers, usual_keys
+from twostep.checkpoint.usual_keys import WITH_ENCODER, kind_of, mlp_products, num_kv_layers, usual_keys
 from twostep.errors import InvalidRequest, SetupError
 from twostep.quantized_vector import SLOTS_TOGETHER, number_bytes, reasons_against, scale_bytes
 
@@ -35,7 +35,8 @@ class PlannedModel:
     """`num_layers` counts those with KV. `item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides
     (quantized KV only). `num_planes` is 1 where a token keeps one vector for keys and values (latent attention). `num_heads`,
     `intermediate_size` and `experts` say into how many parts it can be cut. `num_state_layers` keep a state of each sequence in place of
-    KV, of `state_bytes` each, which `num_state_heads` make up."""
+    KV, of `state_bytes` each, which `num_state_heads` make up. `has_encoder`: which reads
+    the prompt."""
 
     name: str
     num_layers: int
@@ -51,6 +52,7 @@ class PlannedModel:
     num_state_layers: int = 0
     state_bytes: int = 0
     num_state_heads: int = 0
+    has_encoder: bool = False
 
     @property
     def kv_token_bytes(self) -> int:
@@ -147,7 +149,7 @@ def model_of(
         raise SetupError(f"{path} says dtype {stored}; planned can be {', '.join(_ITEM_BYTES)}: use the unquantized model")
     item_bytes = _ITEM_BYTES[stored if dtype == "auto" else dtype]
     intermediate = number("intermediate_size")
-    num_mlp = mlp_products(config)
+    num_mlp, has_encoder = mlp_products(config), kind_of(config) in WITH_ENCODER
     attention = [(num_heads * head_dim, hidden), *[(num_kv_heads * head_dim, hidden)] * 2, (hidden, num_heads * head_dim)]
     num_planes = 2
     if config.get("kv_lora_rank") is not None:
@@ -190,6 +192,10 @@ def model_of(
         weight_bytes = num_kept * held_in_layers(found, attention, item_bytes=item_bytes) + math.prod(head) * item_bytes
         weight_bytes += (num_layers - num_kept) * held_in_layers(found, linear, item_bytes=item_bytes)
         weight_bytes += num_dense * held_in_layers(found, mlp(intermediate), item_bytes=item_bytes)
+        if has_encoder:
+            # Its layers, and the decoder's attention to what it gives.
+            each = held_in_layers(found, [*attention, *mlp(intermediate)], item_bytes=item_bytes)
+            weight_bytes += number("num_layers") * each + num_layers * held_in_layers(found, attention, item_bytes=item_bytes)
         if experts is not None:
             each = experts.num_experts * held_in_layers(found, mlp(experts.width), item_bytes=item_bytes, experts=True)
             each += held_in_layers(found, mlp(experts.shared_width), item_bytes=item_bytes) + experts.num_experts * hidden * item_bytes
@@ -210,6 +216,7 @@ def model_of(
         num_state_layers=num_layers - num_kept,
         state_bytes=state_bytes,
         num_state_heads=num_state_heads,
+        has_encoder=has_encoder,
     )
     format = kv_format(kv_cache_dtype, read_kv_scheme(model_dir, config))
     return model if format == "none" else quantized_model(model, format)
@@ -251,7 +258,9 @@ def worker_memory(
     block_size: int = 16,
     tensor_parallel_size: int = 1,
 ) -> WorkerMemory:
-    """Raises SetupError if no KV fits beside the weights, with how much is missing."""
+    """Raises SetupError if no KV fits beside the weights, with how much is missing, and for parts of a model that is not cut."""
+    if model.has_encoder and tensor_parallel_size > 1:
+        raise SetupError(f"{model.name} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
     memory = WorkerMemory(
         gpu_bytes=gpu_bytes,
         utilization=utilization,

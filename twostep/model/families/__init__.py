@@ -9,8 +9,8 @@ A family is a page: one file here and one line in registry.ARCHITECTURES and in 
 
 The file has a Decoder: `architecture` (config.json's model_type), `supported` (its row of docs/models.md), the checkpoint's names,
 `_layer`, which puts a layer together from parts, `_last_norm`, and `parse`, which takes the keys of config.json that it knows; whatever is
-left over is refused. CONTRIBUTING.md adds one step by step. A line in tests/models_forward/forward_helpers.py makes a small random model of
-it, whose logits must be transformers'.
+left over is refused. With an encoder (t5.py) it has a `forward` of its own, too. CONTRIBUTING.md adds one step by step. A line in
+tests/models_forward/forward_helpers.py makes a small random model of it, whose logits must be transformers'.
 
 A relative of Llama needs `parse` alone, or another part in its layer (qwen.py). What no device offers yet is a method of Ops
 (kernels/ops.py): weights that stay in a checkpoint's format (LinearFormat) are another `prepare_linear`, which LinearLayer alone knows; an

@@ -71,6 +71,22 @@ class GatedDeltaConfig(DeltaDims):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """The encoder that reads the prompt of a decoder (families/t5.py), as wide as that.
+
+    num_layers     of the encoder
+    num_buckets    of distances between a query and a key, in both stacks
+    max_distance   from which on all distances are one
+    scaled_output  the output layer takes hidden_size ** -0.5 of what the last norm gives
+    """
+
+    num_layers: int
+    num_buckets: int
+    max_distance: int
+    scaled_output: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     architecture: str  # config.json's model_type
     vocab_size: int
@@ -104,6 +120,7 @@ class ModelConfig:
     quantization: Quantization | None = None  # which linear layers are quantized on disk
     experts: ExpertsConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
+    encoder: EncoderConfig | None = None  # of the prompt; None: the decoder reads it
     gated_attention: bool = False  # the queries' product has a gate beside each head's numbers: sigmoid of it multiplies the result
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
     generates: bool = True  # False: the checkpoint has no output layer, and the embedding stands in its place

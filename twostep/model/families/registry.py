@@ -32,6 +32,7 @@ from twostep.model.families.qwen3_next import Qwen3Next
 from twostep.model.families.qwen_moe import Qwen2Moe, Qwen3Moe
 from twostep.model.families.sharding import ModelPart
 from twostep.model.families.starcoder2 import Starcoder2
+from twostep.model.families.t5 import T5
 from twostep.model.kernels.ops import Ops
 
 # By what config.json calls it in `architectures`; twostep/checkpoint/architectures.py has the names for those who load nothing.
@@ -57,6 +58,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Starcoder2ForCausalLM": Starcoder2,
+    "T5ForConditionalGeneration": T5,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -158,6 +158,8 @@ class ModelPart:
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """Raises SetupError, saying which sizes would do, if the model cannot be cut into `size` equal parts."""
+    if config.encoder is not None and size > 1:
+        raise SetupError(f"{config.architecture} cannot be cut into parts: give --tensor-parallel-size 1, or more workers")
     linear = {} if config.gated_delta is None else {"linear_num_key_heads": config.gated_delta.num_key_heads}
     check_parts(size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, **linear, **_cut_in_mlps(config))
     assert 0 <= rank < size

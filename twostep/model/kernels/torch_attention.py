@@ -125,7 +125,7 @@ class TorchAttentionPlan:
         self._spec = spec
         self._turns = {tables: self._turns_of(tables, dtype) for tables in dict.fromkeys(spec.rope)}
 
-        self._write_index = torch.from_numpy(write_index(batch, shape))
+        self._write_index = torch.from_numpy(write_index(batch.slots, shape))
         self._windows = spec.windows
         share = spec.num_heads // shape.num_kv_heads
         self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
@@ -253,7 +253,7 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
     kv = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
-    index = _block_rows(shape, tables)[:, None, :] + kv + head
+    index = block_rows(shape, tables)[:, None, :] + kv + head
 
     # Padding repeats a tile's last query, which sees at least one key.
     rows = (tiles.start[members, None] + np.minimum(np.arange(q), num_queries[:, None] - 1)).reshape(-1)
@@ -275,14 +275,14 @@ def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, wi
     )
 
 
-def write_index(batch: Batch, shape: KvShape) -> Ints:
-    """Rows of a layer's `slots` view that the step's tokens write: int64 [T * shape.vectors], token by token."""
-    block, slot = np.divmod(batch.slots, shape.block_size)
-    rows: Ints = (_block_rows(shape, block)[:, None] + np.arange(shape.vectors)) * shape.block_size + slot[:, None]
+def write_index(slots: Ints, shape: KvShape) -> Ints:
+    """Rows of a layer's `slots` view that tokens write to these slots [T]: int64 [T * shape.vectors], token by token."""
+    block, slot = np.divmod(slots, shape.block_size)
+    rows: Ints = (block_rows(shape, block)[:, None] + np.arange(shape.vectors)) * shape.block_size + slot[:, None]
     return rows.reshape(-1)
 
 
-def _block_rows(shape: KvShape, blocks: Ints) -> Ints:
+def block_rows(shape: KvShape, blocks: Ints) -> Ints:
     """The `blocks` row of a block's first K head."""
     return blocks * (shape.num_layers * shape.vectors)
 

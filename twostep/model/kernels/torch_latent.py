@@ -46,7 +46,7 @@ class TorchLatentPlan:
         self._dims, self._scale = spec.latent, spec.scale
         # float32 [T, rope / 2]
         self._cos, self._sin = (table.index_select(0, self.positions) for table in (spec.rope[0].cos, spec.rope[0].sin))
-        self._write_index = torch.from_numpy(write_index(batch, cache.shape))
+        self._write_index = torch.from_numpy(write_index(batch.slots, cache.shape))
         num_queries = np.diff(batch.query_start).astype(np.int64)
         sizes = zip(num_queries[:, None], batch.seq_lens.astype(np.int64)[:, None], strict=True)
         expanded = np.array([count[0] > 1 and expands(count, length, self._dims) for count, length in sizes], np.bool_)

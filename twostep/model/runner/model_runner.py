@@ -237,7 +237,8 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        return self._steps.overlaps
+        # An encoder's steps take their tokens from the host.
+        return self._steps.overlaps and not self.kv_shape.has_encoder
 
     @property
     def marks_layers(self) -> bool:
@@ -272,7 +273,7 @@ class ModelRunner:
             # Ranks capture the same steps, or none of them does.
             ops.has_delta_kernels = bool(self._member.meeting.least(int(ops.has_delta_kernels)))
         with torch.inference_mode():
-            if not max_num_seqs or (self.kv_shape.num_state_blocks and not ops.has_delta_kernels):
+            if not max_num_seqs or self.kv_shape.has_encoder or (self.kv_shape.num_state_blocks and not ops.has_delta_kernels):
                 return DeviceSteps(self._model, self._cache, ops, None)
             free, _ = torch.cuda.mem_get_info(self._device)
             graphs = StepGraphs(
@@ -375,6 +376,7 @@ def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, 
         dtype=dtype,
         quantization=kv_format(kv_cache_dtype, config.kv_scheme),
         num_planes=2 if config.latent is None else 1,
+        has_encoder=config.encoder is not None,
     )
     if (delta := config.gated_delta) is None:
         return shape

@@ -28,9 +28,9 @@ _ROWS_AT_ONCE = 4096
 
 def can_keep(shape: KvShape, rotated: int, item_bytes: int) -> bool:
     """Returns whether steps can keep the sums of such a pool: every piece of a vector that the KV write handles is whole words, and nothing
-    else writes into blocks, as states are written."""
+    else writes into blocks, as states and what an encoder gives are written."""
     half, in_word = rotated // 2, WORD_BYTES // item_bytes
-    if shape.num_state_blocks:
+    if shape.num_state_blocks or shape.has_encoder:
         return False
     return shape.num_planes == 2 and shape.quantization == "none" and half % in_word == 0 and (shape.head_dim - rotated) % in_word == 0
 
