@@ -80,9 +80,11 @@ def assert_right(out: torch.Tensor, q: torch.Tensor, cache: KvCache, step: Step,
         if cache.quantized is None:
             torch.testing.assert_close(out[s].double(), want, **tolerance(out.dtype))
         elif length:
-            # As tests/kernels/test_kernel_decode.py: queries and weights of the sequence's own part are float16.
+            # As tests/kernels/test_kernel_decode.py: queries and weights of the sequence's own part are float16. A GPU rounds keys, values
+            # and weights of the shared stretch to bfloat16: by itself that costs up to 6e-3 here, in float64 otherwise.
             error = (out[s].double() - want).norm() / want.norm()
-            assert error < (5e-3 if out.dtype == torch.bfloat16 else 1.5e-3), (s, float(error))
+            rounded = 1e-2 if DEVICE == "cuda" else 5e-3
+            assert error < (rounded if out.dtype == torch.bfloat16 else 1.5e-3), (s, float(error))
 
 
 def check(
