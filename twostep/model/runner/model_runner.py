@@ -41,6 +41,7 @@ from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
+from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_readout import PromptReadout
 from twostep.process.startup import NoProgress, Progress
@@ -218,11 +219,16 @@ class ModelRunner:
     def max_model_len(self) -> int:
         return self._config.max_model_len
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    @property
+    def model(self) -> Decoder:
+        """The model itself, for those who look into it. Of one rank where there are several."""
+        return self._model
+
+    def forward(self, batch: Batch, states: LayerStates | None = None) -> torch.Tensor:
         """Writes the KV of all T tokens; returns the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the
-        next step."""
+        next step. `states`: takes what the tokens look like half-way; captured steps, which do not tell, are not used then."""
         with torch.inference_mode(), self._on_device():
-            return self._steps.forward(batch)
+            return self._steps.forward(batch) if states is None else self._model.forward(batch, self._cache, states=states)
 
     @property
     def generates(self) -> bool:
