@@ -59,9 +59,7 @@ class PlainHead:
     def __init__(self, weights: Mapping[str, torch.Tensor], embedding: torch.Tensor, c: EagleConfig) -> None:
         self.w, self.embedding, self.c = weights, weights.get("embed_tokens.weight", embedding), c
 
-    def propose(
-        self, states: torch.Tensor, token_ids: Sequence[int], count: int, choose: Callable[[torch.Tensor, int], int]
-    ) -> list[int]:
+    def propose(self, states: torch.Tensor, token_ids: Sequence[int], count: int, choose: Callable[[torch.Tensor, int], int]) -> list[int]:
         """`choose`: a token out of logits over the model's vocabulary, the n-th."""
         rows = [(token, self.w["fc.weight"] @ state) for token, state in zip(token_ids[1:], states, strict=True)]
         proposed: list[int] = []

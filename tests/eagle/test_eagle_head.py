@@ -72,6 +72,18 @@ def test_unrolled_proposals_are_those_of_each_position(head: EagleHead) -> None:
             assert [int(step[row, end - 1]) for step in proposed] == propose(head, of_one[:end], token_ids[: end + 1], 4)
 
 
+@pytest.mark.parametrize("first", [1, 5, 8])
+def test_rows_that_are_only_seen_change_nothing(head: EagleHead, first: int) -> None:
+    states, token_ids = random_sequence(head, 9)
+    whole, later = Unrolled(head, states[None]), Unrolled(head, states[None], first)
+    given = torch.tensor([token_ids[1:]])
+    for number in range(3):
+        want = whole.step(given)
+        got = later.step(given[:, first:] if number else given)
+        torch.testing.assert_close(got, want[:, first:], rtol=1e-4, atol=1e-4)
+        given = given.roll(-1)
+
+
 def test_noise_is_that_of_the_answer() -> None:
     """Of seed and position: another of either draws something else."""
     head = random_head()

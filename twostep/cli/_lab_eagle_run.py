@@ -87,6 +87,9 @@ def lab_eagle(args: argparse.Namespace, config: WorkerConfig, texts: Sequence[st
         sampling = partial(sampling_of, defaults=card.generation, max_tokens=args.answer_tokens, seed=args.seed)
         trained = train_head(runner, prompts, sampling, card.eos_token_ids, plan, args.draft_vocab_size, folder, progress)
         runner.close()
+    except KeyboardInterrupt:
+        progress.say(f"{args.out} keeps the answers and the head as it was saved last; the same command goes on with them")
+        raise
     finally:
         progress.finish()
     if args.json:

@@ -91,7 +91,7 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), _LARGEST_GRADIENT)
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 def rate_at(number: int, total: int) -> float:
@@ -118,21 +118,22 @@ def loss_of(head: EagleHead, answers: Sequence[Answer], looked: Sequence[Looked]
     tokens = padded([torch.tensor(answer.whole) for answer in answers], num_steps + 1)
     labels = padded([each.labels for each in looked], num_steps + 1).long()
     shares = padded([each.shares for each in looked], num_steps + 1)
-    wanted = torch.zeros(len(answers), longest + num_steps + 1, dtype=torch.bool)
-    for row, answer in zip(wanted, answers, strict=True):
-        row[len(answer.prompt) : len(answer.whole)] = True
-    wanted = wanted.to(device)
-    unrolled = Unrolled(head, padded([each.states for each in looked]))
+    ends = torch.tensor([len(answer.whole) for answer in answers], device=device)[:, None]
+    starts = torch.tensor([len(answer.prompt) for answer in answers], device=device)[:, None]
+    # Before the last token of a prompt nothing is to be said.
+    first = max(0, min(len(answer.prompt) for answer in answers) - 1)
+    rows = torch.arange(first, longest, device=device)
+    unrolled = Unrolled(head, padded([each.states for each in looked]), first)
     losses, weights = list[torch.Tensor](), list[float]()
     for number in range(num_steps):
-        hidden = unrolled.step(tokens[:, 1 + number : 1 + number + longest])
-        rows = wanted[:, 2 + number :]
-        rows = torch.nn.functional.pad(rows, (0, longest - rows.shape[1])) if rows.shape[1] < longest else rows[:, :longest]
-        if not bool(rows.any()):
+        begin = first if number else 0
+        hidden = unrolled.step(tokens[:, begin + 1 + number : longest + 1 + number])
+        wanted = (rows + 1 >= starts) & (rows + 2 + number < ends)
+        if not bool(wanted.any()):
             break
-        given = slice(1 + number, 1 + number + longest)
-        log_shares = head.logits(hidden[rows]).float().log_softmax(-1).gather(1, labels[:, given][rows])
-        losses.append(-(shares[:, given][rows] * log_shares).sum(-1).mean())
+        given = slice(first + 1 + number, longest + 1 + number)
+        log_shares = head.logits(hidden[wanted]).float().log_softmax(-1).gather(1, labels[:, given][wanted])
+        losses.append(-(shares[:, given][wanted] * log_shares).sum(-1).mean())
         weights.append(_LATER_STEPS_COUNT**number)
     assert losses, "answers have a token after the first"
     return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum() / sum(weights)
