@@ -167,7 +167,7 @@ class DraftModel(Proposer):
         # What is nearly there first: it drafts at once.
         jobs.sort(key=lambda job: self.num_missing(job.sequence))
         asked = {job.sequence.seq_id for job in jobs}
-        parts, drafting = [], []
+        parts, drafting = list[_Part](), list[_Job]()
         for job in jobs:
             held, tokens = job.held, job.sequence.tokens
             # The last token is computed again where its KV is there: what comes after it is not.

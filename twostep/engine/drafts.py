@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
     """Asks for so many tokens, at least one, after the last of a sequence; its tokens do not change meanwhile."""
 
     sequence: EngineSequence
-    count: int
+    num_tokens: int
 
 
 class DraftTime(NamedTuple):
@@ -83,6 +83,7 @@ class Proposer(Protocol):
     def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
         """Drafts what can be; called before each step, also where nothing is wanted. Of tokens that are missing at most `most_rows` are
         computed. Never raises: whoever fails proposes nothing any more."""
+        return
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Returns at most `most` tokens that may follow `tokens`, prompt and answer of a sequence so far; they only grow at their end from

@@ -28,7 +28,8 @@ class SpeculativeConfig:
             raise SetupError(f"method is {self.method!r}; give {' or '.join(METHODS)}")
         if not isinstance(self.model, str) or bool(self.model) != (self.method == DRAFT_MODEL):
             raise SetupError(
-                f"method {self.method} with model {self.model!r}; give draft_model the directory or name of a smaller model, and {NGRAM} none"
+                f"method {self.method} with model {self.model!r}; give {DRAFT_MODEL} the directory or name of a smaller model, and "
+                f"{NGRAM} none"
             )
         for name, most in (("num_speculative_tokens", _MOST_TOKENS), ("prompt_lookup_min", _LONGEST), ("prompt_lookup_max", _LONGEST)):
             value = getattr(self, name)
