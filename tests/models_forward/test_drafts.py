@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest, TokenOutput
@@ -17,7 +18,7 @@ from twostep.settings.speculative import SpeculativeConfig
 NUM_REQUESTS = 40
 
 
-class Remembering:
+class Remembering(Proposer):
     """Drafts the answers that it knows, and now and then another token."""
 
     def __init__(self, answers: dict[str, list[int]], rng: random.Random) -> None:

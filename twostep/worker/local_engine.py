@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from twostep.engine.batch import Runner
+from twostep.engine.draft_model import DraftModel
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, EngineStats, FailureKind, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
@@ -44,6 +45,7 @@ class LocalEngine:
                 ageing_s=config.ageing,
                 speculative=SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None,
             ),
+            proposer=None if model.draft is None else DraftModel(model.draft, max_num_seqs=config.max_num_seqs),
         )
         if config.prefix_cache_space and not self.engine.num_host_blocks:
             log.warning("--prefix-cache-space %g keeps nothing: it holds no block, or the model keeps states", config.prefix_cache_space)

@@ -316,25 +316,21 @@ class ModelRunner:
             self.run,
             self.kv_shape,
             sizing,
-            beside_block=self._sums_beside(config),
+            beside_block=self._sums_beside(config) + sizing.draft_block_bytes,
             device=self._device,
             free_at_start=free_at_start,
-            graphs=self._graph_bytes(config, max_num_seqs),
+            graphs=captured_bytes(
+                config,
+                self.kv_shape.dtype,
+                max_num_seqs,
+                self._max_graph_tokens,
+                # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
+                logits=self.vocab_size * (1 if self._member is None else 3),
+            ),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             progress=progress,
         )
-
-    def _graph_bytes(self, config: ModelConfig, max_num_seqs: int) -> int:
-        item_bytes = DTYPES[self.kv_shape.dtype].itemsize
-        heads = 2 * config.num_heads + 2 * config.num_kv_heads
-        row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-        if (experts := config.experts) is not None:
-            row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
-        states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
-        # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
-        logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
-        return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes + states)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's current device."""
@@ -392,10 +388,24 @@ def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_f
     return read_kv_scales(model_dir, config)
 
 
-def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:
-    """How many blocks fit a budget. Raises SetupError if none does."""
+def captured_bytes(config: ModelConfig, dtype: str, max_num_seqs: int, max_graph_tokens: int, *, logits: int = 0) -> int:
+    """About what the captured steps of a model, or of one rank's part of it, keep. `logits` that a row has; 0: the vocabulary's."""
+    item_bytes = DTYPES[dtype].itemsize
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+    if (experts := config.experts) is not None:
+        row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
+    states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
+    logits_bytes = (logits or config.vocab_size) * item_bytes
+    return graph_bytes(max_num_seqs, max_graph_tokens, logits_bytes=logits_bytes, row_bytes=row * item_bytes + states)
+
+
+def num_blocks_for(
+    config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto", *, beside_block: int = 0
+) -> int:
+    """How many blocks fit a budget, each with `beside_block` bytes more. Raises SetupError if none does."""
     chosen = config.dtype if dtype == "auto" else dtype
-    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes
+    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes + beside_block
     if memory_bytes < per_block:
         raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
     return memory_bytes // per_block
