@@ -11,9 +11,10 @@ from twostep.engine.self_test import gives_tokens
 from twostep.errors import SetupError
 from twostep.lab.plan.model import weight_bytes
 from twostep.model.loading.store import resolve
-from twostep.settings.speculative import DRAFT_MODEL, SpeculativeConfig
+from twostep.settings.speculative import EAGLE3, NGRAM, SpeculativeConfig
 from twostep.text.tokenizer_files import read_tokenizer
 from twostep.worker.config import WorkerConfig
+from twostep.worker.eagle import EagleDraft
 
 if TYPE_CHECKING:
     from twostep.model.families.config import ModelConfig
@@ -76,25 +77,24 @@ class Draft:
         return runner
 
 
-def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | None:
-    """Returns the draft model that is asked for; None: none is. `config` is settled, `served_dir` the served model's; None: there is none.
-    Raises SetupError."""
+def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | EagleDraft | None:
+    """Returns the draft model or the head that is asked for; None: none is. `config` is settled, `served_dir` the served model's; None:
+    there is none. Raises SetupError."""
     speculative = SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None
-    if speculative is None or speculative.method != DRAFT_MODEL:
+    if speculative is None or speculative.method == NGRAM:
         return None
     name = speculative.model
     if config.runner == "fake" or served_dir is None:
-        raise SetupError(
-            f"the draft model {name} needs a model to draft for, and --runner fake has none; give --runner model, {_LEAVE_OUT}"
-        )
+        raise SetupError(f"{name} needs a model to draft for, and --runner fake has none; give --runner model, {_LEAVE_OUT}")
     if config.tensor_parallel_size > 1:
         raise SetupError(
-            f"the draft model {name} cannot draft for a model on {config.tensor_parallel_size} devices: give --tensor-parallel-size 1, or "
-            "method ngram"
+            f"{name} cannot draft for a model on {config.tensor_parallel_size} devices: give --tensor-parallel-size 1, or method ngram"
         )
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
 
     try:
+        if speculative.method == EAGLE3:
+            return EagleDraft(config, Path(name), parse_config(served_dir, config.architecture))
         model_dir = resolve(name, weights=not config.dummy_weights, cache_dir=config.cache_dir, progress=log.info)
         return Draft(config, model_dir, parse_config(served_dir, config.architecture), served_dir)
     except SetupError as error:

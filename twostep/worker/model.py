@@ -26,8 +26,10 @@ from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
 from twostep.worker.config import WorkerConfig
 from twostep.worker.draft import Draft, find_draft
+from twostep.worker.eagle import EagleDraft
 
 if TYPE_CHECKING:
+    from twostep.model.eagle.head import EagleHead
     from twostep.model.runner.model_runner import ModelRunner
     from twostep.model.runner.parallel_runner import ParallelRunner
     from twostep.model.step.pool_sizing import PoolSizing
@@ -53,6 +55,7 @@ class ServedModel:
     gpu_ids: tuple[str, ...] = ()  # UUIDs of the GPUs that it is computed on, by rank
     captured: CapturedSteps = field(default_factory=CapturedSteps)
     draft: Runner | None = None  # a smaller model that drafts its tokens
+    head: EagleHead | None = None  # one on the model itself that does
 
     def grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer_dir, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
@@ -68,6 +71,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         model_dir = resolve(config.model, revision=revision, weights=weights, cache_dir=cache_dir, progress=log.info, bar=progress)
     ranks: ParallelRunner | None = None
     captured = CapturedSteps()
+    alone: ModelRunner | None = None
     draft = find_draft(config, model_dir)
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
@@ -101,7 +105,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         shape.num_blocks * shape.block_bytes / (1 << 20),
         runner.max_model_len,
     )
-    draft_runner = None if draft is None else draft.load(shape.num_blocks)
+    draft_runner = draft.load(shape.num_blocks) if isinstance(draft, Draft) else None
+    head = draft.load(alone) if isinstance(draft, EagleDraft) and alone is not None else None
     if config.calibrate:
         progress.phase("curve")
         curve = calibrate(
@@ -121,6 +126,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         gpu_ids=_gpu_ids(config),
         captured=captured,
         draft=draft_runner,
+        head=head,
     )
 
 
@@ -205,7 +211,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
     )
 
 
-def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress, draft: Draft | None) -> ModelRunner:
+def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress, draft: Draft | EagleDraft | None) -> ModelRunner:
     from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
     # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.
@@ -238,7 +244,7 @@ def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
     return f"weights as {method}, " if method else ""
 
 
-def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | None) -> None:
+def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None) -> None:
     """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import kv_shape  # noqa: PLC0415
@@ -259,7 +265,7 @@ def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | None) ->
     check_memory(what, f"lower {flag}, take a smaller model or another --dtype, or end other processes")
 
 
-def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | None = None) -> dict[str, Any]:
+def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None = None) -> dict[str, Any]:
     return {
         "num_blocks": _pool(config, model_dir, draft),
         "block_size": config.block_size,
@@ -277,7 +283,7 @@ def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | None =
     }
 
 
-def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | None) -> int | PoolSizing:
+def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None) -> int | PoolSizing:
     """Blocks of the KV pool, or how to find out once the weights are loaded. Of memory that is given, a draft model's pool is a part."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import num_blocks_for  # noqa: PLC0415

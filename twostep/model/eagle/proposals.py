@@ -43,9 +43,11 @@ def drawn(params: SamplingParams, position: int, history: Sequence[int] = (), nu
 
 
 class DraftedSequence:
-    """Keys and values of the head for one sequence, [num_kv_heads, T, head_dim]."""
+    """Keys and values of the head for one sequence, [num_kv_heads, T, head_dim], from position `first` on: what comes before is not
+    seen."""
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: EagleHead, first: int = 0) -> None:
+        self.first = first
         self._head = head
         c = head.config
         self._keys = self._values = head.fc.weight.new_empty(c.num_kv_heads, 0, c.head_dim)
@@ -55,12 +57,21 @@ class DraftedSequence:
         """Positions that are computed."""
         return self._keys.shape[1]
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one that is computed."""
+        return self.first + len(self)
+
     @torch.inference_mode()
     def extend(self, states: torch.Tensor, token_ids: Sequence[int]) -> None:
         """Adds T positions, at least one. states [T, 3 * target_hidden_size], the model's; token_ids, T as well: of each position the one
         after it."""
-        assert len(states) == len(token_ids) > 0
-        hidden = self._head.fuse(states)
+        self.extend_fused(self._head.fuse(states), token_ids)
+
+    @torch.inference_mode()
+    def extend_fused(self, hidden: torch.Tensor, token_ids: Sequence[int]) -> None:
+        """The same of what `EagleHead.fuse` made of the states, [T, hidden_size]."""
+        assert len(hidden) == len(token_ids) > 0
         self._last, self._keys, self._values = self._step(hidden, token_ids, self._keys, self._values)
 
     @torch.inference_mode()
@@ -82,7 +93,7 @@ class DraftedSequence:
         values."""
         head, before, count = self._head, keys.shape[1], len(token_ids)
         device = keys.device
-        positions = torch.arange(before, before + count, device=device)
+        positions = self.first + torch.arange(before, before + count, device=device)
         rows = head.project(torch.tensor(token_ids, device=device), hidden, positions)
         keys, values = torch.cat((keys, rows.key), 1), torch.cat((values, rows.value), 1)
         # Only the last row leads on.

@@ -52,6 +52,10 @@ LOAD_FORMATS = ("auto", "dummy")
 log = logging.getLogger(__name__)
 
 
+# Told of a step of which token ids are known, whose states are there until the next.
+Watcher = Callable[[Batch, LayerStates], None]
+
+
 class Steps(Protocol):
     """How steps of a model run on its device: CpuSteps, or DeviceSteps (device_steps.py)."""
 
@@ -82,9 +86,16 @@ class CpuSteps:
         self._cache = cache
         self._last_token_ids: Sequence[int] = ()
         self._experts = ExpertLoadMeter(model.expert_loads)
+        # What each launched step's tokens look like half-way, and who is told; None: nobody asks.
+        self.watched: tuple[LayerStates, Watcher] | None = None
 
     def forward(self, batch: Batch, reader: PromptReadout | None = None) -> torch.Tensor:
-        return self._model.forward(batch, self._cache, reader)
+        if self.watched is None:
+            return self._model.forward(batch, self._cache, reader)
+        states, watcher = self.watched
+        logits = self._model.forward(batch, self._cache, reader, states)
+        watcher(batch, states)
+        return logits
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
@@ -229,6 +240,13 @@ class ModelRunner:
         next step. `states`: takes what the tokens look like half-way; captured steps, which do not tell, are not used then."""
         with torch.inference_mode(), self._on_device():
             return self._steps.forward(batch) if states is None else self._model.forward(batch, self._cache, states=states)
+
+    def watch(self, states: LayerStates, watcher: Watcher) -> None:
+        """From now on each step tells `watcher` what its tokens look like half-way. Raises SetupError on a GPU: steps that are captured do
+        not tell."""
+        if not isinstance(self._steps, CpuSteps):
+            raise SetupError("steps on a GPU do not tell what their tokens look like half-way; give --device cpu")
+        self._steps.watched = states, watcher
 
     @property
     def generates(self) -> bool:
