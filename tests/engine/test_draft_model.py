@@ -27,7 +27,14 @@ class Devices:
     """A served model and its draft, which share a clock. The draft is the served model itself, unless it sees only a `window`."""
 
     def __init__(
-        self, *, draft_s: float = 0.001, draft_row_s: float = 0.00001, blocks: int = 600, window: int = 0, context: int = 3000, **engine: Any
+        self,
+        *,
+        draft_s: float = 0.001,
+        draft_row_s: float = 0.00001,
+        blocks: int = 600,
+        window: int = 0,
+        context: int = 3000,
+        **engine: Any,
     ) -> None:
         self.now = 0.0
         self.draft_s = 0.0
