@@ -17,6 +17,7 @@ a long prompt) is computed from its tokens, so much in a step.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -31,29 +32,32 @@ from twostep.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-# A measured time counts for so much less with each that comes after it.
-_FORGETTING = 0.95
+# Of what a round took, so much is believed at once.
+_LEARNT = 0.1
+# From so many rows on, a round tells what a row takes; with fewer, what it takes at all.
+_MANY_ROWS = 16
+# Rows of the rounds that are measured at the start: the first of a size may touch memory for the first time.
+_FIRST_ROUNDS = (1, 1, 64, 64)
 # So few tokens of a sequence are computed as rows of a decode step, which is what graphs of a GPU are captured for.
 _MOST_ROWS_EACH = 8
 
 
 class RoundTime:
-    """Learns what a step of the draft model takes, fixed_s + per_row_s * rows: least squares over the last ones."""
+    """Learns what a step of the draft model takes: fixed_s + per_row_s * rows."""
 
-    def __init__(self) -> None:
-        # Sums over what was seen: 1, rows, seconds, rows², rows * seconds.
-        self._sums = np.zeros(5)
-        self.time = DraftTime(0.0, 0.0)
+    def __init__(self, least: Sequence[tuple[int, float]]) -> None:
+        """`least`: rows and seconds of the smallest step that was measured, and of the largest; they may be the same."""
+        (few, few_s), (many, many_s) = least[0], least[-1]
+        per_row_s = max(0.0, (many_s - few_s) / max(1, many - few))
+        self.time = DraftTime(max(0.0, few_s - per_row_s * few), per_row_s)
 
     def saw(self, rows: int, seconds: float) -> None:
-        self._sums = _FORGETTING * self._sums + np.array([1.0, rows, seconds, rows * rows, rows * seconds])
-        count, x, y, xx, xy = self._sums.tolist()
-        spread = count * xx - x * x
-        # Of steps of one size nothing is known but what they take.
-        slope = max(0.0, (count * xy - x * y) / spread) if spread > 1e-6 * count * xx else 0.0
-        if slope * x > y:
-            slope = xy / xx
-        self.time = DraftTime(max(0.0, (y - slope * x) / count), slope)
+        fixed_s, per_row_s = self.time
+        if rows < _MANY_ROWS:
+            fixed_s += _LEARNT * (max(0.0, seconds - per_row_s * rows) - fixed_s)
+        else:
+            per_row_s += _LEARNT * (max(0.0, seconds - fixed_s) / rows - per_row_s)
+        self.time = DraftTime(fixed_s, per_row_s)
 
 
 @dataclass(slots=True)
@@ -105,7 +109,7 @@ class DraftModel(Proposer):
 
     def __init__(self, runner: Runner, *, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """`runner`: of a model with the served one's vocabulary, whose layers keep no states, and that nobody else uses. `max_num_seqs`:
-        rows of a decode step that it is made for."""
+        rows of a decode step that it is made for. Blocks until some steps are measured."""
         assert not runner.kv_shape.num_state_blocks, "a state cannot forget drafts that did not come"
         self._runner = runner
         self._max_num_seqs = max_num_seqs
@@ -116,8 +120,19 @@ class DraftModel(Proposer):
         self._held: OrderedDict[str, _Held] = OrderedDict()
         # Those that have ended since the last `prepare`: other threads say so, while this one computes.
         self._ended: deque[str] = deque()
-        self._time = RoundTime()
         self._failed = False
+        self._time = RoundTime(self._first_rounds())
+
+    def _first_rounds(self) -> Sequence[tuple[int, float]]:
+        """Returns sizes and times, the quickest of each; in blocks that are nobody's yet."""
+        held = _Held(SamplingParams(max_tokens=1), blocks=self._free)
+        most = min(self._runner.max_model_len, len(self._free) * self._block_size)
+        seconds: dict[int, float] = {}
+        for rows in (min(each, most) for each in _FIRST_ROUNDS):
+            began = self._clock()
+            self._runner.launch(self._batch([_Part(held, [0] * rows, 0)], [])).result()
+            seconds[rows] = min(self._clock() - began, seconds.get(rows, math.inf))
+        return sorted(seconds.items())
 
     @property
     def time(self) -> DraftTime:

@@ -321,7 +321,8 @@ class Drafting:
         time = self._proposer.time
         if time is None or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
             return [], 0
-        least_s = 0.0 if step_s is None else step_s(0)
+        # Not known how long steps take: anything is worth it.
+        least_s = math.inf if step_s is None else step_s(0)
         offers, missing = [], []
         for sequence in decodes:
             # With a grammar, each draft needs a mask, which takes another thread its time.
@@ -333,9 +334,10 @@ class Drafting:
             before_s = time.per_row_s * missing[-1] / to_come
             gain = sum(record.rate ** (i + 1) for i in range(count))
             # What would not pay even if it were all that it costs must not stand before others.
-            offers.append(Proposal(range(count if gain * least_s >= before_s * len(decodes) else 0), record.rate, before_s))
+            pays = before_s * len(decodes) <= gain * least_s if count else False
+            offers.append(Proposal(range(count if pays else 0), record.rate, before_s))
         counts = choose_drafts(offers, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
-        if not any(counts):
+        if step_s is not None and not any(counts):
             self._trial_s += _TRIAL_SHARE * least_s
             cost_s, i = min(
                 ((time.fixed_s + time.per_row_s * (1 + missing[i]), i) for i in range(len(decodes)) if self.num_wanted(decodes[i])),
@@ -345,7 +347,10 @@ class Drafting:
                 self._trial_s -= cost_s
                 counts[i] = 1
         # As long as the step itself, others may wait for it.
-        room_s = min(least_s, max(0.0, bound_s - least_s))
+        room_s = least_s
+        if step_s is not None and bound_s < math.inf:
+            drafts_s = time.fixed_s * max(counts) + time.per_row_s * sum(counts)
+            room_s = max(0.0, min(least_s, bound_s - step_s(sum(counts)) - drafts_s))
         most_rows = MOST_CAUGHT_UP if room_s >= MOST_CAUGHT_UP * time.per_row_s else int(room_s / time.per_row_s)
         return [Wanted(sequence, count) for sequence, count in zip(decodes, counts, strict=True) if count], most_rows
 

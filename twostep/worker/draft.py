@@ -35,7 +35,7 @@ class Draft:
         from twostep.model.runner.model_runner import captured_bytes, kv_shape  # noqa: PLC0415
 
         model = parse_config(model_dir)
-        _check_fit(model, model_dir, served, served_dir)
+        check_fit(model, model_dir, served, served_dir)
         self._config = config
         self._model_dir = model_dir
         self._max_model_len = min(model.max_model_len, config.max_model_len or served.max_model_len)
@@ -101,7 +101,8 @@ def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | EagleDr
         raise SetupError(f"--speculative-config, model {name}: {error.message}") from error
 
 
-def _check_fit(model: ModelConfig, model_dir: Path, served: ModelConfig, served_dir: Path) -> None:
+def check_fit(model: ModelConfig, model_dir: Path, served: ModelConfig, served_dir: Path) -> None:
+    """Raises SetupError where `model` cannot draft for `served`."""
     if not model.generates:
         raise SetupError(f"it has no output layer, so that it gives no tokens; give a model that generates, {_LEAVE_OUT}")
     if model.gated_delta is not None:
