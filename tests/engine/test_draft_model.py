@@ -155,6 +155,15 @@ def test_a_promised_pace_is_kept_while_it_catches_up() -> None:
     assert max(gaps) <= 0.030
 
 
+def test_a_promised_pace_is_kept_by_one_that_takes_long() -> None:
+    """Not even to find out whether it pays is it asked."""
+    devices = Devices(draft_s=0.1).calibrated()
+    devices.answer(make_request("promised", [5, 6, 7], max_tokens=1500, gap_s=0.030))
+    assert not devices.batches
+    devices.answer(make_request("not promised", [5, 6, 7], max_tokens=1500))
+    assert devices.batches
+
+
 def test_what_pays_later_is_found_out() -> None:
     devices = Devices(window=3).calibrated()
     devices.answer(*(make_request(f"r{i}", [i + 5, 6, 7], max_tokens=200) for i in range(3)))

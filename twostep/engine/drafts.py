@@ -323,29 +323,29 @@ class Drafting:
             return [], 0
         # Not known how long steps take: anything is worth it.
         least_s = math.inf if step_s is None else step_s(0)
-        offers, missing = [], []
+        offers, cheapest_s, cheapest = list[Proposal](), math.inf, 0
         for sequence in decodes:
             # With a grammar, each draft needs a mask, which takes another thread its time.
             count = self.num_wanted(sequence) if sequence.constraint is None and not sequence.num_pending else 0
-            missing.append(self._proposer.num_missing(sequence) if count else 0)
+            missing_s = time.per_row_s * self._proposer.num_missing(sequence) if count else math.inf
+            if missing_s < cheapest_s:
+                cheapest_s, cheapest = missing_s, len(offers)
             record = self._records.setdefault(sequence.seq_id, DraftRecord(self._common))
             record.learn(sequence.tokens)
             to_come = min(max(_LEAST_TO_COME, sequence.position), sequence.max_len - len(sequence.tokens))
-            before_s = time.per_row_s * missing[-1] / to_come
+            before_s = missing_s / to_come
             gain = sum(record.rate ** (i + 1) for i in range(count))
             # What would not pay even if it were all that it costs must not stand before others.
-            pays = before_s * len(decodes) <= gain * least_s if count else False
+            pays = count > 0 and before_s * len(decodes) <= gain * least_s
             offers.append(Proposal(range(count if pays else 0), record.rate, before_s))
         counts = choose_drafts(offers, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
         if step_s is not None and not any(counts):
             self._trial_s += _TRIAL_SHARE * least_s
-            cost_s, i = min(
-                ((time.fixed_s + time.per_row_s * (1 + missing[i]), i) for i in range(len(decodes)) if self.num_wanted(decodes[i])),
-                default=(math.inf, 0),
-            )
-            if cost_s <= self._trial_s:
-                self._trial_s -= cost_s
-                counts[i] = 1
+            round_s = time.fixed_s + time.per_row_s
+            cheapest_s += round_s
+            if cheapest_s <= self._trial_s and least_s + round_s <= bound_s:
+                self._trial_s -= cheapest_s
+                counts[cheapest] = 1
         # As long as the step itself, others may wait for it.
         room_s = least_s
         if step_s is not None and bound_s < math.inf:

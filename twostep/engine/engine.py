@@ -248,6 +248,7 @@ class Engine:
         if self._self_test.sick:
             raise InternalError(f"{SICK}; restart the worker, and look at its GPU if it happens again")
         while self._may_launch():
+            self._prepare_drafts()
             due = self._clock()
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:
@@ -285,7 +286,6 @@ class Engine:
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
         self.host_copies.copy_all()
-        self._prepare_drafts()
         work = None
         while work is None:
             since = self._clock()

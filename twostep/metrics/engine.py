@@ -53,7 +53,7 @@ NO_TOKEN = counter(
 )
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
-_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS, EXPERTS)
+_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS, EXPERTS, DRAFT_MODEL_FAILED)
 _READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS, DRAFTED, ACCEPTED)
 
 # What an engine has counted, by family and the labels after the role.
