@@ -3,7 +3,6 @@ by the fake devices' own clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest

@@ -125,8 +125,8 @@ class DraftModel(Proposer):
 
     def _first_rounds(self) -> Sequence[tuple[int, float]]:
         """Returns sizes and times, the quickest of each; in blocks that are nobody's yet."""
-        held = _Held(SamplingParams(max_tokens=1), blocks=self._free)
-        most = min(self._runner.max_model_len, len(self._free) * self._block_size)
+        held = _Held(SamplingParams(max_tokens=1), blocks=self._free[: -(-_FIRST_ROUNDS[-1] // self._block_size)])
+        most = min(self._runner.max_model_len, len(held.blocks) * self._block_size)
         seconds: dict[int, float] = {}
         for rows in (min(each, most) for each in _FIRST_ROUNDS):
             began = self._clock()
@@ -212,8 +212,8 @@ class DraftModel(Proposer):
                 held.proposed, held.after, held.drafted = job.tokens, len(job.sequence.tokens), job.tokens[:-1]
         # Last: one of the wanted may have ended before it was known here.
         while self._ended:
-            if (held_no_more := self._held.pop(self._ended.popleft(), None)) is not None:
-                self._free += held_no_more.blocks
+            if (ended := self._held.pop(self._ended.popleft(), None)) is not None:
+                self._free += ended.blocks
 
     def _jobs(self, wanted: Sequence[Wanted]) -> list[_Job]:
         """Returns what is to be done: nothing for what was proposed before and not looked at, or is beyond the model's context."""
