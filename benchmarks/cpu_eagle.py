@@ -1,6 +1,6 @@
 """What an EAGLE-3 head saves on a CPU: one user's answers with and without it, in turns, over the prompts that its training held back.
 
-    python benchmarks/cpu_eagle.py --model smollm2-135m-instruct --head DIR [--threads 1] [--tokens 3] [--rounds 2]
+    python benchmarks/cpu_eagle.py --model smollm2-135m-instruct --head DIR [--threads 1] [--tokens 3] [--rounds 2] [--prompts 8]
 
 DIR is of `twostep lab eagle`, with its folder `training`. Processor time is told beside the clock's: other work on the machine hardly
 changes it.
@@ -38,11 +38,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=0, help="so many of them; 0: all")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     lines = (args.head / "training" / "answers.jsonl").read_text().splitlines()
     asked = [each for each in map(json.loads, lines) if each["held_back"]]
+    asked = asked[: args.prompts or None]
     config = WorkerConfig(
         role="decode",
         model=args.model,
@@ -79,7 +81,7 @@ def main() -> None:
             if len(answers["plain"]) == len(answers["head"]):
                 for place, what in enumerate(("clock", "CPU")):
                     ratios[kind, what].append(seconds["plain"][place] / seconds["head"][place])
-    print(f"{torch.__version__}, {args.threads} threads, {len(asked)} prompts, {args.rounds} rounds; same answers: {same}")
+    print(f"torch {torch.__version__}, {args.threads} threads, {len(asked)} prompts, {args.rounds} rounds; same answers: {same}")
     for (kind, name), rows in found.items():
         clock, cpu, tokens, steps = map(sum, zip(*rows, strict=True))
         print(f"{kind:<7} {name:<6} {tokens / clock:6.1f} tokens/s, {tokens / cpu:6.1f} per CPU second, {tokens / steps:.2f} tokens a step")

@@ -42,8 +42,8 @@ def add_eagle_flags(command: FlagParser) -> None:
         metavar="N",
         help="tokens that it may propose, the answers' most frequent ones (default: 8192, or all if there are fewer)",
     )
-    command.add_argument("--rounds", type=COUNT, default=4, metavar="N", help="times it learns from each answer (default: 4)")
-    command.add_argument("--batch-size", type=COUNT, default=4, metavar="N", help="answers it learns from at once (default: 4)")
+    command.add_argument("--rounds", type=COUNT, default=8, metavar="N", help="times it learns from each answer (default: 8)")
+    command.add_argument("--batch-size", type=COUNT, default=2, metavar="N", help="answers it learns from at once (default: 2)")
     command.add_argument("--learning-rate", type=POSITIVE, default=1e-3, metavar="X", help="the highest (default: 0.001)")
     command.add_argument("--seed", type=int, default=0, help="of answers, weights and order (default: 0)")
     command.flag("--dtype", default="auto", choices=DTYPES, help="of the model; auto: that of the weights. The head learns in float32")
