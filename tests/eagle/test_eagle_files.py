@@ -90,13 +90,15 @@ def test_what_is_written_comes_back(tmp_path: Path, changes: dict[str, Any]) -> 
     assert again.config == head.config == parse_eagle_config(tmp_path)
     states, token_ids = random_sequence(head, 7)
     assert propose(again, states, token_ids, 4) == propose(head, states, token_ids, 4)
+    modes = {(tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1
     # The embedding is the model's own memory, not a copy of it.
     if again.embed_tokens is None:
         assert again._embedding[0] is EMBEDDING
 
 
 def test_a_published_head_is_read(saved: Path) -> None:
-    """What makers leave out or call otherwise, as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B and in heads of SpecForge and speculators."""
+    """What vLLM does without, and what it takes under other names."""
     want = load(saved)
     change_config(
         saved, target_hidden_size=..., norm_before_residual=..., attention_bias=..., mlp_bias=..., model_type="llama", use_cache=True

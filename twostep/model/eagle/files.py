@@ -69,6 +69,8 @@ def save_head(head: EagleHead, head_dir: Path) -> None:
     part = head_dir / f".{SINGLE}.part"
     save_file(tensors, part, metadata={"format": "pt"})
     (head_dir / "config.json").write_text(text)
+    # safetensors makes files that nobody else may read; workers often run as somebody else.
+    part.chmod((head_dir / "config.json").stat().st_mode)
     os.replace(part, head_dir / SINGLE)
 
 
