@@ -25,6 +25,7 @@ from twostep.engine.types import EngineRequest
 from twostep.model.loading.store import default_cache_dir
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
+from twostep.step_curve import StepCurve, StepWorkload
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 from twostep.worker.local_engine import LocalEngine
@@ -57,6 +58,10 @@ def main() -> None:
     head = json.dumps({"method": "eagle3", "model": str(args.head), "num_speculative_tokens": args.tokens})
     engines = {name: _engine(replace(config, speculative_config=given)) for name, given in (("plain", ""), ("head", head))}
     eos = engines["plain"][1]
+    if (curve := engines["head"][2]) is not None:
+        works = [StepWorkload(prompt_tokens=0, pairs=0, decodes=1 + drafts, context=150 * (1 + drafts)) for drafts in range(4)]
+        shown = ", ".join(f"{curve.step_s(work) * 1e3:.1f}" for work in works)
+        print(f"by the worker's own curve, ms of a step with 0 to 3 drafts at 150 tokens: {shown}")
     found: dict[tuple[str, str], list[tuple[float, float, int, int]]] = defaultdict(list)
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     same = 0
@@ -92,11 +97,11 @@ def main() -> None:
     print("accepted of drafted, by position: " + ", ".join(f"{right} of {drafted}" for right, drafted in pairs))
 
 
-def _engine(config: WorkerConfig) -> tuple[Engine, frozenset[int]]:
+def _engine(config: WorkerConfig) -> tuple[Engine, frozenset[int], StepCurve | None]:
     config = settle(config)
     model = load_model(config)
     assert model.tokenizer_dir is not None
-    return LocalEngine(config, model).engine, ModelCard.load(model.tokenizer_dir).eos_token_ids
+    return LocalEngine(config, model).engine, ModelCard.load(model.tokenizer_dir).eos_token_ids, model.curve
 
 
 if __name__ == "__main__":

@@ -46,6 +46,17 @@ def test_proposals_are_the_published_model_s(head: EagleHead, length: int) -> No
         assert set(proposed) <= set(head.target_ids.tolist())
 
 
+def test_a_choice_among_its_own_tokens_is_the_same(head: EagleHead) -> None:
+    states, token_ids = random_sequence(head, 6)
+    sequence = DraftedSequence(head)
+    sequence.extend(states, token_ids[1:])
+    for top_k, top_p, min_p in ((0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.8, 0.0), (0, 0.9, 0.05)):
+        for seed in range(8):
+            params = SamplingParams(max_tokens=9, temperature=1.5, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+            assert sequence.propose(4, drawn(params, 2), own=True) == sequence.propose(4, drawn(params, 2))
+    assert sequence.propose(4, own=True) == sequence.propose(4)
+
+
 def test_a_sequence_that_grows_is_one_that_was_there(head: EagleHead) -> None:
     states, token_ids = random_sequence(head, 12)
     sequence, done = DraftedSequence(head), 0

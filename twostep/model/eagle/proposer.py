@@ -53,6 +53,7 @@ class EagleProposer(Proposer):
         """`head`: of the runner's model. Blocks until some tokens are drafted, to learn how long that takes."""
         shape = runner.kv_shape
         self._head = head
+        self._in_order = bool((head.target_ids.diff() > 0).all())
         self._clock = clock
         self._block_size = shape.block_size
         self._num_slots = num_slots = shape.num_blocks * shape.block_size
@@ -69,9 +70,9 @@ class EagleProposer(Proposer):
     def _first_tokens(self) -> float:
         trial = DraftedSequence(self._head)
         trial.extend(torch.zeros(1, 3 * self._head.config.target_hidden_size), [0])
-        trial.propose(_FIRST_TOKENS)
+        trial.propose(_FIRST_TOKENS, own=True)
         began = self._clock()
-        trial.propose(_FIRST_TOKENS)
+        trial.propose(_FIRST_TOKENS, own=True)
         return (self._clock() - began) / _FIRST_TOKENS
 
     @property
@@ -143,7 +144,8 @@ class EagleProposer(Proposer):
             )
         if held.drafted.end == end > held.drafted.first:
             began = self._clock()
-            held.proposed = held.drafted.propose(count, _choice(sequence))
+            own = self._in_order and not _asks_for_tokens(sequence)
+            held.proposed = held.drafted.propose(count, _choice(sequence, own), own=own)
             self._token_s += _LEARNT * ((self._clock() - began) / count - self._token_s)
         return max(0, num_rows)
 
@@ -174,15 +176,22 @@ class EagleProposer(Proposer):
             excess -= len(self._held.pop(seq_id).drafted)
 
 
-def _choice(sequence: EngineSequence) -> Choice:
-    """Picks as the model's next rows will, if all drafts before come true."""
+def _asks_for_tokens(sequence: EngineSequence) -> bool:
+    """Returns whether its sampling treats some tokens otherwise than others."""
+    params = sequence.request.sampling
+    return params.has_penalties or bool(params.logit_bias) or bool(params.min_tokens and sequence.stop_ids)
+
+
+def _choice(sequence: EngineSequence, own: bool) -> Choice:
+    """Picks as the model's next rows will, if all drafts before come true. `own`: among the head's tokens, where none is treated otherwise
+    than others."""
     params, num_prompt = sequence.request.sampling, sequence.request.num_prompt_tokens
     drafted: list[int] = []
 
     def choose(logits: torch.Tensor, number: int) -> int:
         # A history is looked at for penalties alone.
         history = [*sequence.tokens, *drafted] if params.has_penalties else sequence.tokens
-        row = SamplingRow(params, sequence.position + number, history, num_prompt, sequence.stop_ids)
+        row = SamplingRow(params, sequence.position + number, history, num_prompt, frozenset() if own else sequence.stop_ids)
         drafted.append(max(0, int(sample(logits[None], [row]).token_ids[0])))
         return drafted[-1]
 
