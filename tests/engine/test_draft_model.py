@@ -3,13 +3,14 @@ by the fake devices' own clock."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from engine_helpers import HookedRunner, answer_of, assert_idle, drain, engine_of, hand_over, ids_of, make_request
 
 from twostep.engine import scheduler
-from twostep.engine.batch import Batch
+from twostep.engine.batch import Batch, Sampled
 from twostep.engine.draft_model import DraftModel, RoundTime
 from twostep.engine.drafts import LEAST_CAUGHT_UP, MOST_CAUGHT_UP
 from twostep.engine.engine import Engine
@@ -20,6 +21,19 @@ from twostep.step_curve import StepCurve
 
 VOCAB = 1000
 STEP_S, ROW_S = 0.010, 0.0001
+
+
+class Surprising(HookedRunner):
+    """A fake device that samples another token at each fifth place of an answer."""
+
+    surprises = False
+
+    def run(self, batch: Batch) -> Sampled:
+        sampled = super().run(batch)
+        if not self.surprises:
+            return sampled
+        rows = zip(sampled.token_ids, batch.sampling, strict=True)
+        return replace(sampled, token_ids=[(token + (row.position % 5 == 4)) % VOCAB for token, row in rows])
 
 
 class Devices:
@@ -38,16 +52,16 @@ class Devices:
         self.now = 0.0
         self.draft_s = 0.0
         self.batches: list[Batch] = []
-        served = self.runner(600, 0, 3000, STEP_S, ROW_S)
+        self.served = self.runner(600, 0, 3000, STEP_S, ROW_S)
         self.runner_of_draft = self.runner(blocks, window, context, draft_s, draft_row_s)
         self.model = DraftModel(self.runner_of_draft, max_num_seqs=16, clock=self.clock)
         self.runner_of_draft.during = self.batches.append
         config = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=4)
         bounds = {"max_num_batched_tokens": 512, "max_num_seqs": 32, "clock": self.clock, "speculative": config} | engine
-        self.engine = engine_of(served, proposer=self.model, **bounds)
+        self.engine = engine_of(self.served, proposer=self.model, **bounds)
 
-    def runner(self, num_blocks: int, window: int, context: int, step_s: float, row_s: float) -> HookedRunner:
-        return HookedRunner(
+    def runner(self, num_blocks: int, window: int, context: int, step_s: float, row_s: float) -> Surprising:
+        return Surprising(
             num_blocks=num_blocks,
             block_size=16,
             vocab_size=VOCAB,
@@ -98,6 +112,21 @@ def test_the_served_model_itself_is_always_right() -> None:
     assert all(len(batch.token_ids) <= 3 for batch in devices.batches[1:])
 
 
+def test_behind_a_wrong_draft_it_goes_on_from_what_came() -> None:
+    """Of the KV that it computed of drafts, what came is kept, and only that: each fifth token is another one, and the others are right."""
+    got = []
+    for devices in (Devices(), Devices(speculative=None)):
+        devices.served.surprises = True
+        devices.engine.submit(make_request("a", [5, 6, 7], max_tokens=101))
+        tokens, _ = drain(devices.engine)
+        got.append(ids_of(tokens["a"]))
+        if sum(devices.engine.stats().num_drafted):
+            # From one surprise to the next is one step: four drafts that are right, and the surprise besides.
+            assert devices.engine.stats().steps <= 1 + 21
+            assert sum(len(batch.token_ids) for batch in devices.batches) <= 5 * 22
+    assert got[0] == got[1]
+
+
 def test_a_draft_that_was_accepted_wrongly_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests see it."""
     monkeypatch.setattr(scheduler, "num_sampled", lambda sequence, drafted, token_ids: len(drafted) + 1)
@@ -138,6 +167,13 @@ def test_a_long_answer_to_a_long_prompt_is() -> None:
     assert devices.answer(request) < alone(request) / 2
     # Nobody waits long for what it has to catch up with.
     assert max(len(batch.token_ids) for batch in devices.batches) <= MOST_CAUGHT_UP + 1
+
+
+def test_several_catch_up_one_after_the_other() -> None:
+    devices = Devices(draft_row_s=0.00002).calibrated()
+    devices.answer(*(make_request(f"r{i}", [i + 5] * 700, max_tokens=300) for i in range(3)))
+    assert sum(devices.engine.stats().num_accepted) > 600
+    assert max(len(batch.token_ids) for batch in devices.batches) <= MOST_CAUGHT_UP + 3
 
 
 def test_a_promised_pace_is_kept_while_it_catches_up() -> None:
