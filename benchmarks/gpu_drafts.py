@@ -25,6 +25,7 @@ import torch
 from gpu_step_loop import BLOCK_SIZE, CONTEXT, SMALL, TimedRunner, make
 
 from twostep.engine.batch import Batch, InFlight, LayerMark, Sampled
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
 from twostep.lab.bench.shapes import LLAMA_8B
@@ -56,7 +57,7 @@ class _OneTokenStep:
         return replace(sampled, token_ids=[TOKEN] * len(sampled.token_ids))
 
 
-class Scripted:
+class Scripted(Proposer):
     """A Proposer of answers that hold nothing but TOKEN."""
 
     def __init__(self) -> None:
