@@ -392,7 +392,7 @@ class StateAheadWorld(StateWorld, AheadWorld):
 class DraftWorld(World):
     """Engines draft tokens, right and wrong ones."""
 
-    drafts, look_ahead_share, state_blocks = True, 0.2, (0,)
+    drafts, look_ahead_share, state_blocks = True, 0.6, (0,)
 
 
 class DraftModelWorld(DraftWorld):

@@ -16,6 +16,9 @@ Where a model proposes, its own time belongs to that cost, and how many tokens a
 
     device   ── draft model: catch up, draft, draft ──┬── step of the served model ──┐
     host     wanted (lock)   prepare                  plan: propose (lock)           settle (lock)
+
+A draft follows its sequence's last token, which must be known: a step with drafts is not planned while another runs. Whether the next
+one is to have any is foretold from the tokens that are known (`is_worth`), and where not, planning goes on ahead.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ _LEAST_TO_COME = 32
 MOST_CAUGHT_UP, LEAST_CAUGHT_UP = 256, 16
 # Share of the steps' time that goes into drafts which do not seem to pay, to find out whether they would.
 _TRIAL_SHARE = 0.01
+# Of a step, what it takes longer where it is not planned while another runs.
+_WAITING_SHARE = 0.15
 
 
 class Wanted(NamedTuple):
@@ -193,22 +198,27 @@ class DraftRecord:
         return (self._right + self._weight * self._common.rate) / (self._right + self._wrong + self._weight)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Compares what was proposed last with what came."""
+        """Compares what was proposed last with what came since, if anything did."""
         came = tokens[self._after : self._after + len(self._proposed)]
+        if not came:
+            return
         num_right = 0
         for proposed, token in zip(self._proposed, came, strict=False):
             if proposed != token:
                 break
             num_right += 1
-        if came:
-            self._right = _FORGETTING * self._right + num_right
-            self._wrong = _FORGETTING * self._wrong + (num_right < len(came))
-            self._weight *= _FORGETTING
-            self._common.learn(num_right, failed=num_right < len(came))
+        self._right = _FORGETTING * self._right + num_right
+        self._wrong = _FORGETTING * self._wrong + (num_right < len(came))
+        self._weight *= _FORGETTING
+        self._common.learn(num_right, failed=num_right < len(came))
         self._proposed = ()
 
     def propose(self, proposed: Sequence[int], tokens: Sequence[int]) -> None:
         self._proposed, self._after = proposed, len(tokens)
+
+    def proposed(self, tokens: Sequence[int]) -> Sequence[int] | None:
+        """Returns what was proposed after these; None: nobody has asked."""
+        return self._proposed if self._after == len(tokens) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +229,14 @@ class Proposal:
     tokens: Sequence[int]
     rate: float
     before_s: float = 0.0
+
+
+class _Offers(NamedTuple):
+    """What a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take."""
+
+    proposals: Sequence[Proposal]
+    cheapest: int
+    trial_s: float
 
 
 _NOTHING = Proposal((), 0.0)
@@ -301,9 +319,26 @@ class Drafting:
         """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
         if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
             return [()] * len(decodes)
-        proposals = [self._propose(sequence) for sequence in decodes]
+        proposals = [_NOTHING if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
         counts = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, counts, strict=True)]
+
+    def is_worth(self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
+        """Returns whether the next step of these will likely be worth drafts, though their last tokens may not be known yet: as if it were
+        this one."""
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
+            return False
+        limits = {"num_tokens": len(decodes), "most": most, "step_s": step_s, "bound_s": bound_s}
+        time = self._proposer.time
+        if time is None:
+            return any(choose_drafts([self._proposal(sequence) for sequence in decodes], **limits))
+        offers = self._offers(decodes, time, math.inf if step_s is None else step_s(0))
+        if any(choose_drafts(offers.proposals, time=time, **limits)):
+            return True
+        if step_s is None or self._may_try(offers, time, step_s(0), bound_s):
+            return step_s is not None
+        self._trial_s += _TRIAL_SHARE * step_s(0)
+        return False
 
     @property
     def computes(self) -> bool:
@@ -323,29 +358,13 @@ class Drafting:
             return [], 0
         # Not known how long steps take: anything is worth it.
         least_s = math.inf if step_s is None else step_s(0)
-        offers, cheapest_s, cheapest = list[Proposal](), math.inf, 0
-        for sequence in decodes:
-            # With a grammar, each draft needs a mask, which takes another thread its time.
-            count = self.num_wanted(sequence) if sequence.constraint is None and not sequence.num_pending else 0
-            missing_s = time.per_row_s * self._proposer.num_missing(sequence) if count else math.inf
-            if missing_s < cheapest_s:
-                cheapest_s, cheapest = missing_s, len(offers)
-            record = self._records.setdefault(sequence.seq_id, DraftRecord(self._common))
-            record.learn(sequence.tokens)
-            to_come = min(max(_LEAST_TO_COME, sequence.position), sequence.max_len - len(sequence.tokens))
-            before_s = missing_s / to_come
-            gain = sum(record.rate ** (i + 1) for i in range(count))
-            # What would not pay even if it were all that it costs must not stand before others.
-            pays = count > 0 and before_s * len(decodes) <= gain * least_s
-            offers.append(Proposal(range(count if pays else 0), record.rate, before_s))
-        counts = choose_drafts(offers, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
+        offers = self._offers(decodes, time, least_s)
+        counts = choose_drafts(offers.proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
         if step_s is not None and not any(counts):
             self._trial_s += _TRIAL_SHARE * least_s
-            round_s = time.fixed_s + time.per_row_s
-            cheapest_s += round_s
-            if cheapest_s <= self._trial_s and least_s + round_s <= bound_s:
-                self._trial_s -= cheapest_s
-                counts[cheapest] = 1
+            if self._may_try(offers, time, least_s, bound_s):
+                self._trial_s -= offers.trial_s
+                counts[offers.cheapest] = 1
         # As long as the step itself, others may wait for it.
         room_s = least_s
         if step_s is not None and bound_s < math.inf:
@@ -353,6 +372,29 @@ class Drafting:
             room_s = max(0.0, min(least_s, bound_s - step_s(sum(counts)) - drafts_s))
         most_rows = MOST_CAUGHT_UP if room_s >= MOST_CAUGHT_UP * time.per_row_s else int(room_s / time.per_row_s)
         return [Wanted(sequence, count) for sequence, count in zip(decodes, counts, strict=True) if count], most_rows
+
+    def _offers(self, decodes: Sequence[EngineSequence], time: DraftTime, least_s: float) -> _Offers:
+        """Returns what a model could draft of each. `least_s`: of the step without."""
+        proposals, cheapest_s, cheapest = list[Proposal](), math.inf, 0
+        for sequence in decodes:
+            # With a grammar, each draft needs a mask, which takes another thread its time.
+            count = self.num_wanted(sequence) if sequence.constraint is None else 0
+            missing_s = time.per_row_s * self._proposer.num_missing(sequence) if count else math.inf
+            if missing_s < cheapest_s:
+                cheapest_s, cheapest = missing_s, len(proposals)
+            record = self._record(sequence)
+            record.learn(sequence.tokens)
+            to_come = min(max(_LEAST_TO_COME, sequence.position), sequence.max_len - len(sequence.tokens))
+            before_s = missing_s / to_come
+            gain = sum(record.rate ** (i + 1) for i in range(count))
+            # What would not pay even if it were all that it costs must not stand before others.
+            pays = count > 0 and before_s * len(decodes) <= gain * least_s
+            proposals.append(Proposal(range(count if pays else 0), record.rate, before_s))
+        return _Offers(proposals, cheapest, cheapest_s + time.fixed_s + time.per_row_s + _WAITING_SHARE * least_s)
+
+    def _may_try(self, offers: _Offers, time: DraftTime, least_s: float, bound_s: float) -> bool:
+        """Returns whether steps without drafts have left enough time over to draft one all the same."""
+        return offers.trial_s <= self._trial_s and least_s + time.fixed_s + time.per_row_s <= bound_s
 
     def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
         """Without the lock; see Proposer."""
@@ -369,12 +411,16 @@ class Drafting:
         most = self.num_wanted(sequence)
         return self._proposer.propose(sequence.seq_id, sequence.tokens, most) if most else ()
 
-    def _propose(self, sequence: EngineSequence) -> Proposal:
-        if sequence.num_pending:
-            return _NOTHING
+    def _record(self, sequence: EngineSequence) -> DraftRecord:
+        return self._records.setdefault(sequence.seq_id, DraftRecord(self._common))
+
+    def _proposal(self, sequence: EngineSequence) -> Proposal:
+        """Returns what may follow the tokens that are known."""
+        record = self._record(sequence)
         # With a grammar, drafts were looked up when its masks were made.
-        proposed = self.look_up(sequence) if sequence.constraint is None else sequence.constraint.drafts
-        record = self._records.setdefault(sequence.seq_id, DraftRecord(self._common))
+        proposed = record.proposed(sequence.tokens) if sequence.constraint is None else sequence.constraint.drafts
+        if proposed is None:
+            proposed = self.look_up(sequence)
         record.learn(sequence.tokens)
         record.propose(proposed, sequence.tokens)
         return Proposal(proposed, record.rate)

@@ -281,7 +281,7 @@ class Engine:
         if len(self._launched) >= self._depth or self._launched[-1].failed:
             return False
         with self._changed:
-            return not self._scheduler.drafts
+            return not self._scheduler.drafts_next()
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""

@@ -172,11 +172,6 @@ class Scheduler:
         )
 
     @property
-    def drafts(self) -> bool:
-        """Returns whether a sequence is here whose tokens may be drafted: behind its last one, which must be known."""
-        return self._drafting is not None and not all(sequence.hold for sequence in self._running.values())
-
-    @property
     def has_waiting(self) -> bool:
         return bool(self._waiting or self._preempted)
 
@@ -334,6 +329,17 @@ class Scheduler:
         self._blocks.register(sequence, self._planned[-1].exchanged if self._planned else [])
 
     # ---- planning ---------------------------------------------------------------------------------------------------
+
+    def drafts_next(self) -> bool:
+        """Returns whether the next step will likely be worth drafts, for which those that are planned must have ended (drafts.py)."""
+        drafting = self._drafting
+        if drafting is None:
+            return False
+        # Of a grammar's sequence the next mask follows the last token as drafts do: it is in no step that is planned ahead.
+        decodes = [
+            sequence for sequence in self._running.values() if sequence.num_pending and not sequence.hold and sequence.constraint is None
+        ]
+        return bool(decodes) and drafting.is_worth(decodes, **self._draft_bounds(decodes, 0, 0, 0.0))
 
     def drafts_wanted(self, now: float) -> tuple[list[Wanted], int]:
         """Returns what is worth drafting by a model before the next step is planned (see Drafting.wanted), as far as can be told by what is

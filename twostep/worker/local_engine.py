@@ -43,8 +43,6 @@ class LocalEngine:
     def __init__(self, config: WorkerConfig, model: ServedModel) -> None:
         """Raises SetupError."""
         self.runner: Runner = model.runner
-        if config.speculative_config and model.runner.overlaps:
-            log.warning("with --speculative-config no step is planned while another runs: at many sequences that costs a GPU time")
         self.engine = Engine(
             model.runner,
             EngineConfig(
