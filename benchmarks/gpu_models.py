@@ -153,6 +153,7 @@ def make_batch(work: Sequence[tuple[Sequence_, int]]) -> Batch:
     flat = np.concatenate(positions)
     counts = [count for _, count in work]
     row_of = np.repeat(np.arange(len(work)), counts)
+    states = np.array([s.state_blocks for s, _ in work], np.int32) if work[0][0].state_blocks else None
     return Batch(
         token_ids=np.concatenate([np.array(s.tokens)[p] for (s, _), p in zip(work, positions, strict=True)]).astype(np.int64),
         positions=flat.astype(np.int64),
@@ -162,7 +163,8 @@ def make_batch(work: Sequence[tuple[Sequence_, int]]) -> Batch:
         slots=tables[row_of, flat // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + flat % BLOCK_SIZE,
         sample_rows=np.arange(len(flat), dtype=np.int64),
         sampling=[GREEDY] * len(flat),
-        state_tables=np.array([s.state_blocks for s, _ in work], np.int32) if work[0][0].state_blocks else None,
+        state_sources=states,
+        state_tables=states,
     )
 
 

@@ -123,7 +123,7 @@ def test_terms_are_added_up(gated: bool, beside: bool) -> None:
 def expected(pairs: Pairs, weight: torch.Tensor, *, gated: bool) -> torch.Tensor:
     """In float64, [T * k, N]; NaN for what is not held."""
     num_out = weight.shape[1] // (1 + gated)
-    want = torch.full((pairs.chosen.numel(), num_out), torch.nan, dtype=torch.float64)
+    want = torch.full((pairs.chosen.numel(), num_out), torch.nan, dtype=torch.float64, device=DEVICE)
     for pair, expert in enumerate(pairs.chosen.flatten().tolist()):
         if expert in pairs.held:
             y = weight[expert - pairs.held.start].double() @ pairs.x[pair if pairs.of_pairs else pair // pairs.top_k].double()

@@ -228,8 +228,9 @@ def test_chunks_whose_keys_and_values_are_made(dtype: torch.dtype, quantization:
 
 
 def test_chunks_that_are_short_or_too_many_are_not_expanded() -> None:
-    scratch = ExpandedScratch(DIMS, 3, torch.float32, torch.device(DEVICE))
-    options = {"dims": DIMS, "scratch": scratch, "dtype": torch.float32, "upload": StepUpload(torch.device(DEVICE))}
+    dtype = torch.bfloat16
+    scratch = ExpandedScratch(DIMS, 3, dtype, torch.device(DEVICE))
+    options = {"dims": DIMS, "scratch": scratch, "dtype": dtype, "upload": StepUpload(torch.device(DEVICE))}
     for counts, lengths, wanted in (([0, 3], [5, 900], False), ([0, 90], [900, 90], True), ([99], [scratch.num_keys + 1], False)):
         assert (expanded_chunks(np.array(counts), np.array(lengths), **options) is not None) is wanted
 

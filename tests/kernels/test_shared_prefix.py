@@ -90,6 +90,33 @@ def test_groups_share_what_they_say_and_no_single_group_saves_more(
     assert saved >= best
 
 
+@given(step=trees(), data=st.data())
+def test_rows_of_a_draft_share_what_lies_before_it(step: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]], data: st.DataObject) -> None:
+    """Each sequence's tables and length once for each of its rows, the block of the last one among them."""
+    tables, lengths = step
+    # The block that a row writes to is a sequence's own, whatever the tree says.
+    last = (lengths - 1) // BLOCK_SIZE
+    tables[np.arange(len(lengths)), last] = 10_000 + np.arange(len(lengths))
+    room = last * BLOCK_SIZE + BLOCK_SIZE - lengths
+    counts = np.array([1 + data.draw(st.integers(0, min(7, int(most)))) for most in room])
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    places = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    expanded, lens = tables[rows], (lengths[rows] + places).astype(np.int32)
+    chosen = layout(len(rows), seqs_per_tile=8, key_bytes=1 << 30)
+    groups = find_groups(expanded, lens, block_size=BLOCK_SIZE, layout=chosen)
+    owner = np.full(len(rows), -1)
+    for number, group in enumerate(groups):
+        assert (owner[group.members] == -1).all(), "a row is in two groups"
+        owner[group.members] = number
+        assert group.num_keys % GRANULE == 0
+        assert 0 < group.num_keys < lens[group.members].min()
+        assert (expanded[group.members, : group.num_keys // BLOCK_SIZE] == expanded[group.members[0], : group.num_keys // BLOCK_SIZE]).all()
+    assert all(len(set(owner[rows == s])) == 1 for s in range(len(lengths))), "a sequence's rows are read apart"
+    if groups:
+        alone = [s for s in range(len(lengths)) if counts[s] > 1 and lengths[s] > GRANULE and owner[rows == s][0] == -1]
+        assert not alone, "rows of a draft are read one by one"
+
+
 @given(trees(), st.integers(1, 5), st.integers(1, 9))
 def test_the_list_has_each_shared_key_of_each_sequence_once(
     step: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]], seqs_per_tile: int, num_splits: int

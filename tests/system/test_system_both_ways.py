@@ -19,12 +19,14 @@ PROMPT = list(range(2, 202))
 
 
 def test_both_ways_under_load_give_the_oracle_s_tokens(both_ways: System, oracle: Oracle) -> None:
-    ways = set[str]()
-    for seed in range(5):
-        ways |= set(answered(both_ways, oracle, seed=seed))
-        if len(ways) == 2:
-            break
-    assert ways == {"none", "ray"}
+    """Which way is the quicker one is the router's to say: where hand-overs were slow, it tries them again once that is forgotten."""
+    ways, seeds = set[str](), itertools.count()
+
+    def both() -> bool:
+        ways.update(answered(both_ways, oracle, seed=next(seeds)))
+        return ways == {"none", "ray"}
+
+    wait_until(both, timeout_s=300, what="prompts have gone both ways")
     both_ways.check_empty()
 
 

@@ -5,8 +5,9 @@
     sequence 2   x y
     sequence 3   A B C D │ k
 
-Prefix reuse gives equal prefixes equal block ids, so that tables say all there is to know (Juravsky et al., "Hydragen", 2024). Everything
-here is a pure function of tables and lengths on the host; kernels are in triton_shared_prefix.py.
+Prefix reuse gives equal prefixes equal block ids, so that tables say all there is to know (Juravsky et al., "Hydragen", 2024). The rows
+of a draft (twostep/engine/drafts.py) are sequences here that share all that lies before the first of them. Everything here is a pure
+function of tables and lengths on the host; kernels are in triton_shared_prefix.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GRANULE = 128
 OWN_COLUMNS = 4
 # Columns of an item: first member in the list, number of members, row of the block table to read, first key, end key; three unused.
 ITEM_COLUMNS = 8
-_MAX_GROUPS = 16
+_MAX_GROUPS = 64
 _MAX_NODES = 64
 
 # Measured on an H200 (benchmarks/gpu_shared_prefix.py), in reads of the same keys from memory: a tile of the pass, whose products are not
@@ -94,16 +95,55 @@ def best_groups(
 
     block_tables  [S, B]; seq_lens [S], the new token counted: its block is never shared
     """
-    found = _Tree(block_tables, (seq_lens - 1) // block_size, block_size, layout).best_groups()
-    return sorted(found, key=lambda group: -saved_keys(len(group.members), group.num_keys, layout))[:_MAX_GROUPS]
+    return _largest(_Tree(block_tables, (seq_lens - 1) // block_size, block_size, layout).best_groups(), layout)
 
 
 def find_groups(
     block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], *, block_size: int, layout: SharedLayout
 ) -> list[PrefixGroup]:
     """The best groups where a pass over them pays, else none."""
-    found = best_groups(block_tables, seq_lens, block_size=block_size, layout=layout)
+    goes_on = _goes_on(block_tables, seq_lens, block_size)
+    if goes_on.any():
+        found = _with_drafts(block_tables, seq_lens, np.flatnonzero(~goes_on), block_size=block_size, layout=layout)
+    else:
+        found = best_groups(block_tables, seq_lens, block_size=block_size, layout=layout)
     return found if found and pays(found, int(seq_lens.sum()), layout) else []
+
+
+def _goes_on(block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], block_size: int) -> npt.NDArray[np.bool_]:
+    """Says of each row whether it is the next token of the row before: the block that a row writes to is no other sequence's."""
+    written = np.maximum(seq_lens[:-1] - 1, 0) // block_size
+    rows = np.arange(len(written))
+    same = (seq_lens[1:] == seq_lens[:-1] + 1) & (block_tables[rows + 1, written] == block_tables[rows, written])
+    return np.concatenate(([False], same))
+
+
+def _with_drafts(
+    block_tables: npt.NDArray[np.int32],
+    seq_lens: npt.NDArray[np.int32],
+    firsts: npt.NDArray[np.int64],
+    *,
+    block_size: int,
+    layout: SharedLayout,
+) -> list[PrefixGroup]:
+    """Groups of sequences with drafts, whose first rows are `firsts`: those of equal prefixes together, the others each by itself."""
+    ends = np.append(firsts[1:], len(seq_lens))
+    rows_of = [np.arange(first, end) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
+    groups, alone = [], np.ones(len(firsts), np.bool_)
+    for group in best_groups(block_tables[firsts], seq_lens[firsts], block_size=block_size, layout=layout):
+        groups.append(PrefixGroup(np.concatenate([rows_of[i] for i in group.members]), group.num_keys))
+        alone[group.members] = False
+    num_keys = (seq_lens[firsts] - 1) // GRANULE * GRANULE
+    for i in np.flatnonzero(alone & (num_keys > 0) & (ends - firsts > 1)).tolist():
+        group = PrefixGroup(rows_of[i], int(num_keys[i]))
+        if saved_keys(len(group.members), group.num_keys, layout) > 0:
+            groups.append(group)
+    return _largest(groups, layout)
+
+
+def _largest(groups: Sequence[PrefixGroup], layout: SharedLayout) -> list[PrefixGroup]:
+    """As many as a list has room for."""
+    return sorted(groups, key=lambda group: -saved_keys(len(group.members), group.num_keys, layout))[:_MAX_GROUPS]
 
 
 def pack(groups: Sequence[PrefixGroup], layout: SharedLayout) -> npt.NDArray[np.int32]:
@@ -113,21 +153,33 @@ def pack(groups: Sequence[PrefixGroup], layout: SharedLayout) -> npt.NDArray[np.
     own = packed[:own_end].reshape(-1, OWN_COLUMNS)
     items = packed[own_end : own_end + layout.max_items * ITEM_COLUMNS].reshape(-1, ITEM_COLUMNS)
     members = packed[own_end + items.size :]
-    num_items = num_members = 0
-    for group, num_splits in zip(groups, _split(groups, layout), strict=True):
-        units = group.num_keys // GRANULE
-        edges = np.arange(num_splits + 1) * units // num_splits * GRANULE
-        for first in range(0, len(group.members), layout.seqs_per_tile):
-            tile = group.members[first : first + layout.seqs_per_tile]
-            members[num_members : num_members + len(tile)] = tile
-            own[tile] = group.num_keys, num_items, num_splits, 0
-            own[tile, 3] = np.arange(len(tile))
-            rows = items[num_items : num_items + num_splits]
-            rows[:, :3] = num_members, len(tile), group.members[0]
-            rows[:, 3], rows[:, 4] = edges[:-1], edges[1:]
-            num_items += num_splits
-            num_members += len(tile)
+    if not groups:
+        return packed
+    # All at once: of drafts there are as many groups as sequences. First tiles, each of one group, then their items.
+    num_members = np.array([len(group.members) for group in groups])
+    num_tiles = -(-num_members // layout.seqs_per_tile)
+    group_of, tile_of_group = _places(num_tiles)
+    tile_first = (np.cumsum(num_members) - num_members)[group_of] + tile_of_group * layout.seqs_per_tile
+    tile_size = np.minimum(num_members[group_of] - tile_of_group * layout.seqs_per_tile, layout.seqs_per_tile)
+    num_items = np.array(_split(groups, layout))[group_of]
+    units = np.array([group.num_keys // GRANULE for group in groups])[group_of]
+    listed = np.concatenate([group.members for group in groups])
+    members[: len(listed)] = listed
+    tile, item = _places(num_items)
+    rows = items[: len(tile)]
+    rows[:, 0], rows[:, 1] = tile_first[tile], tile_size[tile]
+    rows[:, 2] = listed[(np.cumsum(num_members) - num_members)[group_of]][tile]
+    rows[:, 3], rows[:, 4] = item * units[tile] // num_items[tile] * GRANULE, (item + 1) * units[tile] // num_items[tile] * GRANULE
+    tile, place = _places(tile_size)
+    first_item = np.cumsum(num_items) - num_items
+    own[listed] = np.stack((units[tile] * GRANULE, first_item[tile], num_items[tile], place), axis=1)
     return packed
+
+
+def _places(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns, for `counts` things in a row each, the row and the place in it of every one."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
 
 
 def _split(groups: Sequence[PrefixGroup], layout: SharedLayout) -> list[int]:

@@ -201,11 +201,15 @@ def choose_tile(packed: Packed, tokens: int, *, gated: bool, num_sms: int, share
     width = packed.width * (1 + gated)
     if not unpack and packed.is_float and not grouped and tokens <= _ROWS_UP_TO and width <= _WIDEST_ROW:
         return QuantizedRowTile(rows=max(2, _ROW_BYTES // triton.next_power_of_2(width)), num_warps=4)
-    if tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO) and (unpack or (packed.is_float and not grouped)):
+    by_library = unpack or (packed.is_float and not grouped and packed.num_out % _ALIGNMENT == 0)
+    if by_library and tokens > (_UNPACKED_UP_TO[packed.bits] if unpack else _EIGHT_UP_TO):
         return None
+    few_bits = unpack and packed.bits == 4
     if tokens <= 64:
-        tile = QuantizedTile(tokens=max(16, triton.next_power_of_2(tokens)), cols=128, num_warps=4, num_stages=8, ahead=2, bulk=not unpack)
-        if unpack and tokens <= 32:
+        tile = QuantizedTile(
+            tokens=max(16, triton.next_power_of_2(tokens)), cols=128, num_warps=4, num_stages=8, ahead=2, bulk=not few_bits
+        )
+        if few_bits and tokens <= 32:
             # By the instructions of warps, not of groups of four: nobody waits for them.
             tile = replace(tile, cols=64, num_warps=2, num_stages=6)
         elif tokens > 16 and not (unpack or grouped or gated) and packed.num_out < 128 * num_sms:
