@@ -138,15 +138,17 @@ class EagleProposer(Proposer):
         self._held.move_to_end(sequence.seq_id)
         held.proposed, held.after = (), len(tokens)
         num_rows = min(end - start, most_rows)
+        began = self._clock()
         if num_rows > 0:
             held.drafted.extend_fused(
                 self._fused[torch.from_numpy(slots[start : start + num_rows])], tokens[start + 1 : start + 1 + num_rows]
             )
         if held.drafted.end == end > held.drafted.first:
-            began = self._clock()
             own = self._in_order and not _asks_for_tokens(sequence)
             held.proposed = held.drafted.propose(count, _choice(sequence, own), own=own)
-            self._token_s += _LEARNT * ((self._clock() - began) / count - self._token_s)
+            if num_rows <= _ROWS_TOGETHER:
+                # With the rows that come with every step: what a prompt takes is reckoned by its rows.
+                self._token_s += _LEARNT * ((self._clock() - began) / count - self._token_s)
         return max(0, num_rows)
 
     def _slots(self, blocks: Sequence[int], end: int) -> npt.NDArray[np.int64]:
