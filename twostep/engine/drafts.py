@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -328,12 +329,12 @@ class Drafting:
         this one."""
         if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
             return False
-        limits = {"num_tokens": len(decodes), "most": most, "step_s": step_s, "bound_s": bound_s}
+        choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
         time = self._proposer.time
         if time is None:
-            return any(choose_drafts([self._proposal(sequence) for sequence in decodes], **limits))
+            return any(choose([self._proposal(sequence) for sequence in decodes]))
         offers = self._offers(decodes, time, math.inf if step_s is None else step_s(0))
-        if any(choose_drafts(offers.proposals, time=time, **limits)):
+        if any(choose(offers.proposals, time=time)):
             return True
         if step_s is None or self._may_try(offers, time, step_s(0), bound_s):
             return step_s is not None
