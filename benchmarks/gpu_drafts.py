@@ -5,9 +5,9 @@
 
 Whatever the model samples, the engine is told one token again and again, so that a script knows what is right: each token that it drafts
 is so with a given probability. `always`: four are drafted in every step, whatever they bring. `chosen`: as many as the engine chooses by
-its step curve, which is measured as a worker does. `plain`: without drafts, and with look-ahead. A time is that from one output to the next,
-median; contexts from 1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight. Each
-is measured in turn, `--rounds` times; the medians of rounds.
+its step curve, which is measured as a worker does. `plain`: without drafts, and with look-ahead. A time is that from one output to the
+next, median; contexts from 1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight.
+Each is measured in turn, `--rounds` times; the medians of rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from gpu_step_loop import BLOCK_SIZE, CONTEXT, SMALL, TimedRunner, make
 
 from twostep.engine.batch import Batch, InFlight, LayerMark, Sampled
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
 from twostep.lab.bench.shapes import LLAMA_8B
@@ -56,7 +57,7 @@ class _OneTokenStep:
         return replace(sampled, token_ids=[TOKEN] * len(sampled.token_ids))
 
 
-class Scripted:
+class Scripted(Proposer):
     """A Proposer of answers that hold nothing but TOKEN."""
 
     def __init__(self) -> None:

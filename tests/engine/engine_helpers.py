@@ -136,7 +136,7 @@ def engine_of(
     return Engine(runner, EngineConfig(**({"hash_unit": runner.kv_shape.block_size} | config)), clock=clock, proposer=proposer)
 
 
-class KnowingProposer:
+class KnowingProposer(Proposer):
     """Drafts what the fake device will sample, each token with this probability, and else another one: as many as it may, if `tireless`, or
     some of them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from grammar_cases import EOS, VOCAB, regex_case, save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.drafts import DraftRecord, PromptLookup, Proposal, choose_drafts, look_up
+from twostep.engine.drafts import DraftRecord, DraftTime, PromptLookup, Proposal, choose_drafts, look_up
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
 from twostep.errors import SetupError
@@ -87,6 +88,26 @@ def test_a_step_that_was_promised_to_be_short_has_no_drafts() -> None:
     assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=1.25) == [2]
     assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=0.5) == [0]
     assert choose_drafts(certain, num_tokens=1, most=2, step_s=None, bound_s=0.0) == [2]
+
+
+@pytest.mark.parametrize(
+    ("num_proposals", "fixed_s", "before_s", "counts"),
+    [
+        # What a round takes is paid by two sequences, and not by one.
+        (1, 1.5, 0.0, [0]),
+        (2, 1.5, 0.0, [4, 4]),
+        (2, 2.5, 0.0, [0, 0]),
+        # What comes before the first token is paid by four, and not by one.
+        (1, 0.0, 3.5, [4]),
+        (1, 0.0, 4.5, [0]),
+    ],
+)
+def test_what_drafting_takes_is_reckoned(num_proposals: int, fixed_s: float, before_s: float, counts: list[int]) -> None:
+    """A step gives a token a second, rows are free, and all drafts are right."""
+    proposals = [Proposal(range(4), 1.0, before_s)] * num_proposals
+    time = DraftTime(fixed_s, 0.0)
+    assert choose_drafts(proposals, num_tokens=1, most=8, step_s=lambda rows: 1.0, bound_s=math.inf, time=time) == counts
+    assert not any(choose_drafts(proposals, num_tokens=1, most=8, step_s=lambda rows: 1.0, bound_s=1.0, time=DraftTime(0.1, 0.0)))
 
 
 def test_a_record_learns_from_proposals_that_no_step_computed() -> None:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_helpers import VOCAB, HookedRunner, answer_of, assert_idle, drain, engine_of, hooked, ids_of, make_request, owned
+from engine_helpers import (
+    VOCAB,
+    HookedRunner,
+    KnowingProposer,
+    answer_of,
+    assert_idle,
+    drain,
+    engine_of,
+    hooked,
+    ids_of,
+    make_request,
+    owned,
+)
 
 from twostep.engine.batch import Batch, InFlight, Sampled
+from twostep.engine.drafts import DraftTime, Wanted
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import FinishReason
+from twostep.settings.speculative import SpeculativeConfig
+from twostep.step_curve import StepCurve
 
 CONTEXT = 128
 
@@ -51,6 +67,59 @@ def test_a_step_is_launched_before_the_result_of_the_last_is_waited_for() -> Non
     assert [output.step for output in outputs] == [1, 2, 3]
     assert [len(output.tokens) for output in outputs] == [1, 1, 1], "a step's tokens are out as soon as its result is"
     assert_idle(engine)
+
+
+def num_ahead(journal: Journal) -> int:
+    """Steps that were launched before the result of the one before them was there."""
+    at = {event: place for place, event in enumerate(journal.events)}
+    return sum(at[f"launch {number + 1}"] < at[f"result {number}"] for number in range(1, journal.count))
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize(("rate", "ahead"), [(0.0, True), (1.0, False)])
+def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate: float, ahead: bool, computes: bool) -> None:
+    class Timed(KnowingProposer):
+        """Proposes what it was told to prepare."""
+
+        time = DraftTime(1e-5, 1e-5) if computes else None
+        wanted = 0
+
+        def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+            self.wanted = sum(each.num_tokens for each in wanted)
+
+        def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+            return super().propose(seq_id, tokens, self.wanted if computes else most)
+
+    runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    engine = engine_of(runner, look_ahead=True, speculative=config, proposer=Timed(VOCAB, rate, tireless=True))
+    engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
+    request = make_request("a", [5, 7, 2], max_tokens=200)
+    engine.submit(request)
+    tokens, steps = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request, 300)
+    assert (len(steps) > 190, num_ahead(runner) > 180) == (ahead, ahead), (len(steps), num_ahead(runner))
+    assert (len(steps) < 60, num_ahead(runner) < 10) == (not ahead, not ahead)
+
+
+def test_drafts_begin_as_soon_as_they_are_right_and_end_when_they_are_not() -> None:
+    """Found out from what is proposed and not computed, while steps are planned ahead."""
+
+    class Fitful(KnowingProposer):
+        def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+            right = super().propose(seq_id, tokens, most)
+            return right if 60 <= len(tokens) < 120 else [(token + 1) % VOCAB for token in right]
+
+    runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    engine = engine_of(runner, look_ahead=True, speculative=config, proposer=Fitful(VOCAB, 1.0, tireless=True))
+    engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
+    request = make_request("a", [5, 7, 2], max_tokens=200)
+    engine.submit(request)
+    tokens, steps = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request, 300)
+    assert 10 < sum(step.num_decode_tokens > 1 for step in steps) < 35
+    assert num_ahead(runner) > 90
 
 
 def test_look_ahead_is_the_runner_s_choice_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 from engine_helpers import HookedRunner, KnowingProposer, assert_idle, engine_of, expected_answer, make_request
 
 from twostep.engine.batch import Batch
+from twostep.engine.draft_model import DraftModel
 from twostep.engine.engine import Engine
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, StepOutput, StepTokens, TokenOutput
 from twostep.errors import InvalidRequest, ResourceExhausted
@@ -47,6 +48,9 @@ class World:
     windows: Sequence[int] = (0,)
     # Blocks of a sequence's state: one of these.
     state_blocks: Sequence[int] = (0, 0, 1, 3)
+    # Tokens and sequences of a step: one of these each.
+    budgets: Sequence[int] = (1, 7, 32, 200)
+    seats: Sequence[int] = (1, 4, 16)
     drafts = False
     look_ahead_share = 0.6
 
@@ -63,6 +67,7 @@ class World:
         self.now = 0.0
         self.at_the_end = self.fail_next = self.refuse_next = False
         self.proposers: list[KnowingProposer] = []
+        self.draft_models: list[DraftModel] = []
         # Those whose KV is not the right one: it may hold any token.
         self.wrong: set[str] = set()
         self.prefill, self.decode = self.make_engine(), self.make_engine()
@@ -92,8 +97,8 @@ class World:
         engine = engine_of(
             runner,
             clock=self.clock,
-            max_num_batched_tokens=rng.choice([1, 7, 32, 200]),
-            max_num_seqs=rng.choice([1, 4, 16]),
+            max_num_batched_tokens=rng.choice(self.budgets),
+            max_num_seqs=rng.choice(self.seats),
             max_waiting=rng.choice([2, 20]),
             enable_prefix_caching=rng.random() < 0.85,
             hash_unit=self.unit,
@@ -387,7 +392,50 @@ class StateAheadWorld(StateWorld, AheadWorld):
 class DraftWorld(World):
     """Engines draft tokens, right and wrong ones."""
 
-    drafts, look_ahead_share, state_blocks = True, 0.2, (0,)
+    drafts, look_ahead_share, state_blocks = True, 0.6, (0,)
+
+
+class DraftModelWorld(DraftWorld):
+    """A model drafts them, the served one or another, whose pool may be too small and whose context too short."""
+
+    # Where there is room for drafts.
+    budgets, seats = (7, 32, 200), (4, 16)
+
+    def drafting(self) -> dict[str, Any]:
+        rng = self.rng
+        block_size = rng.choice([1, 3, 16])
+        num_tokens = rng.choice([self.context // 2, 3 * self.context, 10 * self.context])
+        runner = HookedRunner(
+            num_blocks=-(-num_tokens // block_size),
+            block_size=block_size,
+            vocab_size=self.vocab,
+            max_model_len=rng.choice([self.context, self.context // 2]),
+            window=rng.choice([0, 0, 3]),
+            broken_token=rng.choice([self.broken_token, 9]),
+        )
+        draft_model = DraftModel(runner, max_num_seqs=rng.choice([1, 4, 16]), clock=self.clock)
+        runner.during = partial(self.while_drafting, rng.choice([0.0, 0.0, 0.02]))
+        self.draft_models.append(draft_model)
+        config = SpeculativeConfig(method="draft_model", model="another", num_speculative_tokens=rng.choice([1, 3, 7]))
+        return {"speculative": config, "proposer": draft_model}
+
+    def while_drafting(self, failing: float, batch: Batch) -> None:
+        """Requests come and go meanwhile; now and then it fails, of which they learn nothing."""
+        if self.at_the_end:
+            return
+        thread = threading.Thread(target=self.chaos)
+        thread.start()
+        thread.join()
+        if self.rng.random() < failing:
+            raise RuntimeError("the draft model fails as it was told to")
+
+
+class DraftModelWindowWorld(DraftModelWorld, WindowWorld):
+    pass
+
+
+class DraftModelAheadWorld(DraftModelWorld, AheadWorld):
+    pass
 
 
 class DraftAheadWorld(DraftWorld, AheadWorld):
@@ -415,6 +463,9 @@ WORLDS = [
     *((DraftWorld, seed) for seed in range(800, 808)),
     *((DraftAheadWorld, seed) for seed in range(900, 904)),
     *((DraftWindowWorld, seed) for seed in range(1000, 1004)),
+    *((DraftModelWorld, seed) for seed in range(1100, 1112)),
+    *((DraftModelAheadWorld, seed) for seed in range(1200, 1204)),
+    *((DraftModelWindowWorld, seed) for seed in range(1300, 1304)),
 ]
 
 
@@ -427,6 +478,9 @@ def test_every_token_is_right_and_nothing_is_left(kind: type[World], seed: int) 
     assert_idle(world.prefill)
     assert_idle(world.decode)
     assert not any(proposer.known for proposer in world.proposers)
+    for draft_model in world.draft_models:
+        draft_model.prepare([], 0)
+        assert draft_model.failed or draft_model.num_free_blocks == draft_model.num_blocks
 
 
 def test_the_random_worlds_visit_what_they_should() -> None:
@@ -436,6 +490,10 @@ def test_the_random_worlds_visit_what_they_should() -> None:
     counts["preempted"] = sum(stat.num_preemptions for stat in stats)
     counts["drafted"] = sum(map(sum, (stat.num_drafted for stat in stats)))
     counts["accepted"] = sum(map(sum, (stat.num_accepted for stat in stats)))
+    counts["drafted by a model"] = sum(
+        sum(engine.stats().num_accepted) for world in worlds if world.draft_models for engine in (world.prefill, world.decode)
+    )
+    counts["draft model failed"] = sum(draft_model.failed for world in worlds for draft_model in world.draft_models)
     counts["from host"] = sum(stat.num_host_hit_tokens for stat in stats)
     counts["from states"] = sum(stat.num_hit_tokens for world, stat in zip(worlds, stats[::2], strict=True) if world.num_state_blocks)
     wanted = (
@@ -453,6 +511,8 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         "undone",
         "drafted",
         "accepted",
+        "drafted by a model",
+        "draft model failed",
     )
     assert all(counts[name] >= 3 for name in (*wanted, "ended before they were confirmed")), counts
 

@@ -14,6 +14,8 @@ from kernel_pools import DEVICE
 from t5_models import VOCAB, save_t5
 
 from twostep.engine.batch import Batch, InFlight
+from twostep.engine.draft_model import DraftModel
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest, StepOutput, TokenOutput
@@ -142,7 +144,23 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
     assert 0 < sum(stats.num_accepted) < sum(stats.num_drafted)
 
 
-class HalfRight:
+def test_a_draft_model_on_the_same_device_says_what_is_drawn(tmp_path: Path) -> None:
+    """Its rounds take turns with the steps of the served model, which it is itself."""
+    save_model("llama", tmp_path)
+    served, draft = DeviceRunner(tmp_path), DeviceRunner(tmp_path)
+    bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=9, hash_unit=16)
+    work = requests(1, served.vocab_size)[:3]
+    want, _ = answers(Engine(served, bounds), work)
+    config = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=2)
+    engine = Engine(served, replace(bounds, speculative=config), proposer=DraftModel(draft, max_num_seqs=9))
+    got, _ = answers(engine, work)
+    assert [stream(tokens) for tokens in got] == [stream(tokens) for tokens in want]
+    stats = engine.stats()
+    assert sum(stats.num_accepted) > 2
+    assert not stats.drafting_failed
+
+
+class HalfRight(Proposer):
     """A Proposer that knows the answers, and is wrong at every third position."""
 
     def __init__(self, known: dict[str, list[int]]) -> None:

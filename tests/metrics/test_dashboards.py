@@ -191,7 +191,7 @@ def test_every_metric_of_requests_and_hand_overs_is_on_the_dashboard() -> None:
     # Which workers are refused has an alert, and `twostep status` says which and why.
     left_out = """
         twostep_process_info twostep_request_attempts_total twostep_router_refused_workers twostep_engine_steps_total
-        twostep_worker_sequences twostep_worker_graph_bytes
+        twostep_worker_sequences twostep_worker_graph_bytes twostep_spec_decode_draft_model_failed
         twostep_worker_streams twostep_kv_stored_objects twostep_kv_transfers_total twostep_kv_transfer_chunks_total
         twostep_kv_transfer_blocks_total twostep_kv_transfer_queue_seconds twostep_kv_transfer_copy_seconds
         twostep_kv_transfer_scatter_seconds twostep_kv_transfer_duration_seconds twostep_kv_probes_total

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tiny_models import save_tiny_model
+
+from twostep.engine.draft_model import DraftModel
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest, TokenOutput
@@ -17,7 +22,7 @@ from twostep.settings.speculative import SpeculativeConfig
 NUM_REQUESTS = 40
 
 
-class Remembering:
+class Remembering(Proposer):
     """Drafts the answers that it knows, and now and then another token."""
 
     def __init__(self, answers: dict[str, list[int]], rng: random.Random) -> None:
@@ -102,3 +107,37 @@ def test_what_was_looked_up_is_verified_too(tiny_llama_dir: Path) -> None:
     engine = Engine(runner, EngineConfig(speculative=SpeculativeConfig(method="ngram", prompt_lookup_min=1)))
     assert shown(generate(engine, [request])) == shown(want)
     assert sum(engine.stats().num_drafted)
+
+
+def drafted(runner: ModelRunner, draft_dir: Path, asked: Sequence[EngineRequest], **bounds: Any) -> tuple[list[Any], Engine]:
+    draft = ModelRunner(draft_dir, dtype="float32", num_blocks=120, block_size=8, num_threads=1)
+    config = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=4)
+    engine = Engine(runner, EngineConfig(**bounds, speculative=config), proposer=DraftModel(draft, max_num_seqs=40))
+    return shown(generate(engine, asked)), engine
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_draft_model_changes_no_answer(tiny_llama_dir: Path, tmp_path: Path, another: bool) -> None:
+    """The served model itself, and one with other weights."""
+    runner = ModelRunner(tiny_llama_dir, dtype="float32", num_blocks=120, block_size=8, num_threads=1)
+    bounds: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 40, "hash_unit": 8}
+    asked = requests(runner.vocab_size)
+    want = shown(generate(Engine(runner, EngineConfig(**bounds)), asked))
+    draft_dir = save_tiny_model(tmp_path, seed=1) if another else tiny_llama_dir
+    got, engine = drafted(runner, draft_dir, asked, **bounds)
+    assert got == want
+    stats = engine.stats()
+    assert sum(stats.num_drafted) > 50
+    if not another:
+        # What is drawn with the same noise from logits that differ in their last bits is another token once in thousands.
+        assert sum(stats.num_accepted) > 0.98 * sum(stats.num_drafted)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}])
+def test_the_model_itself_drafts_what_is_drawn(tiny_llama_dir: Path, options: dict[str, Any]) -> None:
+    """With the noise of the same seed and position, drawn tokens are drafted as well as the best ones: a step gives five."""
+    runner = ModelRunner(tiny_llama_dir, dtype="float32", num_blocks=120, block_size=8, num_threads=1)
+    params = SamplingParams(max_tokens=101, seed=5, ignore_eos=True, **({"temperature": 0.0} | options))
+    request = EngineRequest(seq_id="a", token_ids=[5, 6, 7], num_prompt_tokens=3, sampling=params)
+    _, engine = drafted(runner, tiny_llama_dir, [request])
+    assert engine.steps <= 1 + 20 + 1

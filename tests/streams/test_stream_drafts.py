@@ -43,3 +43,31 @@ async def test_drafts_change_no_answer(tiny_llama_dir: Path, tmp_path: Path) -> 
         assert decode.engine.stats().num_drafted == stats.num_drafted
     same = SamplingOptions(**options, logit_bias=tuple(bias.items()))  # type: ignore[typeddict-item]
     assert_right([answer.token_ids for answer in got], alone(runner_of(tiny_llama_dir), prompts, same))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_draft_model_goes_on_behind_a_hand_over(tiny_llama_dir: Path, tmp_path: Path, temperature: float) -> None:
+    """The decode worker computes its KV of the prompt from the tokens. It is the served model itself, so that all it says is right."""
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3, 400) for _ in range(length)] for length in (2, 17, 120)]
+    options = SamplingOptions(max_tokens=40, temperature=temperature, seed=3, top_p=1.0, ignore_eos=True)
+    config = json.dumps({"model": str(tiny_llama_dir), "num_speculative_tokens": 3})
+    async with (
+        whole_system(
+            tiny_llama_dir,
+            tmp_path,
+            make_runner=lambda: runner_of(tiny_llama_dir),
+            make_draft=lambda: runner_of(tiny_llama_dir),
+            step_tokens=48,
+            speculative_config=config,
+        ) as system,
+        AsyncClient(system.target()) as client,
+    ):
+        got = [await client.generate(token_ids=prompt, **options).result() for prompt in prompts]
+        assert {answer.transfer.transport for answer in got} == {"local"}
+        await system.settled()
+        (decode,) = system.decodes
+        stats = decode.engine.stats()
+        assert 60 < sum(stats.num_drafted) <= 1.05 * sum(stats.num_accepted)
+        assert not stats.drafting_failed
+    assert_right([answer.token_ids for answer in got], alone(runner_of(tiny_llama_dir), prompts, options))

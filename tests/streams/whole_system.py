@@ -53,10 +53,16 @@ def expected(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
 
 
 async def start_worker(
-    model_dir: Path, redis_url: str, role: str, make_edge: Callable[[EdgeParts], Edge], runner: Runner, **options: Any
+    model_dir: Path,
+    redis_url: str,
+    role: str,
+    make_edge: Callable[[EdgeParts], Edge],
+    runner: Runner,
+    draft: Runner | None = None,
+    **options: Any,
 ) -> Worker:
     card, layout = ModelCard.load(model_dir), layout_of(runner.kv_shape, model_fingerprint(model_dir))
-    model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
+    model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir, draft=draft)
     config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
     settled = settle(config)
     worker = Worker(settled, LocalEngine(settled, model), SECRET, make_edge, await first_epoch(redis_url))
@@ -138,10 +144,11 @@ async def whole_system(
     limits: SequencesConfig | None = None,
     step_tokens: int = 0,
     speculative_config: str = "",
+    make_draft: Callable[[], Runner] | None = None,
     **router_options: Any,
 ) -> AsyncIterator[WholeSystem]:
     """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none. `step_tokens`: of
-    a step of each worker; 0: its default."""
+    a step of each worker; 0: its default. `make_draft`: of a model that drafts, where `speculative_config` says so."""
     async with AsyncExitStack() as stack:
         (tmp_path / "redis").mkdir()
         redis_server = RedisServer(tmp_path / "redis")
@@ -159,6 +166,7 @@ async def whole_system(
                 role,
                 make_edge,
                 brake.on(runner_of()),
+                None if make_draft is None else make_draft(),
                 worker_id=f"{role}-{number}",
                 advertise_address=advertise,
                 local_prefill=aggregated,

@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Ctrl-C may strike when the blocking client has made a coroutine and not yet begun it: no fault, and nothing to tell the user.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     try:
-        words = [args.command, args.kind] if args.command == "bench" else [args.command]
+        words = [args.command, args.kind] if args.command in ("bench", "lab") else [args.command]
         if words[-1] not in ("up", "demo"):
             for problem in check_variables(os.environ):
                 print(f"warning: {problem}", file=sys.stderr)
-        if words[-1] in ("up", "demo", "engine", "quality"):
+        if words[-1] in ("up", "demo", "engine", "quality", "eagle"):
             require_worker_extra(f"twostep {' '.join(words)}")
         command = importlib.import_module(f"twostep.cli._{'_'.join(words)}")
         status: int = command.run(args)

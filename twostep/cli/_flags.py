@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from twostep import __version__
-from twostep.cli import _bench_flags, _keys_flags, _plan_flags
+from twostep.cli import _bench_flags, _keys_flags, _lab_flags, _plan_flags
 from twostep.settings.readers import COUNT, KV_CACHE_DTYPES, SECONDS_OR_NONE, Whole
 from twostep.settings.reading import FlagParser, add_config_flag, add_flags
 from twostep.settings.service import ARCHITECTURE, DTYPES, MODEL_REVISION
@@ -172,6 +172,16 @@ def parser() -> FlagParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _bench_flags.add_page_flags(page)
+
+    lab = commands.add_parser("lab", help="make what serving needs beside a model", description="Makes what is served beside a model.")
+    made = lab.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=FlagParser)
+    eagle = made.add_parser(
+        "eagle",
+        help="train an EAGLE-3 head on a model's own answers",
+        description=_lab_flags.EAGLE_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _lab_flags.add_eagle_flags(eagle)
 
     plan = commands.add_parser(
         "plan",

@@ -11,13 +11,23 @@ How many tokens are drafted is chosen anew for each step. A draft that is accept
 grows by what one row more costs; it is worth that as long as the step's tokens per second grow:
 
     (tokens + p) / (seconds + cost of a row)  >  tokens / seconds
+
+Where a model proposes, its own time belongs to that cost, and how many tokens are worth it is chosen before it computes:
+
+    device   ── draft model: catch up, draft, draft ──┬── step of the served model ──┐
+    host     wanted (lock)   prepare                  plan: propose (lock)           settle (lock)
+
+A draft follows its sequence's last token, which must be known: a step with drafts is not planned while another runs. Whether the next
+one is to have any is foretold from the tokens that are known (`is_worth`), and where not, planning goes on ahead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +37,59 @@ from twostep.settings.speculative import SpeculativeConfig
 
 # What a sequence's last drafts came to counts for so much less with each of its steps.
 _FORGETTING = 0.8
+# What drafts of all sequences came to counts for so much less with each of them: that is what is expected of one that has none yet.
+_FORGETTING_ALL = 0.99
 # Before anything is known: one draft, of which half were right.
-_PRIOR_RIGHT, _PRIOR_WRONG = 0.5, 0.5
+_PRIOR_RATE = 0.5
+# A sequence is taken to go on for as many tokens as it has generated, so many at least: over them, what a draft model must compute of it
+# first has to pay.
+_LEAST_TO_COME = 32
+# Tokens that a draft model computes in one step of those it lacks, at most; and at least, or it would never catch up.
+MOST_CAUGHT_UP, LEAST_CAUGHT_UP = 256, 16
+# Share of the steps' time that goes into drafts which do not seem to pay, to find out whether they would.
+_TRIAL_SHARE = 0.01
+# Of a step, what it takes longer where it is not planned while another runs.
+_WAITING_SHARE = 0.15
+
+
+class Wanted(NamedTuple):
+    """Asks for so many tokens, at least one, after the last of a sequence; its tokens do not change meanwhile."""
+
+    sequence: EngineSequence
+    num_tokens: int
+
+
+class DraftTime(NamedTuple):
+    """Says what one token more of each of some sequences takes a proposer: fixed_s + per_row_s * sequences. A token of a sequence that it
+    has yet to compute takes per_row_s."""
+
+    fixed_s: float
+    per_row_s: float
 
 
 class Proposer(Protocol):
-    """Says what may come next. Called under the engine's lock: a proposal takes microseconds."""
+    """Says what may come next: what came before, a smaller model, or heads on the served one. For each step, in this order:
+
+      1. time, num_missing   under the engine's lock, on its thread: how many tokens are worth drafting is chosen by them
+      2. prepare             without the lock, on the engine's thread, with nothing else on the device: a model computes here, and may read
+                             what the step settled last has left on the device (hidden states, for heads)
+      3. propose             under the lock: takes microseconds
+
+    Subclasses that propose at once leave the first two as they are."""
+
+    @property
+    def time(self) -> DraftTime | None:
+        """None: proposals take no time, and `prepare` is never called."""
+        return None
+
+    def num_missing(self, sequence: EngineSequence) -> int:
+        """Returns how many tokens, but for the last one, have to be computed before the first can be drafted."""
+        return 0
+
+    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+        """Drafts what can be; called before each step, also where nothing is wanted. Of tokens that are missing at most `most_rows` are
+        computed. Never raises: whoever fails proposes nothing any more."""
+        return
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Returns at most `most` tokens that may follow `tokens`, prompt and answer of a sequence so far; they only grow at their end from
@@ -40,11 +97,16 @@ class Proposer(Protocol):
         ...
 
     def forget(self, seq_id: str) -> None:
-        """The sequence has ended, or has never been here."""
+        """The sequence has ended, or has never been here. From any thread, also while another one prepares."""
         ...
 
+    @property
+    def failed(self) -> bool:
+        """Returns whether it has given up."""
+        return False
 
-class PromptLookup:
+
+class PromptLookup(Proposer):
     """A Proposer that looks the last tokens up in what came before, and proposes what followed there: the longest run of equal tokens wins,
     then the latest (Saxena: Prompt lookup decoding, 2023)."""
 
@@ -104,76 +166,137 @@ class _Tokens:
         return self._buffer[: self._count]
 
 
+@dataclass(slots=True)
+class CommonRate:
+    """Remembers how often the proposals of all sequences were right of late."""
+
+    right: float = _PRIOR_RATE
+    wrong: float = 1.0 - _PRIOR_RATE
+
+    @property
+    def rate(self) -> float:
+        return self.right / (self.right + self.wrong)
+
+    def learn(self, num_right: int, *, failed: bool) -> None:
+        self.right = _FORGETTING_ALL * self.right + num_right
+        self.wrong = _FORGETTING_ALL * self.wrong + failed
+
+
 class DraftRecord:
     """Remembers how often a sequence's proposals were right of late, also those that no step computed: learning costs no row."""
 
-    def __init__(self) -> None:
-        self._right, self._wrong = _PRIOR_RIGHT, _PRIOR_WRONG
+    def __init__(self, common: CommonRate | None = None) -> None:
+        self._common = common or CommonRate()
+        self._right = self._wrong = 0.0
+        # What is known of all counts as one draft of its own, and then as less.
+        self._weight = 1.0
         self._proposed: Sequence[int] = ()
         self._after = 0
 
     @property
     def rate(self) -> float:
         """Returns the probability that a drafted token is right, those before it being so."""
-        return self._right / (self._right + self._wrong)
+        return (self._right + self._weight * self._common.rate) / (self._right + self._wrong + self._weight)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Compares what was proposed last with what came."""
+        """Compares what was proposed last with what came since, if anything did."""
         came = tokens[self._after : self._after + len(self._proposed)]
+        if not came:
+            return
         num_right = 0
         for proposed, token in zip(self._proposed, came, strict=False):
             if proposed != token:
                 break
             num_right += 1
-        if came:
-            self._right = _FORGETTING * self._right + num_right
-            self._wrong = _FORGETTING * self._wrong + (num_right < len(came))
+        self._right = _FORGETTING * self._right + num_right
+        self._wrong = _FORGETTING * self._wrong + (num_right < len(came))
+        self._weight *= _FORGETTING
+        self._common.learn(num_right, failed=num_right < len(came))
         self._proposed = ()
 
     def propose(self, proposed: Sequence[int], tokens: Sequence[int]) -> None:
         self._proposed, self._after = proposed, len(tokens)
 
+    def proposed(self, tokens: Sequence[int]) -> Sequence[int] | None:
+        """Returns what was proposed after these; None: nobody has asked."""
+        return self._proposed if self._after == len(tokens) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Holds tokens that may follow in one sequence, and with what probability each is right, those before it being so."""
+    """Holds tokens that may follow in one sequence, and with what probability each is right, those before it being so. Tokens that have yet
+    to be drafted are any; `before_s` is then this step's part of what the proposer must compute first."""
 
     tokens: Sequence[int]
     rate: float
+    before_s: float = 0.0
+
+
+class _Offers(NamedTuple):
+    """What a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take."""
+
+    proposals: Sequence[Proposal]
+    cheapest: int
+    trial_s: float
 
 
 _NOTHING = Proposal((), 0.0)
+_NO_TIME = DraftTime(0.0, 0.0)
 
 
 def choose_drafts(
-    proposals: Sequence[Proposal], *, num_tokens: int, most: int, step_s: Callable[[int], float] | None, bound_s: float
+    proposals: Sequence[Proposal],
+    *,
+    num_tokens: int,
+    most: int,
+    step_s: Callable[[int], float] | None,
+    bound_s: float,
+    time: DraftTime = _NO_TIME,
 ) -> list[int]:
     """Returns of how many tokens of each proposal a step gains, at most `most` in all.
 
     num_tokens  tokens that the step gives without drafts
     step_s      how long it takes with so many rows of drafts; None: not known, and all are worth it
     bound_s     that it may take with them
-    """
-    counts = [0] * len(proposals)
+    time        what it takes to draft them
+
+    Of the drafts in the order of what each adds, so many are taken that the step gives most tokens a second. One more may gain where the
+    one before it did not: the first token drafted costs what drafting takes at all. A row never gets cheaper, so that the search ends with
+    the first whose own is not worth it."""
     # A token is right if all before it are.
     gains = sorted(
         ((proposal.rate ** (i + 1), -index) for index, proposal in enumerate(proposals) for i in range(len(proposal.tokens))), reverse=True
-    )
-    tokens = float(num_tokens)
-    for rows, (gain, index) in enumerate(gains[: max(0, most)]):
-        if not _pays(gain, tokens, rows, step_s, bound_s):
-            break
-        tokens += gain
-        counts[-index] += 1
-    return counts
-
-
-def _pays(gain: float, tokens: float, rows: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
-    """Returns whether a draft that adds `gain` to a step's tokens is worth a row, beside as many `rows` of others."""
+    )[: max(0, most)]
+    counts, best = [0] * len(proposals), [0] * len(proposals)
     if step_s is None:
-        return True
-    seconds, longer = step_s(rows), step_s(rows + 1)
-    return longer <= max(bound_s, step_s(0)) and (tokens + gain) * seconds > tokens * longer
+        for _, index in gains:
+            best[-index] += 1
+        return best
+    tokens, before_s, draft_s, num_rounds = float(num_tokens), step_s(0), 0.0, 0
+    best_tokens, best_s, bound_s = tokens, before_s, max(bound_s, before_s)
+    for rows, (gain, index) in enumerate(gains, 1):
+        longer_s = step_s(rows)
+        if gain * best_s <= best_tokens * (longer_s - before_s + time.per_row_s):
+            break
+        counts[-index] += 1
+        draft_s += time.per_row_s
+        if counts[-index] > num_rounds:
+            num_rounds += 1
+            draft_s += time.fixed_s
+        if counts[-index] == 1:
+            draft_s += proposals[-index].before_s
+        tokens, before_s = tokens + gain, longer_s
+        if longer_s + draft_s > bound_s:
+            break
+        if tokens * best_s > best_tokens * (longer_s + draft_s):
+            best, best_tokens, best_s = counts.copy(), tokens, longer_s + draft_s
+    return best
+
+
+def _may_pay(num_tokens: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
+    """Returns whether a step of so many tokens gains by a draft that is certain. Where not, nothing is looked up, which under load would
+    take longer than anything here."""
+    return any(choose_drafts([Proposal((0,), 1.0)], num_tokens=num_tokens, most=1, step_s=step_s, bound_s=bound_s))
 
 
 class Drafting:
@@ -184,6 +307,9 @@ class Drafting:
         self._proposer = proposer
         self._most = most
         self._records: dict[str, DraftRecord] = {}
+        self._common = CommonRate()
+        # Seconds that may go into drafts to find out whether they would pay.
+        self._trial_s = 0.0
         # By place among a step's drafts, since the start.
         self.num_drafted = [0] * most
         self.num_accepted = [0] * most
@@ -192,12 +318,88 @@ class Drafting:
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
     ) -> list[Sequence[int]]:
         """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
-        if most < 1 or not _pays(1.0, len(decodes), 0, step_s, bound_s):
-            # Not even certain ones would: nothing is looked up, which under load would take longer than anything here.
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
             return [()] * len(decodes)
-        proposals = [self._propose(sequence) for sequence in decodes]
+        proposals = [_NOTHING if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
         counts = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, counts, strict=True)]
+
+    def is_worth(self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
+        """Returns whether the next step of these will likely be worth drafts, though their last tokens may not be known yet: as if it were
+        this one."""
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
+            return False
+        choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
+        time = self._proposer.time
+        if time is None:
+            return any(choose([self._proposal(sequence) for sequence in decodes]))
+        offers = self._offers(decodes, time, math.inf if step_s is None else step_s(0))
+        if any(choose(offers.proposals, time=time)):
+            return True
+        if step_s is None or self._may_try(offers, time, step_s(0), bound_s):
+            return step_s is not None
+        self._trial_s += _TRIAL_SHARE * step_s(0)
+        return False
+
+    @property
+    def computes(self) -> bool:
+        """Returns whether proposals take the device's time, so that they are made before a step is planned."""
+        return self._proposer.time is not None
+
+    @property
+    def failed(self) -> bool:
+        return self._proposer.failed
+
+    def wanted(
+        self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
+    ) -> tuple[list[Wanted], int]:
+        """Returns what is worth drafting for a step of these decodes, and how many missing tokens may be computed for it."""
+        time = self._proposer.time
+        if time is None or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
+            return [], 0
+        # Not known how long steps take: anything is worth it.
+        least_s = math.inf if step_s is None else step_s(0)
+        offers = self._offers(decodes, time, least_s)
+        counts = choose_drafts(offers.proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
+        if step_s is not None and not any(counts):
+            self._trial_s += _TRIAL_SHARE * least_s
+            if self._may_try(offers, time, least_s, bound_s):
+                self._trial_s -= offers.trial_s
+                counts[offers.cheapest] = 1
+        # As long as the step itself, others may wait for it.
+        room_s = least_s
+        if step_s is not None and bound_s < math.inf:
+            drafts_s = time.fixed_s * max(counts) + time.per_row_s * sum(counts)
+            room_s = max(0.0, min(least_s, bound_s - step_s(sum(counts)) - drafts_s))
+        most_rows = MOST_CAUGHT_UP if room_s >= MOST_CAUGHT_UP * time.per_row_s else int(room_s / time.per_row_s)
+        return [Wanted(sequence, count) for sequence, count in zip(decodes, counts, strict=True) if count], most_rows
+
+    def _offers(self, decodes: Sequence[EngineSequence], time: DraftTime, least_s: float) -> _Offers:
+        """Returns what a model could draft of each. `least_s`: of the step without."""
+        proposals, cheapest_s, cheapest = list[Proposal](), math.inf, 0
+        for sequence in decodes:
+            # With a grammar, each draft needs a mask, which takes another thread its time.
+            count = self.num_wanted(sequence) if sequence.constraint is None else 0
+            missing_s = time.per_row_s * self._proposer.num_missing(sequence) if count else math.inf
+            if missing_s < cheapest_s:
+                cheapest_s, cheapest = missing_s, len(proposals)
+            record = self._record(sequence)
+            record.learn(sequence.tokens)
+            to_come = min(max(_LEAST_TO_COME, sequence.position), sequence.max_len - len(sequence.tokens))
+            before_s = missing_s / to_come
+            gain = sum(record.rate ** (i + 1) for i in range(count))
+            # What would not pay even if it were all that it costs must not stand before others.
+            pays = count > 0 and before_s * len(decodes) <= gain * least_s
+            proposals.append(Proposal(range(count if pays else 0), record.rate, before_s))
+        return _Offers(proposals, cheapest, cheapest_s + time.fixed_s + time.per_row_s + _WAITING_SHARE * least_s)
+
+    def _may_try(self, offers: _Offers, time: DraftTime, least_s: float, bound_s: float) -> bool:
+        """Returns whether steps without drafts have left enough time over to draft one all the same."""
+        return offers.trial_s <= self._trial_s and least_s + time.fixed_s + time.per_row_s <= bound_s
+
+    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+        """Without the lock; see Proposer."""
+        self._proposer.prepare(wanted, most_rows)
 
     def num_wanted(self, sequence: EngineSequence) -> int:
         """Returns how many tokens may be drafted at most: after the last token there can be comes none."""
@@ -210,12 +412,16 @@ class Drafting:
         most = self.num_wanted(sequence)
         return self._proposer.propose(sequence.seq_id, sequence.tokens, most) if most else ()
 
-    def _propose(self, sequence: EngineSequence) -> Proposal:
-        if sequence.num_pending:
-            return _NOTHING
+    def _record(self, sequence: EngineSequence) -> DraftRecord:
+        return self._records.setdefault(sequence.seq_id, DraftRecord(self._common))
+
+    def _proposal(self, sequence: EngineSequence) -> Proposal:
+        """Returns what may follow the tokens that are known."""
+        record = self._record(sequence)
         # With a grammar, drafts were looked up when its masks were made.
-        proposed = self.look_up(sequence) if sequence.constraint is None else sequence.constraint.drafts
-        record = self._records.setdefault(sequence.seq_id, DraftRecord())
+        proposed = record.proposed(sequence.tokens) if sequence.constraint is None else sequence.constraint.drafts
+        if proposed is None:
+            proposed = self.look_up(sequence)
         record.learn(sequence.tokens)
         record.propose(proposed, sequence.tokens)
         return Proposal(proposed, record.rate)

@@ -6,6 +6,7 @@ while the runner works), but `step` and `settle_launched` are called by one thre
 
 A step:
 
+  0. draft    a draft model computes tokens that may come next, without the lock (drafts.py)
   1. plan     under the lock: running decodes and prompts, which take blocks as they grow, then preempted sequences and waiting prompts;
               batch ones get what the others leave (step_plan.py), and give way for them (scheduler.py)
   2. launch   without the lock: the batch is queued on the device (step_launcher.py)
@@ -34,7 +35,7 @@ from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, PromptLookup, Proposer
+from twostep.engine.drafts import Drafting, PromptLookup, Proposer, Wanted
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.pacing import UNSEEN_S, Pacing
@@ -44,6 +45,7 @@ from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence
 from twostep.engine.step_launcher import LaunchedStep, MarkedStep, StepLauncher
 from twostep.engine.types import EngineRequest, EngineStats, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound, SetupError
+from twostep.settings.speculative import NGRAM
 from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
@@ -86,7 +88,10 @@ class Engine:
             if shape.num_state_blocks:
                 # It cannot forget the drafts that were not accepted.
                 raise SetupError("this model's layers keep states, with which no tokens are drafted; leave --speculative-config out")
+            if proposer is None and config.speculative.method != NGRAM:
+                raise SetupError(f"method {config.speculative.method} needs a model, and this engine has none; give method {NGRAM}")
             drafting = Drafting(proposer or PromptLookup(config.speculative), config.speculative.num_speculative_tokens)
+        self._drafting = drafting
         self._constrained = ConstrainedSequences(drafting)
         self._scheduler = Scheduler(blocks, self._constrained, config, drafting)
         # The one lock, over pool and scheduler; notified when there is work.
@@ -243,6 +248,7 @@ class Engine:
         if self._self_test.sick:
             raise InternalError(f"{SICK}; restart the worker, and look at its GPU if it happens again")
         while self._may_launch():
+            self._prepare_drafts()
             due = self._clock()
             # A runner that computes when it is asked for the result is not running meanwhile: each wait would be measured as a longer step.
             if self._launched and self._runner.overlaps:
@@ -275,7 +281,7 @@ class Engine:
         if len(self._launched) >= self._depth or self._launched[-1].failed:
             return False
         with self._changed:
-            return not self._scheduler.drafts
+            return not self._scheduler.drafts_next()
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
@@ -294,6 +300,17 @@ class Engine:
                 return False
         self._launched.append(self._launcher.launch(work, step=step, since=since))
         return True
+
+    def _prepare_drafts(self) -> None:
+        """A draft model computes while nothing else is on the device, and before the step begins: it is no part of the step's time."""
+        if self._drafting is None or not self._drafting.computes:
+            return
+        wanted, most_rows = list[Wanted](), 0
+        # Behind a running step, the tokens to go on from are not known.
+        if not self._launched:
+            with self._changed:
+                wanted, most_rows = self._scheduler.drafts_wanted(self._clock())
+        self._drafting.prepare(wanted, most_rows)
 
     def _began_at(self, running: LaunchedStep, now: float) -> float:
         """Returns when the device began with it: a runner that computes when it is asked for the result does not before that."""

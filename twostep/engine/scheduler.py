@@ -38,11 +38,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import merge
 from itertools import chain, repeat
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, num_sampled
+from twostep.engine.drafts import Drafting, Wanted, num_sampled
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import StepTimeLimit, time_limit_of
@@ -101,6 +102,14 @@ def _with_more_s(curve: StepCurve, work: StepWorkload, num_rows: int) -> float:
 def _entitlement(sequence: EngineSequence) -> tuple[int, int]:
     """Sorts the most entitled first."""
     return sequence.priority.rank, sequence.arrival
+
+
+class DraftBounds(TypedDict):
+    """See Drafting.draft."""
+
+    most: int
+    step_s: Callable[[int], float] | None
+    bound_s: float
 
 
 class Scheduler:
@@ -163,11 +172,6 @@ class Scheduler:
         )
 
     @property
-    def drafts(self) -> bool:
-        """Returns whether a sequence is here whose tokens may be drafted: behind its last one, which must be known."""
-        return self._drafting is not None and not all(sequence.hold for sequence in self._running.values())
-
-    @property
     def has_waiting(self) -> bool:
         return bool(self._waiting or self._preempted)
 
@@ -204,6 +208,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_drafted=() if self._drafting is None else tuple(self._drafting.num_drafted),
             num_accepted=() if self._drafting is None else tuple(self._drafting.num_accepted),
+            drafting_failed=self._drafting is not None and self._drafting.failed,
             swapped_bytes=blocks.tier.copied_bytes,
             num_queried_tokens=blocks.num_queried_tokens,
             num_hit_tokens=blocks.num_hit_tokens,
@@ -331,6 +336,39 @@ class Scheduler:
         self._blocks.register(sequence, self._planned[-1].exchanged if self._planned else [])
 
     # ---- planning ---------------------------------------------------------------------------------------------------
+
+    def drafts_next(self) -> bool:
+        """Returns whether the next step will likely be worth drafts, for which those that are planned must have ended (drafts.py)."""
+        drafting = self._drafting
+        if drafting is None:
+            return False
+        # Of a grammar's sequence the next mask follows the last token as drafts do: it is in no step that is planned ahead.
+        decodes = [
+            sequence for sequence in self._running.values() if sequence.num_pending and not sequence.hold and sequence.constraint is None
+        ]
+        return bool(decodes) and drafting.is_worth(decodes, **self._draft_bounds(decodes, 0, 0, 0.0))
+
+    def drafts_wanted(self, now: float) -> tuple[list[Wanted], int]:
+        """Returns what is worth drafting by a model before the next step is planned (see Drafting.wanted), as far as can be told by what is
+        here: sequences that decode, and prompts that will likely fill what they leave of the step."""
+        drafting = self._drafting
+        if drafting is None or not drafting.computes:
+            return [], 0
+        self._begins_at = now
+        decodes, num_prompts, left = [], 0, 0
+        for sequence in self._running.values():
+            if sequence.is_plannable and sequence.decodes:
+                decodes.append(sequence)
+            elif sequence.is_plannable:
+                num_prompts, left = num_prompts + 1, left + sequence.num_remaining
+        del decodes[self._max_num_seqs :]
+        # Behind one that waits for blocks the others wait, too.
+        enters = self._short is None and len(self._running) < self._max_num_seqs
+        for sequence in chain(self._waiting.values(), self._preempted.values()) if enters else ():
+            num_prompts, left = num_prompts + 1, left + len(sequence.tokens) - sequence.num_matched
+        budget = self._config.max_num_batched_tokens - len(decodes)
+        num_prompts = min(num_prompts, self._max_num_seqs - len(decodes))
+        return drafting.wanted(decodes, **self._draft_bounds(decodes, min(left, budget), num_prompts, 0.0))
 
     def plan(self, now: float, free_at: float) -> StepWork | None:
         """Returns the next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or
@@ -519,19 +557,9 @@ class Scheduler:
         self, drafting: Drafting, decodes: Sequence[EngineSequence], prompts: Sequence[Chunk[EngineSequence]], now: float
     ) -> Sequence[Sequence[int]]:
         """Returns the tokens drafted after each of a step's decodes; empty: after none. Their KV takes blocks that nobody waits for."""
-        num_prompt_tokens = sum(chunk.num_tokens for chunk in prompts)
-        # A row of a draft takes a place in the step as a sequence does: runners have room for so many.
-        most = min(self._config.max_num_batched_tokens - num_prompt_tokens, self._max_num_seqs - len(prompts)) - len(decodes)
-        step_s, bound_s = None, math.inf
-        if self.curve is not None and decodes:
-            pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
-            context = sum(len(sequence.tokens) for sequence in decodes)
-            work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
-            step_s = partial(_with_more_s, self.curve, work)
-            urgent = [sequence for sequence in decodes if sequence.priority.rank < _BATCH]
-            limit = self._time_limit(self.curve, urgent, sum(len(sequence.tokens) for sequence in urgent))
-            bound_s = math.inf if limit is None else limit.max_step_s
-        drafts = drafting.draft(decodes, most=most, step_s=step_s, bound_s=bound_s)
+        pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
+        bounds = self._draft_bounds(decodes, sum(chunk.num_tokens for chunk in prompts), len(prompts), pairs)
+        drafts = drafting.draft(decodes, **bounds)
         num_spare = None
         for i, sequence in enumerate(decodes):
             room = sequence.num_slots - len(sequence.tokens)
@@ -543,6 +571,19 @@ class Scheduler:
                     num_spare -= num_blocks
                 drafts[i] = drafts[i][: sequence.num_slots - len(sequence.tokens)]
         return drafts if any(drafts) else ()
+
+    def _draft_bounds(self, decodes: Sequence[EngineSequence], num_prompt_tokens: int, num_prompts: int, pairs: float) -> DraftBounds:
+        """Returns what bounds the drafts of a step of these decodes, beside so much of prompts."""
+        # A row of a draft takes a place in the step as a sequence does: runners have room for so many.
+        most = min(self._config.max_num_batched_tokens - num_prompt_tokens, self._max_num_seqs - num_prompts) - len(decodes)
+        if self.curve is None or not decodes:
+            return DraftBounds(most=most, step_s=None, bound_s=math.inf)
+        context = sum(len(sequence.tokens) for sequence in decodes)
+        work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
+        urgent = [sequence for sequence in decodes if sequence.priority.rank < _BATCH]
+        limit = self._time_limit(self.curve, urgent, sum(len(sequence.tokens) for sequence in urgent))
+        bound_s = math.inf if limit is None else limit.max_step_s
+        return DraftBounds(most=most, step_s=partial(_with_more_s, self.curve, work), bound_s=bound_s)
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
         """Notes that those that could have gone on and were left out wait, and the others do not."""

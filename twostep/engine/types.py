@@ -271,6 +271,8 @@ class EngineStats:
     # Tokens drafted that steps computed, by their place among those of a step, and how many of them were accepted.
     num_drafted: Sequence[int] = ()
     num_accepted: Sequence[int] = ()
+    # The draft model has failed: nothing is drafted by it any more.
+    drafting_failed: bool = False
     swapped_bytes: int = 0
     # Since the start: tokens of new sequences that were looked up among cached prefixes, and found there.
     num_queried_tokens: int = 0

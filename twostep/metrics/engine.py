@@ -40,6 +40,11 @@ DRAFTED = counter(
 ACCEPTED = counter(
     "twostep_spec_decode_num_accepted_tokens_total", "Of the drafted tokens, those that became part of an answer.", ["role", "position"]
 )
+DRAFT_MODEL_FAILED = gauge(
+    "twostep_spec_decode_draft_model_failed",
+    "1: the draft model has failed, and nothing is drafted by it until the worker is restarted; answers are not affected.",
+    _ROLE,
+)
 FAILED = counter("twostep_engine_failed_sequences_total", "Sequences given up because a step of theirs failed.", _ROLE)
 NO_TOKEN = counter(
     "twostep_engine_non_finite_sequences_total",
@@ -48,7 +53,7 @@ NO_TOKEN = counter(
 )
 STEP_DURATION = histogram("twostep_engine_step_duration_seconds", "A step by kind: prefill, decode, mixed.", STEP_SECONDS, ["role", "kind"])
 
-_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS, EXPERTS)
+_GAUGES = (RUNNING, WAITING, RESERVED, HELD, KV_USAGE, KV_BLOCKS, STALLED, HOST_BLOCKS, EXPERTS, DRAFT_MODEL_FAILED)
 _READ = (*_GAUGES, PREEMPTIONS, SWAPPED, STEPS, PREFIX_QUERIES, PREFIX_HITS, HOST_HITS, DRAFTED, ACCEPTED)
 
 # What an engine has counted, by family and the labels after the role.
@@ -106,6 +111,7 @@ class EngineMetrics:
             STALLED: stats.stalled_s,
             HOST_BLOCKS: stats.num_host_blocks,
             EXPERTS: stats.expert_imbalance,
+            DRAFT_MODEL_FAILED: float(stats.drafting_failed),
         }
         yield from (MetricSample(family, value, role) for family, value in values.items())
         for of_role, counts in (others | {self._role: _less(_counters(stats), others)}).items():

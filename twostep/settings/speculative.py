@@ -7,16 +7,18 @@ from dataclasses import dataclass, fields
 
 from twostep.errors import SetupError
 
-METHODS = ("ngram",)
+NGRAM, DRAFT_MODEL, EAGLE3 = METHODS = ("ngram", "draft_model", "eagle3")
 _MOST_TOKENS, _LONGEST = 7, 32
 _USUAL_SHORTEST, _USUAL_LONGEST = 2, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted. `method` ngram: what followed the last tokens where they came before, in prompt or answer."""
+    """How tokens are drafted. `method` ngram: what followed the last tokens where they came before, in prompt or answer; draft_model: what
+    `model`, a smaller one of the same vocabulary, says; eagle3: what `model`, the directory of an EAGLE-3 head of the served one, says."""
 
     method: str
+    model: str = ""
     num_speculative_tokens: int = 4
     prompt_lookup_min: int = _USUAL_SHORTEST
     prompt_lookup_max: int = _USUAL_LONGEST
@@ -24,6 +26,11 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise SetupError(f"method is {self.method!r}; give {' or '.join(METHODS)}")
+        if not isinstance(self.model, str) or bool(self.model) != (self.method != NGRAM):
+            raise SetupError(
+                f"method {self.method} with model {self.model!r}; give {DRAFT_MODEL} the directory or name of a smaller model, {EAGLE3} "
+                f"the directory of a head, and {NGRAM} none"
+            )
         for name, most in (("num_speculative_tokens", _MOST_TOKENS), ("prompt_lookup_min", _LONGEST), ("prompt_lookup_max", _LONGEST)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -43,6 +50,8 @@ class SpeculativeConfig:
         names = [each.name for each in fields(cls)]
         if unknown := sorted(set(given) - set(names)):
             raise SetupError(f"{unknown[0]!r} is not known; there are {', '.join(names)}")
+        if "model" in given:
+            given.setdefault("method", DRAFT_MODEL)
         if "method" not in given:
             raise SetupError(f"give a method: {' or '.join(METHODS)}")
         if "prompt_lookup_max" not in given and isinstance(shortest := given.get("prompt_lookup_min"), int):

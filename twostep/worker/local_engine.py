@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from twostep.engine.batch import Runner
+from twostep.engine.draft_model import DraftModel
+from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest, EngineStats, FailureKind, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
@@ -22,6 +24,17 @@ from twostep.worker.preparation import Preparation
 log = logging.getLogger(__name__)
 
 
+def _proposer(model: ServedModel, config: WorkerConfig) -> Proposer | None:
+    """None: none is asked for, or the engine has it itself."""
+    if model.head is not None:
+        from twostep.model.eagle.proposer import EagleProposer  # noqa: PLC0415
+        from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
+
+        assert isinstance(model.runner, ModelRunner)
+        return EagleProposer(model.runner, model.head)
+    return None if model.draft is None else DraftModel(model.draft, max_num_seqs=config.max_num_seqs)
+
+
 class LocalEngine:
     """See EnginePort. `engine` and `runner` are there for whoever is in this process, too: transports, and tests."""
 
@@ -30,8 +43,6 @@ class LocalEngine:
     def __init__(self, config: WorkerConfig, model: ServedModel) -> None:
         """Raises SetupError."""
         self.runner: Runner = model.runner
-        if config.speculative_config and model.runner.overlaps:
-            log.warning("with --speculative-config no step is planned while another runs: at many sequences that costs a GPU time")
         self.engine = Engine(
             model.runner,
             EngineConfig(
@@ -44,6 +55,7 @@ class LocalEngine:
                 ageing_s=config.ageing,
                 speculative=SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None,
             ),
+            proposer=_proposer(model, config),
         )
         if config.prefix_cache_space and not self.engine.num_host_blocks:
             log.warning("--prefix-cache-space %g keeps nothing: it holds no block, or the model keeps states", config.prefix_cache_space)

@@ -25,8 +25,11 @@ from twostep.step_curve import StepCurve, knee_of
 from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
 from twostep.worker.config import WorkerConfig
+from twostep.worker.draft import Draft, find_draft
+from twostep.worker.eagle import EagleDraft
 
 if TYPE_CHECKING:
+    from twostep.model.eagle.head import EagleHead
     from twostep.model.runner.model_runner import ModelRunner
     from twostep.model.runner.parallel_runner import ParallelRunner
     from twostep.model.step.pool_sizing import PoolSizing
@@ -51,6 +54,8 @@ class ServedModel:
     tokenizer_dir: Path | None = None
     gpu_ids: tuple[str, ...] = ()  # UUIDs of the GPUs that it is computed on, by rank
     captured: CapturedSteps = field(default_factory=CapturedSteps)
+    draft: Runner | None = None  # a smaller model that drafts its tokens
+    head: EagleHead | None = None  # one on the model itself that does
 
     def grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer_dir, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
@@ -66,16 +71,18 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         model_dir = resolve(config.model, revision=revision, weights=weights, cache_dir=cache_dir, progress=log.info, bar=progress)
     ranks: ParallelRunner | None = None
     captured = CapturedSteps()
+    alone: ModelRunner | None = None
+    draft = find_draft(config, model_dir)
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
     else:
         check_formats(model_dir, config)
-        _check_memory(config, model_dir)
+        _check_memory(config, model_dir, draft)
         if config.tensor_parallel_size > 1:
             runner = ranks = _parallel_runner(config, model_dir, progress)
             captured = ranks.captured
         else:
-            runner = alone = _model_runner(config, model_dir, progress)
+            runner = alone = _model_runner(config, model_dir, progress, draft)
             captured = alone.captured
     if not gives_tokens(runner):
         if ranks is not None:
@@ -98,6 +105,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         shape.num_blocks * shape.block_bytes / (1 << 20),
         runner.max_model_len,
     )
+    draft_runner = draft.load(shape.num_blocks) if isinstance(draft, Draft) else None
+    head = draft.load(alone) if isinstance(draft, EagleDraft) and alone is not None else None
     if config.calibrate:
         progress.phase("curve")
         curve = calibrate(
@@ -116,6 +125,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         tokenizer_dir=model_dir,
         gpu_ids=_gpu_ids(config),
         captured=captured,
+        draft=draft_runner,
+        head=head,
     )
 
 
@@ -201,12 +212,13 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
     )
 
 
-def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ModelRunner:
+def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress, draft: Draft | EagleDraft | None) -> ModelRunner:
     from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
     # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.
     one_sided = not {"cuda_ipc", "nixl", "auto"}.isdisjoint(config.kv_transfer.split(","))
-    return ModelRunner(model_dir, progress=progress, keep_kv_sums=config.hands_over and one_sided, **_runner_options(config, model_dir))
+    options = _runner_options(config, model_dir, draft)
+    return ModelRunner(model_dir, progress=progress, keep_kv_sums=config.hands_over and one_sided, **options)
 
 
 def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ParallelRunner:
@@ -233,7 +245,7 @@ def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
     return f"weights as {method}, " if method else ""
 
 
-def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
+def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None) -> None:
     """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import kv_shape  # noqa: PLC0415
@@ -242,20 +254,21 @@ def _check_memory(config: WorkerConfig, model_dir: Path) -> None:
         return
     model = parse_config(model_dir, config.architecture)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    num_blocks = _pool(config, model_dir)
+    num_blocks = _pool(config, model_dir, draft)
     assert isinstance(num_blocks, int), "only a GPU's pool is measured"
     what = {
         "weights": weight_bytes(model_dir, dtype, config.quantization),
         "KV cache": num_blocks * kv_shape(model, dtype, 1, config.block_size, config.kv_cache_dtype).block_bytes,
         "--prefix-cache-space": int(config.prefix_cache_space * (1 << 30)),
+        "draft model": 0 if draft is None else draft.fixed_bytes + num_blocks * draft.block_bytes,
     }
     flag = "--num-blocks" if config.num_blocks else "--kv-cache-memory-bytes"
     check_memory(what, f"lower {flag}, take a smaller model or another --dtype, or end other processes")
 
 
-def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
+def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None = None) -> dict[str, Any]:
     return {
-        "num_blocks": _pool(config, model_dir),
+        "num_blocks": _pool(config, model_dir, draft),
         "block_size": config.block_size,
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
@@ -271,8 +284,8 @@ def _runner_options(config: WorkerConfig, model_dir: Path) -> dict[str, Any]:
     }
 
 
-def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
-    """Blocks of the KV pool, or how to find out once the weights are loaded."""
+def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None) -> int | PoolSizing:
+    """Blocks of the KV pool, or how to find out once the weights are loaded. Of memory that is given, a draft model's pool is a part."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import num_blocks_for  # noqa: PLC0415
     from twostep.model.step.pool_sizing import PoolSizing  # noqa: PLC0415
@@ -283,11 +296,18 @@ def _pool(config: WorkerConfig, model_dir: Path) -> int | PoolSizing:
             # In whichever role: a step of the other one must not run out of memory.
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.other_step_tokens),
             max_num_seqs=config.max_num_seqs,
+            draft_bytes=0 if draft is None else draft.fixed_bytes,
+            draft_block_bytes=0 if draft is None else draft.block_bytes,
         )
     num_blocks, num_bytes = config.num_blocks, config.kv_cache_memory_bytes or _CPU_CACHE_BYTES
     if not num_blocks:
         num_blocks = num_blocks_for(
-            parse_config(model_dir, config.architecture), config.dtype, config.block_size, num_bytes, config.kv_cache_dtype
+            parse_config(model_dir, config.architecture),
+            config.dtype,
+            config.block_size,
+            num_bytes,
+            config.kv_cache_dtype,
+            beside_block=0 if draft is None else draft.block_bytes,
         )
     check_pool(num_blocks, config.block_size, config.max_model_len)
     return num_blocks

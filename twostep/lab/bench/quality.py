@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
+from twostep.lab.one_prompt import prompt_batch
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.process.startup import Progress
 from twostep.sampling_params import SamplingParams
@@ -163,21 +162,7 @@ def _counted(windows: Sequence[Sequence[int]], progress: Progress) -> Iterator[S
 
 def _logits(runner: ModelRunner, token_ids: Sequence[int]) -> torch.Tensor:
     """[T, vocab_size], valid until the next step."""
-    count, block_size = len(token_ids), runner.kv_shape.block_size
-    return runner.forward(
-        Batch(
-            token_ids=np.array(token_ids, np.int64),
-            positions=np.arange(count),
-            query_start=np.array([0, count], np.int32),
-            seq_lens=np.array([count], np.int32),
-            block_tables=np.arange(-(-count // block_size), dtype=np.int32)[None],
-            slots=np.arange(count),
-            sample_rows=np.arange(count),
-            sampling=(),
-            state_sources=runner.kv_shape.trial_states(1),
-            state_tables=runner.kv_shape.trial_states(1),
-        )
-    )
+    return runner.forward(prompt_batch(token_ids, runner.kv_shape))
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:

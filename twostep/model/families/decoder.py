@@ -27,6 +27,7 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.prompt_readout import PromptReadout
 
 
@@ -139,12 +140,21 @@ class Decoder(ABC):
             self._head.use(HEAD, self._embed_weight[self._head_rows])
         self._head.finish_loading(self._ops)
 
-    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None) -> torch.Tensor:
-        """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
-        `reader`: of the batch's rows that are not sampled."""
-        return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader)
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size], as it is looked up: nobody else changes it."""
+        return self._embed_weight
 
-    def compute(self, plan: AttentionPlan, reader: PromptReadout | None = None) -> torch.Tensor:
+    @property
+    def last_norm(self) -> Norm:
+        return self._norm
+
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None, states: LayerStates | None = None) -> torch.Tensor:
+        """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
+        `reader`: of the batch's rows that are not sampled; `states`: of what all rows look like half-way."""
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader, states)
+
+    def compute(self, plan: AttentionPlan, reader: PromptReadout | None = None, states: LayerStates | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
         if reader is not None:
@@ -155,6 +165,8 @@ class Decoder(ABC):
         last: Linear = self._head.run if reader is None else _as_it_is
         following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
+            if states is not None:
+                states.enter(layer.index, residual)
             attended = layer.attention.attend(plan, layer.among_its_kind, projected)
             if layer is self._layers[-1] and rows is not None:
                 # Past the last attention, only the rows to sample matter.
@@ -165,11 +177,11 @@ class Decoder(ABC):
         if reader is None:
             return self._whole(projected)
         num_read = len(reader.rows)
-        reader.read(projected[:num_read], self._logits, self.config.vocab_size)
-        return self._logits(projected[num_read:]) if len(projected) > num_read else residual.new_empty(0, self.config.vocab_size)
+        reader.read(projected[:num_read], self.logits, self.config.vocab_size)
+        return self.logits(projected[num_read:]) if len(projected) > num_read else residual.new_empty(0, self.config.vocab_size)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: the last norm's output, [R, hidden_size]."""
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [R, vocab_size]. `x`: the last norm's output, [R, hidden_size]."""
         return self._whole(self._head(x))
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:

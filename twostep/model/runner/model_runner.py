@@ -41,6 +41,7 @@ from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
+from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_readout import PromptReadout
 from twostep.process.startup import NoProgress, Progress
@@ -51,6 +52,10 @@ LOAD_FORMATS = ("auto", "dummy")
 _STATE_NUMBER = 4
 
 log = logging.getLogger(__name__)
+
+
+# Told of a step of which token ids are known, whose states are there until the next.
+Watcher = Callable[[Batch, LayerStates], None]
 
 
 class Steps(Protocol):
@@ -83,9 +88,16 @@ class CpuSteps:
         self._cache = cache
         self._last_token_ids: Sequence[int] = ()
         self._experts = ExpertLoadMeter(model.expert_loads)
+        # What each launched step's tokens look like half-way, and who is told; None: nobody asks.
+        self.watched: tuple[LayerStates, Watcher] | None = None
 
     def forward(self, batch: Batch, reader: PromptReadout | None = None) -> torch.Tensor:
-        return self._model.forward(batch, self._cache, reader)
+        if self.watched is None:
+            return self._model.forward(batch, self._cache, reader)
+        states, watcher = self.watched
+        logits = self._model.forward(batch, self._cache, reader, states)
+        watcher(batch, states)
+        return logits
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
@@ -220,11 +232,23 @@ class ModelRunner:
     def max_model_len(self) -> int:
         return self._config.max_model_len
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    @property
+    def model(self) -> Decoder:
+        """The model itself, for those who look into it. Of one rank where there are several."""
+        return self._model
+
+    def forward(self, batch: Batch, states: LayerStates | None = None) -> torch.Tensor:
         """Writes the KV of all T tokens; returns the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the
-        next step."""
+        next step. `states`: takes what the tokens look like half-way; captured steps, which do not tell, are not used then."""
         with torch.inference_mode(), self._on_device():
-            return self._steps.forward(batch)
+            return self._steps.forward(batch) if states is None else self._model.forward(batch, self._cache, states=states)
+
+    def watch(self, states: LayerStates, watcher: Watcher) -> None:
+        """From now on each step tells `watcher` what its tokens look like half-way. Raises SetupError on a GPU: steps that are captured do
+        not tell."""
+        if not isinstance(self._steps, CpuSteps):
+            raise SetupError("steps on a GPU do not tell what their tokens look like half-way; give --device cpu")
+        self._steps.watched = states, watcher
 
     @property
     def generates(self) -> bool:
@@ -316,25 +340,21 @@ class ModelRunner:
             self.run,
             self.kv_shape,
             sizing,
-            beside_block=self._sums_beside(config),
+            beside_block=self._sums_beside(config) + sizing.draft_block_bytes,
             device=self._device,
             free_at_start=free_at_start,
-            graphs=self._graph_bytes(config, max_num_seqs),
+            graphs=captured_bytes(
+                config,
+                self.kv_shape.dtype,
+                max_num_seqs,
+                self._max_graph_tokens,
+                # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
+                logits=self.vocab_size * (1 if self._member is None else 3),
+            ),
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             progress=progress,
         )
-
-    def _graph_bytes(self, config: ModelConfig, max_num_seqs: int) -> int:
-        item_bytes = DTYPES[self.kv_shape.dtype].itemsize
-        heads = 2 * config.num_heads + 2 * config.num_kv_heads
-        row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-        if (experts := config.experts) is not None:
-            row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
-        states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
-        # A rank has its own part of a step's logits, those of all ranks side by side, and the whole.
-        logits = self.vocab_size * item_bytes * (1 if self._member is None else 3)
-        return graph_bytes(max_num_seqs, self._max_graph_tokens, logits_bytes=logits, row_bytes=row * item_bytes + states)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's current device."""
@@ -398,10 +418,24 @@ def _kv_scales(config: ModelConfig, model_dir: Path, kv_cache_dtype: str, load_f
     return read_kv_scales(model_dir, config)
 
 
-def num_blocks_for(config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto") -> int:
-    """How many blocks fit a budget. Raises SetupError if none does."""
+def captured_bytes(config: ModelConfig, dtype: str, max_num_seqs: int, max_graph_tokens: int, *, logits: int = 0) -> int:
+    """About what the captured steps of a model, or of one rank's part of it, keep. `logits` that a row has; 0: the vocabulary's."""
+    item_bytes = DTYPES[dtype].itemsize
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
+    if (experts := config.experts) is not None:
+        row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
+    states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
+    logits_bytes = (logits or config.vocab_size) * item_bytes
+    return graph_bytes(max_num_seqs, max_graph_tokens, logits_bytes=logits_bytes, row_bytes=row * item_bytes + states)
+
+
+def num_blocks_for(
+    config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto", *, beside_block: int = 0
+) -> int:
+    """How many blocks fit a budget, each with `beside_block` bytes more. Raises SetupError if none does."""
     chosen = config.dtype if dtype == "auto" else dtype
-    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes
+    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes + beside_block
     if memory_bytes < per_block:
         raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
     return memory_bytes // per_block

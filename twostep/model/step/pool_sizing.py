@@ -34,11 +34,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizing:
-    """Asks for as many blocks as fit a share of the device's memory, beside steps of up to so many tokens and sequences."""
+    """Asks for as many blocks as fit a share of the device's memory, beside steps of up to so many tokens and sequences; and beside a draft
+    model that is loaded later, which takes `draft_bytes`, and as many for each block."""
 
     utilization: float
     max_num_batched_tokens: int
     max_num_seqs: int
+    draft_bytes: int = 0
+    draft_block_bytes: int = 0
 
 
 def free_memory(device: torch.device, sizing: PoolSizing) -> int:
@@ -95,7 +98,9 @@ def measured_blocks(
     peak = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    profile = MemoryProfile(total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs)
+    profile = MemoryProfile(
+        total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs, draft=sizing.draft_bytes
+    )
     # A pool that cannot hold one full step is of no use.
     least = -(-min(max_model_len, sizing.max_num_batched_tokens) // shape.block_size)
     num_blocks = num_blocks_within(
@@ -113,6 +118,9 @@ def measured_blocks(
         device,
         *(x / 2**30 for x in (total, profile.others, profile.own, peak, graphs, num_blocks * shape.block_bytes)),
     )
+    if sizing.draft_bytes:
+        kv_bytes = num_blocks * sizing.draft_block_bytes
+        log.info("and a draft model of about %.2f GiB, with a KV pool of %.2f", profile.draft / 2**30, kv_bytes / 2**30)
     if num_blocks * shape.block_size < max_model_len:
         log.warning(
             "the KV pool holds %d tokens, less than the context of %d: longer requests are refused",
@@ -161,6 +169,7 @@ class MemoryProfile:
     free: int
     step: int
     graphs: int = 0
+    draft: int = 0  # of a draft model, but for its KV
 
     @property
     def own(self) -> int:
@@ -174,7 +183,7 @@ class MemoryProfile:
     def pool_bytes(self, utilization: float) -> int:
         """Room for the pool, so that this process takes at most `utilization` of the card and nothing that others hold. Negative: so
         much is missing even for an empty one."""
-        return min(int(self.total * utilization) - self.own, self.free) - self.step - self.graphs
+        return min(int(self.total * utilization) - self.own, self.free) - self.step - self.graphs - self.draft
 
 
 def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes: int, least_blocks: int, device: str) -> int:
@@ -183,11 +192,12 @@ def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes
     least = least_blocks * block_bytes
     if room >= least:
         return room // block_bytes
-    needed = profile.own + profile.step + profile.graphs + least
+    needed = profile.own + profile.step + profile.graphs + profile.draft + least
     # In hundredths, as people give it, and with a byte for rounding.
     enough = -(-100 * (needed + 1) // profile.total) / 100
     parts = (
         f"weights and libraries {_gib(profile.own)}, the largest step {_gib(profile.step)}, graphs {_gib(profile.graphs)}, "
+        f"{f'a draft model {_gib(profile.draft)}, ' if profile.draft else ''}"
         f"at least {_gib(least)} of KV ({least_blocks} blocks)"
     )
     smaller = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model or another --dtype"

@@ -1,0 +1,215 @@
+"""An engine that drafts with a head: its answers are those without, whatever the head is, and a good head is seen to be one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_cases import random_head
+
+from twostep.engine.drafts import Wanted
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.engine.types import EngineRequest
+from twostep.errors import SetupError
+from twostep.lab.eagle.acceptance import measure
+from twostep.lab.eagle.answers import Answer
+from twostep.lab.eagle.target import Target, new_head
+from twostep.lab.eagle.training import Trainer, TrainingPlan
+from twostep.lab.one_prompt import prompt_batch
+from twostep.model.eagle.files import save_head
+from twostep.model.eagle.head import EagleHead
+from twostep.model.eagle.proposals import likeliest, propose
+from twostep.model.eagle.proposer import EagleProposer
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.model.step.layer_states import LayerStates
+from twostep.process.startup import NoProgress
+from twostep.sampling_params import SamplingParams
+from twostep.settings.speculative import SpeculativeConfig
+from twostep.worker.config import WorkerConfig
+from twostep.worker.local_engine import LocalEngine
+from twostep.worker.model import load_model, settle
+
+K = 3
+BOUNDS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 24, "hash_unit": 8}
+
+
+def new_runner(directory: Path, num_blocks: int = 120) -> ModelRunner:
+    return ModelRunner(directory, dtype="float32", num_blocks=num_blocks, block_size=8, num_threads=1)
+
+
+def drafting(runner: ModelRunner, head: EagleHead, **bounds: Any) -> tuple[Engine, EagleProposer]:
+    proposer = EagleProposer(runner, head)
+    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=K)
+    return Engine(runner, EngineConfig(**(BOUNDS | bounds), speculative=config), proposer=proposer), proposer
+
+
+def request(number: int, token_ids: Sequence[int], **sampling: Any) -> EngineRequest:
+    return EngineRequest(
+        seq_id=f"r{number}",
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(**({"max_tokens": 24, "temperature": 0.0, "ignore_eos": True} | sampling)),
+        prefix_key=b"k",
+    )
+
+
+def requests(vocab_size: int) -> list[EngineRequest]:
+    """Of all kinds, some with the same beginning."""
+    rng = random.Random(5)
+    beginning = [rng.randrange(3, vocab_size) for _ in range(20)]
+    made = []
+    for number in range(30):
+        prompt = [*(beginning if rng.random() < 0.4 else ()), *(rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 40)))]
+        options = {
+            "max_tokens": rng.randrange(1, 30),
+            "temperature": rng.choice([0.0, 0.7, 1.5]),
+            "top_p": rng.choice([1.0, 0.9]),
+            "repetition_penalty": rng.choice([1.0, 1.3]),
+            "min_tokens": rng.choice([0, 1]),
+            "speculate": rng.random() < 0.9,
+        }
+        made.append(request(number, prompt, seed=number, **options))
+    return made
+
+
+def tokens_of(engine: Engine, asked: Sequence[EngineRequest]) -> list[list[int]]:
+    return [[token.token_id for token in answer] for answer in generate(engine, asked)]
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_llama_dir: Path) -> tuple[EagleHead, EngineRequest, list[int]]:
+    """A head that knows one answer by heart, what was asked, and that answer."""
+    runner = new_runner(tiny_llama_dir)
+    asked = request(0, [5, 6, 7, 8, 9, 10], max_tokens=60)
+    (token_ids,) = tokens_of(Engine(runner, EngineConfig(**BOUNDS)), [asked])
+    answer = Answer(asked.token_ids, token_ids, asked.sampling, False)
+    trainer = Trainer(
+        new_head(runner, torch.arange(runner.vocab_size), 0),
+        TrainingPlan(num_rounds=60, num_steps=K, batch_size=1, learning_rate=5e-3, seed=0),
+    )
+    look = Target(runner, trainer.head).look
+    trainer.train([answer], lambda number: look(number, answer.whole), lambda: None, NoProgress())
+    head = trainer.head.eval().requires_grad_(False)
+    assert measure(head, [answer], lambda number: look(number, answer.whole), K).tokens_per_step > 3
+    return head, asked, token_ids
+
+
+@pytest.mark.parametrize("num_blocks", [120, 26])
+def test_answers_are_those_without_drafts(
+    tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]], num_blocks: int
+) -> None:
+    """Of requests of all kinds beside each other, in chunks, with prefixes that are there already, and where blocks are too few for all."""
+    runner = new_runner(tiny_llama_dir, num_blocks)
+    asked = requests(runner.vocab_size)
+    want = tokens_of(Engine(runner, EngineConfig(**BOUNDS)), asked)
+    engine, proposer = drafting(runner, learned[0])
+    assert tokens_of(engine, asked) == want
+    stats = engine.stats()
+    assert sum(stats.num_drafted) > 50
+    assert not stats.drafting_failed
+    # What has ended is forgotten with the next step.
+    proposer.prepare([], 0)
+    assert proposer.num_held == 0
+
+
+def test_a_head_that_knows_the_answer_saves_steps(tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]]) -> None:
+    head, asked, want = learned
+    runner = new_runner(tiny_llama_dir)
+    engine, _ = drafting(runner, head)
+    assert tokens_of(engine, [asked]) == [want]
+    assert engine.steps < len(want) / 2
+    stats = engine.stats()
+    assert len(stats.num_accepted) == K
+    assert sum(stats.num_accepted) > 0.7 * sum(stats.num_drafted)
+
+
+def test_proposals_are_the_head_s_own(tiny_llama_dir: Path) -> None:
+    """Those of the plain function over the states that the model has, of prompts in chunks, too."""
+    runner = new_runner(tiny_llama_dir)
+    head = new_head(runner, torch.arange(0, runner.vocab_size, 2), 3).requires_grad_(False)
+    engine, proposer = drafting(runner, head, max_num_batched_tokens=5)
+    told: list[tuple[list[int], Sequence[int]]] = []
+    prepare = proposer.prepare
+
+    def listening(wanted: Sequence[Wanted], most_rows: int) -> None:
+        prepare(wanted, most_rows)
+        told.extend((list(each.sequence.tokens), proposer.propose(each.sequence.seq_id, each.sequence.tokens, K)) for each in wanted)
+
+    proposer.prepare = listening  # type: ignore[method-assign]
+    tokens_of(engine, [request(0, [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], max_tokens=12)])
+    assert len(told) > 4
+    oracle, states = new_runner(tiny_llama_dir), LayerStates(head.config.layers_of(runner.config))
+    for tokens, proposed in told:
+        oracle.forward(prompt_batch(tokens[:-1], oracle.kv_shape), states)
+        assert list(proposed) == propose(head, states.joined(), tokens, len(proposed), likeliest)
+        assert proposed
+
+
+def test_of_a_prompt_that_was_handed_over_the_answer_is_seen(
+    tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]]
+) -> None:
+    """The KV comes from another worker, whose states nobody has: drafts begin all the same, and answers stay what they are."""
+    head, asked, want = learned
+    elsewhere, runner = new_runner(tiny_llama_dir), new_runner(tiny_llama_dir)
+    prefill = Engine(elsewhere, EngineConfig(**BOUNDS))
+    prefill.submit(asked, hold=True)
+    got = [token.token_id for token in prefill.step().tokens]
+    engine, _ = drafting(runner, head)
+    reservation = engine.reserve(asked)
+    blocks = prefill.block_ids("r0")
+    data = elsewhere.new_host_blocks(len(blocks))
+    elsewhere.read_blocks(blocks, data)
+    runner.write_blocks(reservation.block_ids[: len(blocks)], data)
+    engine.commit("r0", got)
+    while len(got) < len(want):
+        got += [token.token_id for token in engine.step().tokens]
+    assert got == want
+    assert sum(engine.stats().num_drafted) > 10
+
+
+def test_a_head_that_breaks_leaves_requests_alone(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = new_runner(tiny_llama_dir)
+    asked = requests(runner.vocab_size)
+    want = tokens_of(Engine(runner, EngineConfig(**BOUNDS)), asked)
+    engine, _ = drafting(runner, new_head(runner, torch.arange(runner.vocab_size), 0).requires_grad_(False))
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("as it was told to")
+
+    monkeypatch.setattr("twostep.model.eagle.proposer.DraftedSequence.extend_fused", broken)
+    assert tokens_of(engine, asked) == want
+    assert engine.stats().drafting_failed
+
+
+def worker_config(model: Path, head: Path) -> WorkerConfig:
+    config = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    return WorkerConfig(
+        role="decode", model=str(model), device="cpu", dtype="float32", num_blocks=60, calibrate=False, speculative_config=config
+    )
+
+
+def test_a_worker_drafts_with_the_head_that_it_is_given(
+    tiny_llama_dir: Path, tmp_path: Path, learned: tuple[EagleHead, EngineRequest, list[int]]
+) -> None:
+    head, asked, want = learned
+    save_head(head, tmp_path)
+    config = settle(worker_config(tiny_llama_dir, tmp_path))
+    engine = LocalEngine(config, load_model(config)).engine
+    assert tokens_of(engine, [asked]) == [want]
+    assert engine.steps < len(want) / 1.5
+
+
+def test_what_is_no_head_of_the_model_is_refused_by_name(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="nothing-here"):
+        load_model(worker_config(tiny_llama_dir, tmp_path / "nothing-here"))
+    save_head(random_head(), tmp_path)
+    with pytest.raises(SetupError, match="vocab_size"):
+        load_model(worker_config(tiny_llama_dir, tmp_path))
+    with pytest.raises(SetupError, match="architectures"):
+        load_model(worker_config(tiny_llama_dir, tiny_llama_dir))
