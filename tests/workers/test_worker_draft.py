@@ -14,12 +14,12 @@ from tiny_models import save_tiny_model
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
-from twostep.model.families.config import GatedDeltaConfig
+from twostep.model.families.config import EncoderConfig, GatedDeltaConfig
 from twostep.model.families.registry import parse_config as parse_config_of_model
 from twostep.process.free_memory import Free
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig, parse_config
-from twostep.worker.draft import check_fit
+from twostep.worker.draft import check_fit, find_draft
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import load_model, settle
 
@@ -94,12 +94,22 @@ def test_what_cannot_draft_is_refused_by_name(tiny_llama_dir: Path, tmp_path: Pa
     assert "--runner fake" in refused(tiny_llama_dir, "--runner", "fake")
 
 
-def test_a_model_that_gives_no_tokens_or_keeps_states_is_refused(tiny_llama_dir: Path) -> None:
+def test_a_model_that_cannot_go_on_from_any_token_is_refused(tiny_llama_dir: Path) -> None:
     served = parse_config_of_model(tiny_llama_dir)
     states = GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=8, value_dim=8, kernel=4, layers=(True, True, False))
-    for fields, message in (({"generates": False}, "no output layer"), ({"gated_delta": states}, "keep states")):
+    encoder = EncoderConfig(num_layers=1, num_buckets=8, max_distance=16, scaled_output=True)
+    cases = (({"generates": False}, "no output layer"), ({"gated_delta": states}, "keep states"), ({"encoder": encoder}, "an encoder"))
+    for fields, message in cases:
         with pytest.raises(SetupError, match=message):
             check_fit(replace(served, **fields), tiny_llama_dir, served, tiny_llama_dir)  # type: ignore[arg-type]
+
+
+def test_no_model_drafts_for_one_with_an_encoder(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = EncoderConfig(num_layers=1, num_buckets=8, max_distance=16, scaled_output=True)
+    served = replace(parse_config_of_model(tiny_llama_dir), encoder=encoder)
+    monkeypatch.setattr("twostep.model.families.registry.parse_config", lambda directory, architecture: served)
+    with pytest.raises(SetupError, match="method ngram drafts for a model with an encoder"):
+        find_draft(config_of(tiny_llama_dir, tiny_llama_dir, "--num-blocks", "30"), tiny_llama_dir)
 
 
 def test_a_model_without_tokenizer_is_taken_at_its_word(tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,10 +93,13 @@ def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | EagleDr
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
 
     try:
+        served = parse_config(served_dir, config.architecture)
+        if served.encoder is not None:
+            raise SetupError("nothing but method ngram drafts for a model with an encoder; give that, or leave --speculative-config out")
         if speculative.method == EAGLE3:
-            return EagleDraft(config, Path(name), parse_config(served_dir, config.architecture))
+            return EagleDraft(config, Path(name), served)
         model_dir = resolve(name, weights=not config.dummy_weights, cache_dir=config.cache_dir, progress=log.info)
-        return Draft(config, model_dir, parse_config(served_dir, config.architecture), served_dir)
+        return Draft(config, model_dir, served, served_dir)
     except SetupError as error:
         raise SetupError(f"--speculative-config, model {name}: {error.message}") from error
 
@@ -105,6 +108,8 @@ def check_fit(model: ModelConfig, model_dir: Path, served: ModelConfig, served_d
     """Raises SetupError where `model` cannot draft for `served`."""
     if not model.generates:
         raise SetupError(f"it has no output layer, so that it gives no tokens; give a model that generates, {_LEAVE_OUT}")
+    if model.encoder is not None:
+        raise SetupError(f"it has an encoder, which reads a prompt whole; give a decoder, {_LEAVE_OUT}")
     if model.gated_delta is not None:
         raise SetupError(f"its layers keep states, which cannot forget drafts that did not come; give another model, {_LEAVE_OUT}")
     if model.vocab_size != served.vocab_size:

@@ -25,6 +25,7 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_encoder import EncoderStep
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.prompt_readout import PromptReadout
 
 _MAX_BUCKETS = 1024
@@ -222,15 +223,15 @@ class T5(Decoder):
         self._encoder_norm.finish_loading(self._ops)
         super().finish_loading()
 
-    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None, states: LayerStates | None = None) -> torch.Tensor:
         """The encoder takes the prompts that begin in the step, and leaves keys and values of them for each of the decoder's layers; then
         the decoder takes all other tokens."""
-        assert reader is None, "an encoder's prompt has no logits, and its states are not asked for"
+        assert (reader, states) == (None, None), "an encoder's prompt has no logits, and its states are not asked for"
         step = EncoderStep(batch, cache, self.config.num_heads, self._prompt_bias, self._answer_bias)
         if step.prompts is not None:
-            states = self._encode(step.prompts)
+            encoded = self._encode(step.prompts)
             for layer in self._cross_layers:
-                step.prompts.write(layer.index, layer.cross.keys_and_values(states))
+                step.prompts.write(layer.index, layer.cross.keys_and_values(encoded))
         return self._decode(step)
 
     def _encode(self, plan: AttentionPlan) -> torch.Tensor:
@@ -255,7 +256,7 @@ class T5(Decoder):
         states = projected.index_select(0, step.answers.sample_rows)
         if not len(states):
             return states.new_empty(0, self.config.vocab_size)
-        return self._logits(states * self._scale if self._scale != 1.0 else states)
+        return self.logits(states * self._scale if self._scale != 1.0 else states)
 
 
 def _names(first: int) -> tuple[str, str, str, str]:

@@ -67,7 +67,7 @@ class Int8Linear:
         self._activations = weight.activations
         self._in_one = weight.activations is not None and weight.activations.how == PER_TOKEN
         # Of bags of one row each torch's operator computes the first only.
-        kept = 1 < weight.shape[1] and weight.values.numel() <= KEPT_TWICE and not self._in_one and columns_work()
+        kept = weight.shape[1] > 1 and weight.values.numel() <= KEPT_TWICE and not self._in_one and columns_work()
         self._columns = WeightColumns(weight.values, torch.get_num_threads()) if kept else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
