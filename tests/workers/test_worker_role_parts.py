@@ -98,7 +98,7 @@ def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.
         assert config_in_role(other, role) == config
         assert (config.max_num_seqs, other.max_num_seqs) == (256, 256)
         # Memory is set aside for the larger steps, whichever role takes them.
-        sizing = worker_model._pool(replace(config, kv_cache_memory_bytes=0), Path("m"))
+        sizing = worker_model._pool(replace(config, kv_cache_memory_bytes=0), Path("m"), None)
         assert not isinstance(sizing, int)
         assert sizing.max_num_batched_tokens == 4096
         told = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=100))
