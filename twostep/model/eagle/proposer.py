@@ -11,6 +11,7 @@ worse, and no answer another.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 _ROWS_TOGETHER = 16
 # Of what a token took, so much is believed at once.
 _LEARNT = 0.1
-_FIRST_TOKENS = 4
+_FIRST_ROUNDS, _FIRST_TOKENS = 8, 4
 
 
 @dataclass(slots=True)
@@ -68,12 +69,16 @@ class EagleProposer(Proposer):
         self._token_s = self._first_tokens()
 
     def _first_tokens(self) -> float:
+        """Returns what a token takes, the quickest of some rounds: while a worker starts, others do too, and a head that seems slow is
+        hardly ever asked how slow it is."""
         trial = DraftedSequence(self._head)
         trial.extend(torch.zeros(1, 3 * self._head.config.target_hidden_size), [0])
-        trial.propose(_FIRST_TOKENS, own=True)
-        began = self._clock()
-        trial.propose(_FIRST_TOKENS, own=True)
-        return (self._clock() - began) / _FIRST_TOKENS
+        quickest = math.inf
+        for _ in range(_FIRST_ROUNDS):
+            began = self._clock()
+            trial.propose(_FIRST_TOKENS, own=True)
+            quickest = min(quickest, self._clock() - began)
+        return quickest / _FIRST_TOKENS
 
     @property
     def time(self) -> DraftTime:
