@@ -67,6 +67,8 @@ Curve = Annotated[StepCurve | None, AfterValidator(_finite)]
 
 # Planes of a block of most models.
 KEYS_AND_VALUES = 2
+# How a state's bytes lie in its blocks: by key head and column (twostep/model/step/state_columns.py). Whoever changes that counts this up.
+STATE_LAYOUT = 1
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -86,6 +88,8 @@ class LayoutRecord:
     quantization: str = "none"
     num_planes: Int = KEYS_AND_VALUES  # or 1: latent attention's, whose keys are its values
     num_state_blocks: Int = 0  # those of a sequence's state, after its KV's
+    # STATE_LAYOUT of its version. 0: there is no state, or it lies as in the first versions with states.
+    state_layout: Int = 0
 
     def said(self) -> dict[str, Any]:
         """Returns its fields by name, as they are written for others: what older versions do not know is left out where it is what they
@@ -95,6 +99,8 @@ class LayoutRecord:
             del named["num_planes"]
         if not self.num_state_blocks:
             del named["num_state_blocks"]
+        if not self.state_layout:
+            del named["state_layout"]
         return named
 
 
