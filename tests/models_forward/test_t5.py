@@ -224,8 +224,10 @@ def test_planned_sizes(model: tuple[Any, Path], quantization: str, tmp_path: Pat
 
 
 def test_requests_that_it_cannot_serve(model: tuple[Any, Path]) -> None:
-    engine = Engine(ModelRunner(model[1], num_blocks=NUM_BLOCKS, block_size=BLOCK), EngineConfig(max_num_batched_tokens=40, max_num_seqs=8))
+    config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=8)
+    engine = Engine(ModelRunner(model[1], num_blocks=NUM_BLOCKS, block_size=BLOCK), config)
     longest = [5] * 32 + [START]
+    assert len(longest) == config.prompt_room, "as workers tell routers"
     engine.submit(request("longest", longest))
     cases = {
         "--max-num-batched-tokens": request("longer", [5, *longest]),

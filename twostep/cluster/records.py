@@ -200,6 +200,8 @@ class WorkerRecord:
     cached_at_watch: bool = False
     embeds: bool = False  # as a prefill worker, it takes Embed; 0.1 did not
     engine_pid: Int = 0  # of its engine's process; 0: the engine has none of its own
+    # Longest prompt that it takes of a model whose encoder reads it in one step, the decoder's first token included; 0: of any length.
+    max_prompt_tokens: Int = 0
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
     @property
