@@ -47,7 +47,8 @@ T = TypeVar("T")
 class Prompt:
     """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
     marks its reasoning with, None for prompts that are no chats, and `begun` whether the prompt has begun it; `tools`, which calls to look
-    for; `before`, what the answer's text goes on with, None: with the prompt."""
+    for; `before`, what the answer's text goes on with, None: with the prompt. The last `num_added` of the ids were put behind
+    those that the client sent, and are not counted or told as its own."""
 
     ids: Sequence[int]
     tokenizer: Tokenizer
@@ -55,6 +56,12 @@ class Prompt:
     begun: Begun = Begun.OVER
     tools: ToolUse = NO_TOOLS
     before: Sequence[int] | None = None
+    num_added: int = 0
+
+    @property
+    def told(self) -> Sequence[int]:
+        """Returns the ids that the client is told: sent again, they are the same prompt."""
+        return self.ids[: -self.num_added] if self.num_added else self.ids
 
     def answer(self, sampling: SamplingParams) -> AnswerReader:
         splitter = None if self.reasoning is None else self.reasoning.splitter(self.begun)
@@ -151,7 +158,7 @@ class PromptReader:
         if not prompt.ids:
             raise InvalidRequest(f"{kind} gives no tokens; send some text")
         if (start := self._card.decoder_start_token_id) is not None:
-            prompt = replace(prompt, ids=[*prompt.ids, start], before=(start,))
+            prompt = replace(prompt, ids=[*prompt.ids, start], before=(start,), num_added=1)
         return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
 
     async def embedding_input(
