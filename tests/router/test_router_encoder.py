@@ -65,3 +65,15 @@ async def test_a_prompt_goes_where_a_step_has_room_for_it(cluster: Cluster, pref
     assert f"its {ROOM} tokens" in refused["message"]
     assert "--max-num-batched-tokens" in refused["message"]
     assert len(other.requests) == 1
+
+
+async def test_what_an_encoder_cannot_do_is_refused_by_the_router(
+    cluster: Cluster, prefill: FakePrefill, http: aiohttp.ClientSession
+) -> None:
+    for asked in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
+        error = (await told(http, TEXT, {"prompt": [5, 6], "max_tokens": 2} | asked, status=400))["error"]
+        assert "encoder" in error["message"]
+        assert prefill.record.worker_id not in error["message"]
+    error = (await told(http, "/v1/embeddings", {"input": [5, 6]}, status=400))["error"]
+    assert "encoder" in error["message"]
+    assert not prefill.requests
