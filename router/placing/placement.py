@@ -137,8 +137,9 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
     if missing:
         return NoPlacement(shortage=Shortage.MISSING, reason=_missing(missing, snapshot))
     total = demand.num_tokens + demand.max_new_tokens
-    fitting_prefill = [c for c in prefill if _fits(c.record, demand.num_tokens, total)]
-    fitting_decode = [c for c in decode if _fits(c.record, total, total)]
+    prompt = demand.num_prompt_tokens or demand.num_tokens
+    fitting_prefill = [c for c in prefill if _fits(c.record, demand.num_tokens, total, prompt)]
+    fitting_decode = [c for c in decode if _fits(c.record, total, total, prompt)]
     if not fitting_decode or not (fitting_prefill or any(_alone(c.record) for c in fitting_decode)):
         return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large(demand, prefill, decode))
     best = _Choice(fitting_prefill, fitting_decode, demand, skip_excluded=True).best()
@@ -160,7 +161,7 @@ def _place_embedding(snapshot: Snapshot, demand: PlacementRequest) -> Placement 
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
     if not prefill:
         return NoPlacement(shortage=Shortage.MISSING, reason=_missing(["prefill"], snapshot, _FOR_EMBEDDINGS))
-    fitting = [c for c in prefill if _fits(c.record, demand.num_tokens, demand.num_tokens)]
+    fitting = [c for c in prefill if _fits(c.record, demand.num_tokens, demand.num_tokens, demand.num_tokens)]
     if not fitting:
         return NoPlacement(shortage=Shortage.TOO_LARGE, reason=_too_large(demand, prefill, []))
     best = _Choice(fitting, [], demand, skip_excluded=True).best_for_prompt()
@@ -177,9 +178,11 @@ def _serves(record: WorkerRecord) -> bool:
     return record.ready and not record.draining
 
 
-def _fits(record: WorkerRecord, num_tokens: int, total: int) -> bool:
-    """Says whether `num_tokens` fit its pool and `total` its context."""
-    return total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
+def _fits(record: WorkerRecord, num_tokens: int, total: int, prompt: int) -> bool:
+    """Says whether `num_tokens` fit its pool, `total` its context, and the `prompt` one of its steps, where an encoder reads it in one. A
+    decode worker needs that, too: it computes a sequence again that gave way."""
+    in_one_step = not record.max_prompt_tokens or prompt <= record.max_prompt_tokens
+    return in_one_step and total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
 
 
 # Layout, transports and version: all that says whether two workers can be paired, and by which transport. Layouts are numbered: hashing one
@@ -396,6 +399,16 @@ def _missing(roles: Sequence[str], snapshot: Snapshot, advice: str = "start one,
 def _too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
     """`prefill` may be empty, where decode workers compute prompts, and `decode`, where nothing is decoded."""
     sides = [side for side in (prefill, decode) if side]
+    prompt = demand.num_prompt_tokens or demand.num_tokens
+    rooms = [[c.record.max_prompt_tokens or prompt for c in side] for side in sides]
+    rooms_alone = [c.record.max_prompt_tokens or prompt for c in decode if _alone(c.record)]
+    longest = max(min(max(side) for side in rooms), *rooms_alone, 0)
+    if prompt > longest:
+        # Clients do not know of the last token, which the decoder begins with.
+        return (
+            f"the prompt is too long: the model's encoder reads its {prompt - 1} tokens in one step, and steps of the workers have room "
+            f"for {longest - 1} of one prompt; shorten it, or start workers with a higher --max-num-batched-tokens or lower --max-num-seqs"
+        )
     slots = min(max(c.record.num_blocks * c.record.layout.block_size for c in side) for side in sides)
     context = min(max(c.record.max_model_len for c in side) for side in sides)
     new, less = ("", "") if demand.embeds else (f" and up to {demand.max_new_tokens} new ones", " or ask for fewer new tokens (max_tokens)")

@@ -47,7 +47,8 @@ T = TypeVar("T")
 class Prompt:
     """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
     marks its reasoning with, None for prompts that are no chats, and `begun` whether the prompt has begun it; `tools`, which calls to look
-    for; `before`, what the answer's text goes on with, None: with the prompt."""
+    for; `before`, what the answer's text goes on with, None: with the prompt. The last `num_added` of the ids were put behind
+    those that the client sent, and are not counted or told as its own."""
 
     ids: Sequence[int]
     tokenizer: Tokenizer
@@ -55,6 +56,12 @@ class Prompt:
     begun: Begun = Begun.OVER
     tools: ToolUse = NO_TOOLS
     before: Sequence[int] | None = None
+    num_added: int = 0
+
+    @property
+    def told(self) -> Sequence[int]:
+        """Returns the ids that the client is told: sent again, they are the same prompt."""
+        return self.ids[: -self.num_added] if self.num_added else self.ids
 
     def answer(self, sampling: SamplingParams) -> AnswerReader:
         splitter = None if self.reasoning is None else self.reasoning.splitter(self.begun)
@@ -96,6 +103,7 @@ class PromptReader:
         self._tools_tokenizer = tokenizer.showing(self._format.special_ids(tokenizer, with_tools=True))
         self._open_tokenizer = tokenizer.showing(tokenizer.special_ids)
         self._card = card
+        self._has_encoder = card.decoder_start_token_id is not None
         self._renderer = renderer
         self._default_max_tokens = default_max_tokens
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -151,7 +159,7 @@ class PromptReader:
         if not prompt.ids:
             raise InvalidRequest(f"{kind} gives no tokens; send some text")
         if (start := self._card.decoder_start_token_id) is not None:
-            prompt = replace(prompt, ids=[*prompt.ids, start], before=(start,))
+            prompt = replace(prompt, ids=[*prompt.ids, start], before=(start,), num_added=1)
         return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
 
     async def embedding_input(
@@ -159,6 +167,8 @@ class PromptReader:
     ) -> Prompt:
         """Reads what is to be embedded, of at most `most` tokens. With `cut_to`, of a longer text the first tokens are kept, and of token
         ids the last, as vLLM does it. Raises InvalidRequest (ContextExceeded), ResourceExhausted."""
+        if self._has_encoder:
+            raise InvalidRequest("this model has an encoder, of which no embeddings are made; ask another model for them")
         if not isinstance(given, str):
             if not len(given):
                 raise InvalidRequest("token_ids is empty; send at least one id")
@@ -244,6 +254,11 @@ class PromptReader:
             if not 0 <= token_id < self._card.vocab_size:
                 raise InvalidRequest(f"{field} is {token_id}; the vocabulary of this model has ids from 0 to {self._card.vocab_size - 1}")
         prompt_logprobs = proto.prompt_logprobs if proto.HasField("prompt_logprobs") else None
+        if prompt_logprobs is not None and self._has_encoder:
+            raise InvalidRequest(
+                f"prompt_logprobs is {prompt_logprobs}, and this model's encoder reads the prompt, whose tokens have no log probabilities; "
+                "leave it out (and echo with logprobs)"
+            )
         if prompt_logprobs is not None and num_prompt_tokens * (1 + prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest(
                 f"prompt_logprobs is {prompt_logprobs} and the prompt has {num_prompt_tokens} tokens, each with its own; "
@@ -282,7 +297,7 @@ class PromptReader:
 
     def text_of(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
         """Returns the text that a client sees which has these tokens of an answer."""
-        if self._card.decoder_start_token_id is not None:
+        if self._has_encoder:
             prompt = prompt[-1:]
         return Detokenizer(self._tokenizer, prompt).push(token_ids) if token_ids else ""
 

@@ -23,7 +23,7 @@ class RequestJob:
     of the answer that the client has already. Without `migrate`, nothing is begun again once the client has been sent tokens. `targets`
     are what the client was promised, the first token counted from `arrived`. `expected_tokens`: how many the answer is thought to have.
     `prompt_only`: it has none; the one that workers sample all the same is dropped. `pooling`: it is one for an embedding, without tokens;
-    None: it is not."""
+    None: it is not. `num_added`: as of Prompt."""
 
     request_id: str
     prompt: Sequence[int]
@@ -40,6 +40,7 @@ class RequestJob:
     targets: Targets = NO_TARGETS
     arrived: float = field(default_factory=time.monotonic)
     expected_tokens: int = 1
+    num_added: int = 0
 
     @property
     def computes_all(self) -> bool:

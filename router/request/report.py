@@ -100,7 +100,8 @@ class RequestReport:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return 0 if self.job is None else len(self.job.prompt)
+        """Returns how many there are as the client counts them."""
+        return 0 if self.job is None else len(self.job.prompt) - self.job.num_added
 
     @property
     def num_output_tokens(self) -> int:

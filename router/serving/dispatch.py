@@ -67,6 +67,7 @@ class _Dispatch:
             tpot_ms=None if targets.tpot_s is None else 1e3 * targets.tpot_s,
             gap_ms=None if targets.gap_s is None else 1e3 * targets.gap_s,
             embeds=job.pooling is not None,
+            num_prompt_tokens=len(job.prompt),
         )
 
 

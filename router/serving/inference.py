@@ -93,7 +93,7 @@ class Caller(Asker, Protocol):
         ...
 
     def accepted(self, prompt: Sequence[int]) -> None:
-        """Gets the prompt's token ids, before the first piece."""
+        """Gets the prompt's token ids, as Prompt.told has them, before the first piece."""
         ...
 
     async def write_prompt(self, part: inference_pb2.PromptLogprobs) -> None:
@@ -265,10 +265,10 @@ class Inference:
             prompt = await read_prompt()
             job = report.job = self._job(request, prompt, name, caller, report)
             await self.prompts.check_grammar(job.sampling)
-            with caller.identity.spending(len(job.prompt)) as spending:
+            with caller.identity.spending(report.num_prompt_tokens) as spending:
                 report.offered = True
                 self._demand.arrived(job)
-                caller.accepted(job.prompt)
+                caller.accepted(prompt.told)
                 answer = report.answer = prompt.answer(job.sampling)
                 text = await self.prompts.resume(answer, job.resumed, job.sampling)
                 parser, write = prompt.tools.parser(), caller.write
@@ -296,6 +296,7 @@ class Inference:
         most_tokens = max(1, sampling.max_tokens - len(request.resume_token_ids))
         return RequestJob(
             prompt=prompt.ids,
+            num_added=prompt.num_added,
             sampling=prompt.held(sampling),
             prompt_only=request.sampling.HasField("max_tokens") and not request.sampling.max_tokens,
             resumed=list(request.resume_token_ids),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from t5_models import save_t5
 
 from twostep.engine.batch import Batch
 from twostep.errors import SetupError
@@ -132,3 +133,35 @@ def test_a_pool_is_sized_by_running_the_widest_step(monkeypatch: pytest.MonkeyPa
     assert steps == [1, 8, 40]
     with pytest.raises(SetupError, match="--max-num-batched-tokens"):
         blocks(fails_at=40)
+
+
+@pytest.mark.parametrize(("most", "context"), [(40, 64), (40, 24), (1, 64)])
+def test_with_an_encoder_the_longest_prompt_and_answer_are_steps_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, context: int
+) -> None:
+    save_t5("t5", tmp_path, n_positions=context)
+    runner = ModelRunner(tmp_path, num_blocks=1, block_size=4, max_model_len=context)
+    steps: list[tuple[int, int, list[int] | None]] = []  # sequences, tokens, and how many of them the encoder reads
+
+    def step(batch: Batch) -> object:
+        steps.append((len(batch.seq_lens), len(batch.token_ids), None if batch.num_encoded is None else batch.num_encoded.tolist()))
+        return runner.run(batch)
+
+    for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device=None: None)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 5 * GIB)
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 6 * GIB)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (14 * GIB, 20 * GIB))
+    measured_blocks(
+        step,
+        runner.kv_shape,
+        PoolSizing(utilization=0.5, max_num_batched_tokens=most, max_num_seqs=3),
+        device=torch.device("cuda", 0),
+        free_at_start=19 * GIB,
+        graphs=0,
+        vocab_size=runner.vocab_size,
+        max_model_len=context,
+        progress=NoProgress(),
+    )
+    longest = min(most, context)
+    assert steps[2:] == [(min(3, most), most, None), (1, longest, None), (1, longest, [min(1, longest - 1)])]

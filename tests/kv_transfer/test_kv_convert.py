@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from kv_transfer import convert, kv_numbers, wire_encoding
 from kv_transfer.convert import Assembler, block_bytes, pack, unpack
-from twostep.cluster.convertible import cache_key_fields, check_convertible, same_numbers
-from twostep.cluster.records import LayoutRecord
+from kv_transfer.ticket import fingerprint, layout_from_proto, layout_to_proto
+from twostep.cluster.convertible import cache_key_fields, check_convertible, joinable, same_numbers
+from twostep.cluster.records import STATE_LAYOUT, LayoutRecord
 from twostep.engine.batch import KvShape
 from twostep.errors import DataLoss, Incompatible, InvalidRequest
 from twostep.model.step import kv_quantization
 from twostep.model.step.kv_cache import DTYPES, KvCache
+from twostep.worker.model import layout_of as told_layout
 
 FORMATS = [("float32", "none"), ("bfloat16", "none"), ("float16", "none"), ("bfloat16", "int8"), ("float32", "fp8"), ("bfloat16", "fp8")]
 FOUR_BITS = [("float32", "int4"), ("bfloat16", "int4")]
@@ -217,6 +219,21 @@ def test_what_cannot_be_converted_is_refused(changes: dict[str, object]) -> None
     check_convertible(layout_of(), layout_of())
     with pytest.raises(Incompatible):
         check_convertible(layout_of(**changes), layout_of())
+
+
+def test_states_that_lie_differently_are_refused() -> None:
+    """A worker of a version before the field says nothing of it: its states lie otherwise in blocks of the same size."""
+    before, today = layout_of(num_state_blocks=6), layout_of(num_state_blocks=6, state_layout=STATE_LAYOUT)
+    check_convertible(today, today)
+    for source, target in ((before, today), (today, before)):
+        with pytest.raises(Incompatible):
+            check_convertible(source, target)
+        assert not joinable(source, target)
+    assert fingerprint(before) != fingerprint(today), "tickets of the one are refused by the other, too"
+    assert layout_from_proto(layout_to_proto(today)) == today
+    shape = KvShape(num_blocks=1, block_size=4, num_layers=2, num_kv_heads=2, head_dim=3, dtype="float32")
+    assert "state_layout" not in told_layout(shape, "m").said(), "as before where there is no state"
+    assert told_layout(replace(shape, num_state_blocks=6), "m").said()["state_layout"] == STATE_LAYOUT
 
 
 def test_what_was_rounded_never_shares_a_key() -> None:

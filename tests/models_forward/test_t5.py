@@ -26,6 +26,7 @@ from twostep.lab.bench.roofline import ModelShape
 from twostep.lab.plan.model import read_model, worker_memory
 from twostep.model.families.registry import parse_config
 from twostep.model.families.sharding import shard_of
+from twostep.model.kernels import torch_encoder
 from twostep.model.loading.weights import check_weights
 from twostep.model.runner.model_runner import ModelRunner, kv_shape
 from twostep.pooling import Pooling
@@ -88,6 +89,29 @@ def test_prompts_and_answers_in_any_company(model: tuple[Any, Path], block_size:
         want = reference_logits(oracle, sequence.tokens[:length], sequence.tokens[length:])
         got = torch.stack([sequence.logits[place] for place in range(length - 1, len(sequence.tokens))])
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_biases_are_made_for_a_few_queries_at_once(model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one long prompt, and of an answer that is computed again: all of them would be quadratic in the length."""
+    oracle, directory = model
+    runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=4)
+    sizes, attend = list[int](), torch.nn.functional.scaled_dot_product_attention
+
+    def attend_and_note(*args: torch.Tensor, attn_mask: torch.Tensor, scale: float) -> torch.Tensor:
+        sizes.append(attn_mask.nbytes)
+        return attend(*args, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(torch_encoder, "TILE_BYTES", 1 << 15)
+    for num_prompt, num_answer in [(150, 1), (3, 140), (90, 60)]:
+        (sequence,) = scattered_sequences([num_prompt + num_answer], 4, NUM_BLOCKS, random.Random(num_prompt))
+        sequence.tokens[num_prompt - 1] = START
+        with monkeypatch.context() as patched:
+            patched.setattr("torch.nn.functional.scaled_dot_product_attention", attend_and_note)
+            advance(runner, [(sequence, len(sequence.tokens))], {id(sequence): num_prompt})
+        want = reference_logits(oracle, sequence.tokens[:num_prompt], sequence.tokens[num_prompt:])
+        got = torch.stack([sequence.logits[place] for place in range(num_prompt - 1, len(sequence.tokens))])
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    assert max(sizes) <= torch_encoder.TILE_BYTES
 
 
 def request(name: str, prompt: list[int], **sampling: Any) -> EngineRequest:
@@ -200,8 +224,10 @@ def test_planned_sizes(model: tuple[Any, Path], quantization: str, tmp_path: Pat
 
 
 def test_requests_that_it_cannot_serve(model: tuple[Any, Path]) -> None:
-    engine = Engine(ModelRunner(model[1], num_blocks=NUM_BLOCKS, block_size=BLOCK), EngineConfig(max_num_batched_tokens=40, max_num_seqs=8))
+    config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=8)
+    engine = Engine(ModelRunner(model[1], num_blocks=NUM_BLOCKS, block_size=BLOCK), config)
     longest = [5] * 32 + [START]
+    assert len(longest) == config.prompt_room, "as workers tell routers"
     engine.submit(request("longest", longest))
     cases = {
         "--max-num-batched-tokens": request("longer", [5, *longest]),

@@ -73,6 +73,7 @@ async def test_placement_is_asked_for_what_is_left_to_do_and_of_the_time() -> No
     assert late.ttft_ms == 0.0
     (resumed, *_), _ = await asked_for(job(**waited, resumed=[1, 2, 3]), Shortage.TOO_LARGE)
     assert (resumed.num_tokens, resumed.max_new_tokens, resumed.ttft_ms) == (103, 17, None), "its first token is promised no more"
+    assert (demand.num_prompt_tokens, resumed.num_prompt_tokens) == (100, 100)
 
 
 @pytest.mark.parametrize(

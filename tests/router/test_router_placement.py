@@ -169,6 +169,30 @@ def test_a_missing_transport_is_named_with_the_workers_that_lack_it() -> None:
     assert "no KV transport is ready on p0, d0" in nowhere.reason
 
 
+def test_a_prompt_that_an_encoder_reads_goes_where_a_step_has_room_for_it() -> None:
+    """On both sides: a decode worker computes it again after a preemption."""
+    short, long = {"max_prompt_tokens": 500}, {"max_prompt_tokens": 1000}
+    prefill = [candidate("p0", **short), candidate("p1", queued=5000, **long)]
+    decode = [candidate("d0", **short), candidate("d1", **long)]
+    assert chosen(prefill, decode) == ("p1", "d1")
+    begun = dataclasses.replace(demand(num_tokens=1020, max_new_tokens=80), num_prompt_tokens=1000)
+    assert chosen(prefill, decode, begun) == ("p1", "d1"), "an answer that was begun is not read by the encoder"
+    for sides in ((prefill[:1], decode), (prefill, decode[:1])):
+        told = shortage(*sides)
+        assert told.shortage is Shortage.TOO_LARGE
+        assert "999 tokens" in told.reason, "as clients count, without the token that the decoder begins with"
+        assert "499 of one prompt" in told.reason
+        assert "--max-num-batched-tokens" in told.reason
+        assert "--max-num-seqs" in told.reason
+    assert shortage(prefill, [decode[0], candidate("d1", excluded=True, **long)]).shortage is Shortage.EXCLUDED
+    assert shortage(prefill, decode, demand(num_tokens=1001)).shortage is Shortage.TOO_LARGE
+    both = [candidate("d0", local_prefill=True, **short), candidate("d1", local_prefill=True, **long)]
+    alone = place(Snapshot(prefill=prefill[:1], decode=both), demand())
+    assert isinstance(alone, Placement)
+    assert (alone.prefill, alone.decode.worker_id) == (None, "d1")
+    assert "999 of one prompt" in shortage(prefill[:1], both, demand(num_tokens=1001)).reason
+
+
 def test_what_can_never_fit_says_how_much_there_is() -> None:
     small = [candidate("d0", num_blocks=50)]
     told = shortage([candidate("p0")], small)

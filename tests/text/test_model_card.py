@@ -36,7 +36,8 @@ def test_as_transformers_saves_it(tiny_llama_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [
-        ({"decoder_start_token_id": 4, "pad_token_id": 2}, {"decoder_start_token_id": 5}, 4),
+        ({"decoder_start_token_id": 4, "pad_token_id": 2}, {"decoder_start_token_id": 5}, 5),
+        ({"decoder_start_token_id": 4, "pad_token_id": 2}, {}, 4),
         ({"pad_token_id": 2}, {"decoder_start_token_id": 5}, 5),
         ({"pad_token_id": 2}, {}, 2),
         ({}, {}, 0),
@@ -53,6 +54,9 @@ def test_what_a_decoder_begins_with(config: dict[str, Any], generation: dict[str
 def test_what_no_decoder_begins_with(start: Any, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="decoder_start_token_id"):
         ModelCard.load(make(tmp_path, config={"model_type": "t5", "decoder_start_token_id": start}))
+    named = make(tmp_path, config={"model_type": "t5"}, generation_config={"decoder_start_token_id": start})
+    with pytest.raises(SetupError, match=r"generation_config\.json: decoder_start_token_id"):
+        ModelCard.load(named)
 
 
 @pytest.mark.parametrize(

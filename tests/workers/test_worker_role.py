@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kv_transfer.transports import Transports
 from router.server import Router
 from twostep import AsyncClient
 from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
+from twostep.engine.config import prompt_room
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
 from twostep.rpc.call_signing import CallSigner, channel_to_worker, introduced
@@ -240,7 +241,7 @@ async def test_the_other_role_s_calls_are_refused_and_health_tells_what_is_the_c
         assert (stats.role, stats.ready, stats.draining) == ("decode", True, False)
 
 
-async def test_the_scheduler_is_that_of_the_role(make: Make) -> None:
+async def test_the_scheduler_is_that_of_the_role(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_num_batched_tokens": 96, "other_step_tokens": 32, "fixed_roles": True}
     async with make("prefill", **options) as system:
         worker = system.workers["w0"]
@@ -248,6 +249,10 @@ async def test_the_scheduler_is_that_of_the_role(make: Make) -> None:
             await system.switch("w0", role)
             assert worker.engine.max_num_batched_tokens == worker.record().step_tokens == budget
             assert worker.record().local_prefill == (role == "decode")
+            assert worker.record().max_prompt_tokens == 0
+        facts = worker.engine.facts
+        monkeypatch.setattr(worker.engine, "facts", replace(facts, shape=replace(facts.shape, has_encoder=True)))
+        assert worker.record().max_prompt_tokens == prompt_room(32, worker.config.max_num_seqs)
 
 
 # ---- who may, and when -----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _FOUR_TIMES = ("falcon", "gpt2")  # as wide as the model, is an MLP where the file says nothing
 _TURNED = ("c_attn", "c_fc", "c_proj")  # GPT-2's products
-WITH_ENCODER = ("t5",)
+WITH_ENCODER = ("t5",)  # before the decoder: it reads the prompt
 _PLAIN = ("falcon", "gpt2", "gpt_neox", "opt", "starcoder2")  # MLPs of two products, not three
 
 

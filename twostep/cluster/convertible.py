@@ -27,7 +27,7 @@ def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
     if (there := source.num_kv_heads * source.tp_size) != (here := target.num_kv_heads * target.tp_size):
         reasons.append(f"{there} KV heads in {source.tp_size} parts there are not the {here} in {target.tp_size} parts here")
     if (source.num_state_blocks or target.num_state_blocks) and source != target:
-        reasons.append("the model's state is handed over as it is: block size, dtype and format must be the same")
+        reasons.append("the model's state is handed over as it is: block size, dtype, format and version's state_layout must be equal")
     for side, layout in (("there", source), ("here", target)):
         reasons += [f"{reason} {side}" for reason in _faults(layout)]
     return reasons

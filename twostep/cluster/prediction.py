@@ -124,8 +124,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """Describes what a request needs. `num_tokens` are to be prefilled, `max_new_tokens` may follow them. The targets are milliseconds from
-    now; None: as soon as can be. `embeds`: the prompt is all there is, and none of its KV is wanted."""
+    """Describes what a request needs. `num_tokens` are to be prefilled, of which `num_prompt_tokens` are the prompt's (0: all of them) and
+    the others an answer's that was begun; `max_new_tokens` may follow them. The targets are milliseconds from now; None: as soon as can be.
+    `embeds`: the prompt is all there is, and none of its KV is wanted."""
 
     request_id: str
     num_tokens: int
@@ -135,6 +136,7 @@ class PlacementRequest:
     tpot_ms: float | None = None
     gap_ms: float | None = None
     embeds: bool = False
+    num_prompt_tokens: int = 0
 
 
 # ---- what would become of it ---------------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ Curve = Annotated[StepCurve | None, AfterValidator(_finite)]
 
 # Planes of a block of most models.
 KEYS_AND_VALUES = 2
+# How a state's bytes lie in its blocks: by key head and column (twostep/model/step/state_columns.py). Whoever changes that counts this up.
+STATE_LAYOUT = 1
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -86,6 +88,8 @@ class LayoutRecord:
     quantization: str = "none"
     num_planes: Int = KEYS_AND_VALUES  # or 1: latent attention's, whose keys are its values
     num_state_blocks: Int = 0  # those of a sequence's state, after its KV's
+    # STATE_LAYOUT of its version. 0: there is no state, or it lies as in the first versions with states.
+    state_layout: Int = 0
 
     def said(self) -> dict[str, Any]:
         """Returns its fields by name, as they are written for others: what older versions do not know is left out where it is what they
@@ -95,6 +99,8 @@ class LayoutRecord:
             del named["num_planes"]
         if not self.num_state_blocks:
             del named["num_state_blocks"]
+        if not self.state_layout:
+            del named["state_layout"]
         return named
 
 
@@ -194,6 +200,8 @@ class WorkerRecord:
     cached_at_watch: bool = False
     embeds: bool = False  # as a prefill worker, it takes Embed; 0.1 did not
     engine_pid: Int = 0  # of its engine's process; 0: the engine has none of its own
+    # Longest prompt that it takes of a model whose encoder reads it in one step, the decoder's first token included; 0: of any length.
+    max_prompt_tokens: Int = 0
     beat: Int = 0  # heartbeats of the life so far, this one included: tells a new one from a copy. 0: it does not count them
 
     @property

@@ -41,6 +41,11 @@ class EngineConfig:
     # So long a wait makes a sequence one class more urgent.
     ageing_s: float = 30.0
 
+    @property
+    def prompt_room(self) -> int:
+        """Returns how many tokens of one prompt a step has room for, beside all others that may decode."""
+        return prompt_room(self.max_num_batched_tokens, self.max_num_seqs)
+
     def check(self, block_size: int) -> None:
         """Raises SetupError for bounds that make no sense together."""
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_waiting, self.min_chunk_tokens) < 1:
@@ -51,6 +56,11 @@ class EngineConfig:
             raise SetupError(f"max_step_s is {self.max_step_s}; give seconds, or 0 for no bound")
         if not self.ageing_s > 0:
             raise SetupError(f"ageing_s is {self.ageing_s}; give the seconds of waiting that make a sequence one class more urgent")
+
+
+def prompt_room(max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """See EngineConfig.prompt_room."""
+    return max_num_batched_tokens - (min(max_num_seqs, max_num_batched_tokens) - 1)
 
 
 def check_pool(num_blocks: int, block_size: int, max_model_len: int = 0) -> None:

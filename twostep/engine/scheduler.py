@@ -303,12 +303,10 @@ class Scheduler:
     def _check_new(self, sequence: EngineSequence) -> None:
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"{sequence.seq_id} is here already; give every attempt of a request an id of its own")
-        # Beside the others that may decode.
-        room = self._config.max_num_batched_tokens - (self._max_num_seqs - 1)
-        if sequence.least_chunk > room:
+        if sequence.least_chunk > (room := self._config.prompt_room):
             raise InvalidRequest(
                 f"the model reads the prompt's {sequence.least_chunk} tokens in one step, and steps of this worker have room for {room} of "
-                "one prompt; shorten it, or start the worker with a higher --max-num-batched-tokens"
+                "one prompt; shorten it, or start the worker with a higher --max-num-batched-tokens or a lower --max-num-seqs"
             )
         num_blocks = sequence.end_blocks + self._blocks.num_state_blocks
         if num_blocks > self._pool.num_blocks:

@@ -224,8 +224,8 @@ def make_sequence(
     prefix_caching: bool,
     has_encoder: bool = False,
 ) -> EngineSequence:
-    """Checks a request and hashes its blocks; of an encoder's, none: each depends on all that follows. Raises InvalidRequest
-    (ContextExceeded) with what to change."""
+    """Checks a request and hashes its blocks. With an encoder no block is hashed: what is in it depends on all of the prompt, not only on
+    what comes before it. Raises InvalidRequest (ContextExceeded) with what to change."""
     tokens = list(request.token_ids)
     if not 1 <= request.num_prompt_tokens <= len(tokens):
         raise InvalidRequest(f"the prompt has {request.num_prompt_tokens} of {len(tokens)} tokens; give at least one")

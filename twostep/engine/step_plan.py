@@ -6,10 +6,10 @@ on a step's time. scheduler.py feeds it from its queues.
 
 Every step computes about the same number of tokens. Decode tokens go first, one for each sequence; what is left of the budget goes to
 prompts: interactive ones, then standard ones, within a class those already begun, then those waiting, in the order they came. A prompt
-longer than the rest is split anywhere (not only between blocks), short ones are fused. One that an encoder reads is in a step whole,
-or not yet. Batch decodes and batch prompts get what the
-others leave, so batch work gives way within a step. While urgent sequences decode, prompts get no more tokens than a step of bounded time
-has room for (step_bound.py), by the step curve; but always a least chunk, so that they end, unless they are to wait for some steps.
+longer than the rest is split anywhere (not only between blocks), short ones are fused. A prompt that an encoder reads is never split: it
+waits for a step that has room for all of it. Batch decodes and batch prompts get what the others leave, so batch work gives way within a
+step. While urgent sequences decode, prompts get no more tokens than a step of bounded time has room for (step_bound.py), by the step curve;
+but always a least chunk, so that they end, unless they are to wait for some steps.
 
 No request starves: within a class, prompts are strictly first in, first out; with max_num_seqs <= budget the decodes never fill the budget
 while a prompt is running or could be admitted; and a sequence that waits long rises by a class (sequence.py, Priority).
@@ -171,14 +171,14 @@ class _Step:
             return 0
         if self._limit is not None and (fits := self._num_in_time(self._limit, num_remaining, num_before)) < num_remaining:
             self._is_full = True
-            least = max(least, min(self._limit.min_chunk, num_remaining))
-            if fits < least:
+            smallest = max(least, min(self._limit.min_chunk, num_remaining))
+            if fits < smallest:
                 if self._work.prompt_tokens or rank >= RequestClass.BATCH:
                     return 0
                 if self._limit.waits:
                     self.withheld = True
                     return 0
-                fits = least
+                fits = smallest
             count = min(count, fits)
         self._add(self._with_chunk(count, num_before), count)
         return count

@@ -85,12 +85,14 @@ def _positive(raw: dict[str, Any], key: str, at_most: int, path: Path) -> int:
 
 
 def _decoder_start(config: dict[str, Any], generation: dict[str, Any], path: Path) -> int:
-    """As transformers has it, which pads with the same token."""
-    key = "decoder_start_token_id"
-    given = [raw[name] for name, raw in ((key, config), (key, generation), ("pad_token_id", config)) if raw.get(name) is not None]
-    start, vocab_size = given[0] if given else 0, _positive(config, "vocab_size", MAX_VOCAB_SIZE, path)
+    """Returns the token that a decoder begins with, found where transformers' `generate` finds it. Where none is named, it is the one for
+    padding, as transformers has it of T5 in training."""
+    key, of_generation = "decoder_start_token_id", path.with_name("generation_config.json")
+    named = ((key, generation, of_generation), (key, config, path), ("pad_token_id", config, path))
+    key, start, path_of_start = next(((name, raw[name], where) for name, raw, where in named if raw.get(name) is not None), (key, 0, path))
+    vocab_size = _positive(config, "vocab_size", MAX_VOCAB_SIZE, path)
     if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start < vocab_size:
-        raise SetupError(f"{path}: {key} is {repr(start)[:_SHOWN_CHARS]}; it must be a token id, from 0 to {vocab_size - 1}")
+        raise SetupError(f"{path_of_start}: {key} is {repr(start)[:_SHOWN_CHARS]}; it must be a token id, from 0 to {vocab_size - 1}")
     return start
 
 

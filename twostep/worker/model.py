@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostep.checkpoint.agreement import check_formats
 from twostep.checkpoint.fingerprint import dummy_fingerprint, model_fingerprint, quantized_fingerprint, turned_fingerprint
-from twostep.cluster.records import LayoutRecord
+from twostep.cluster.records import STATE_LAYOUT, LayoutRecord
 from twostep.engine.batch import CapturedSteps, KvShape, Runner
 from twostep.engine.config import check_pool
 from twostep.engine.fake import FakeRunner
@@ -209,6 +209,7 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         quantization=shape.quantization,
         num_planes=shape.num_planes,
         num_state_blocks=shape.num_state_blocks,
+        state_layout=STATE_LAYOUT if shape.num_state_blocks else 0,
     )
 
 

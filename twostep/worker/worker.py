@@ -25,6 +25,7 @@ import grpc.aio
 from twostep import __version__
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.registration import Registration
+from twostep.engine.config import prompt_room
 from twostep.engine.types import StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
 from twostep.keys.secret import vouch
@@ -140,6 +141,7 @@ class Worker:
             sampling=NEWER_PARAMETERS,
             cached_at_watch=True,
             embeds=True,
+            max_prompt_tokens=prompt_room(self.engine.max_num_batched_tokens, config.max_num_seqs) if facts.shape.has_encoder else 0,
             engine_pid=self.engine.pid,
         )
 

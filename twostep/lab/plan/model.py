@@ -35,8 +35,7 @@ class PlannedModel:
     """`num_layers` counts those with KV. `item_bytes` is that of a number of K or V; `scale_bytes` what each vector of them takes besides
     (quantized KV only). `num_planes` is 1 where a token keeps one vector for keys and values (latent attention). `num_heads`,
     `intermediate_size` and `experts` say into how many parts it can be cut. `num_state_layers` keep a state of each sequence in place of
-    KV, of `state_bytes` each, which `num_state_heads` make up. `has_encoder`: which reads
-    the prompt."""
+    KV, of `state_bytes` each, which `num_state_heads` make up. `has_encoder`: an encoder reads the prompt, before a decoder."""
 
     name: str
     num_layers: int

@@ -21,8 +21,8 @@ from twostep.model.step.state_columns import StateColumns
 
 
 def columns_of(config: ModelConfig, num_key_heads: int) -> StateColumns:
-    """Returns as many as there can be ranks at the most: then each has whole ones, however many ranks there are. Several make up a KV
-    head, or several KV heads one."""
+    """Returns the columns that states are kept in: as many as the model can have ranks, so that each rank has whole columns, however many
+    ranks there are. A KV head has several whole columns, or a column has several whole KV heads."""
     most, num_kv_heads = gcd(config.num_heads, num_key_heads), config.num_kv_heads
     count = most if most % num_kv_heads == 0 else gcd(most, num_kv_heads)
     return StateColumns(count=count, num_own=count)

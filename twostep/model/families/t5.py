@@ -260,7 +260,8 @@ class T5(Decoder):
 
 
 def _names(first: int) -> tuple[str, str, str, str]:
-    """What a checkpoint calls a layer's attention and MLP, each with its norm, of which the attention is its part `first`."""
+    """Returns what a checkpoint calls a layer's attention and MLP: the norm and then the product of each. The attention is part `first` of
+    the layer, the MLP the part after it."""
     attention, mlp = f"layer.{first}", f"layer.{first + 1}"
     kind = "EncDecAttention" if first else "SelfAttention"
     return f"{attention}.layer_norm", f"{attention}.{kind}", f"{mlp}.layer_norm", f"{mlp}.DenseReluDense"

@@ -20,8 +20,8 @@ _DIFFERENCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def trial(weights: DeltaWeights) -> str:
-    """Goes through a step of such a layer with random numbers over states in scattered blocks, and compares what comes of it and what is
-    kept. Empty, or what is wrong."""
+    """Computes one step of such a layer with kernels and with torch, of random numbers and of states in scattered blocks, and compares the
+    outputs and the states afterwards. Returns what is wrong, or an empty text."""
     d, device, dtype = weights.dims, weights.conv.device, weights.conv.dtype
     name = str(dtype).removeprefix("torch.")
     # About 128, in as many columns as there are.

@@ -13,7 +13,7 @@ and their account are those of any decoder.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,24 @@ Bias = Callable[[torch.Tensor], torch.Tensor]
 
 # Keys and values of a layer that are gathered at once, but for one sequence that has more.
 _GATHERED_BYTES = 1 << 24
+# Biases of queries that are attended at once, but for one query that has more; their scores take as much again, or twice that. All of a
+# prompt's would be quadratic in its length.
+TILE_BYTES = 1 << 24
+
+
+def _tiles(num_queries: int, query_bytes: int) -> Iterator[slice]:
+    """Returns which queries of one sequence are attended at once, if the biases of one take so many bytes. That hangs on no other sequence,
+    so that nor does the rounding."""
+    size = max(1, TILE_BYTES // query_bytes)
+    return (slice(first, min(first + size, num_queries)) for first in range(0, num_queries, size))
+
+
+def _bias_of(by_distance: torch.Tensor, num_keys: int, tile: slice) -> torch.Tensor:
+    """Returns [..., queries of the tile, num_keys] from [..., num_queries - 1 + num_keys]: what there is by distance, that of the last
+    query to the first key first. Each query's row begins one number before that of the query in front of it."""
+    num_queries = by_distance.shape[-1] - num_keys + 1
+    rows = by_distance.unfold(-1, num_keys, 1)[..., num_queries - tile.stop : num_queries - tile.start, :]
+    return rows.flip(-2)  # a copy
 
 
 class EncoderStep:
@@ -90,11 +108,9 @@ class PromptPlan(EncoderPlan):
     def __init__(self, batch: Batch, cache: KvCache, rows: Ints, lengths: Ints, num_heads: int, bias: Bias) -> None:
         super().__init__(batch, cache, rows, num_heads)
         self._lengths: list[int] = lengths.tolist()
-        longest = max(self._lengths)
-        # [num_heads, query, key] of the longest prompt, each query's row a key further back in what there is by distance; a shorter
-        # prompt's is its corner.
-        by_distance = bias(torch.arange(1 - longest, longest, device=cache.tensor.device)).t()
-        self._bias = by_distance.unfold(1, longest, 1).flip(1)
+        self._longest = longest = max(self._lengths)
+        # [num_heads, 2 * longest - 1]
+        self._by_distance = bias(torch.arange(1 - longest, longest, device=cache.tensor.device)).t()
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Keeps nothing: what the encoder's own layers project is seen in this step alone."""
@@ -103,8 +119,11 @@ class PromptPlan(EncoderPlan):
         heads = qkv.view(len(qkv), 3, self._num_heads, -1).permute(1, 2, 0, 3)
         attended = []
         for query, keys, values in (prompt.unsqueeze(1) for prompt in heads.split(self._lengths, 2)):
-            mask = self._bias[:, : query.shape[2], : query.shape[2]]
-            attended.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0))
+            length = query.shape[2]
+            by_distance = self._by_distance[:, self._longest - length : self._longest + length - 1]
+            for tile in _tiles(length, self._num_heads * length * query.element_size()):
+                mask = _bias_of(by_distance, length, tile)
+                attended.append(F.scaled_dot_product_attention(query[:, :, tile], keys, values, attn_mask=mask, scale=1.0))
         return torch.cat(attended, 2)[0].transpose(0, 1).reshape(len(qkv), self._width)
 
 
@@ -119,21 +138,28 @@ class _Queries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """N sequences attended together, with Q queries each and padded to C keys.
+    """N sequences attended together, with Q queries each and padded to C keys; one sequence, if Q > 1.
 
-    rows    int64 [N * Q]          of the decoder's rows
-    index   int64 [2 * N * H * B]  blocks as KvCache.read_rows takes them
-    mask    [N, H or 1, Q, C], in the model's dtype
-    hidden  bool [N, 1, C, 1], keys that no query of the sequence sees: what lies there need not be a number
-    blind   bool [N, 1, 1, 1], sequences that have no keys; None: all have some
+    rows         int64 [N * Q]          of the decoder's rows
+    index        int64 [2 * N * H * B]  blocks as KvCache.read_rows takes them
+    by_distance  [N, H or 1, Q - 1 + C], as _bias_of takes it, in the model's dtype: -inf for keys behind a query, and for one
+                 query also for hidden keys
+    hidden       bool [N, 1, C, 1], keys that no query of the sequence sees: what lies there need not be a number
+    blind        bool [N, 1, 1, 1], sequences that have no keys; None: all have some
     """
 
     rows: torch.Tensor
     index: torch.Tensor
     num_queries: int
-    mask: torch.Tensor
+    by_distance: torch.Tensor
     hidden: torch.Tensor
     blind: torch.Tensor | None
+
+    def mask(self, tile: slice) -> torch.Tensor:
+        """Returns [N, H or 1, queries of the tile, C]: what is added to their products with the keys."""
+        if self.num_queries == 1:
+            return self.by_distance.unsqueeze(2)  # there as it is, for all layers: most steps have no other groups
+        return _bias_of(self.by_distance, self.hidden.shape[2], tile).masked_fill_(self.hidden.transpose(2, 3), -torch.inf)
 
 
 class PoolPlan(EncoderPlan):
@@ -172,20 +198,22 @@ class PoolPlan(EncoderPlan):
         planes = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
         index = blocks[:, None] + planes + np.arange(shape.num_kv_heads)[:, None]
         keys = first_block * shape.block_size + np.arange(nth.shape[1] * shape.block_size)
-        places = queries.ends[members, None] - num_queries + np.arange(num_queries)
         outside = (keys < first) | (keys >= stop)
-        distances = keys[:, None] - places[:, :, None]
-        mask = torch.zeros(1, 1, 1, 1, dtype=self._cache.dtype, device=device)
+        # Of the last query to all keys; of those before it, to keys that lie further and further behind.
+        distances = torch.from_numpy(keys[:, :1] - queries.ends[members, None] + 1 + np.arange(num_queries - 1 + keys.shape[1])).to(device)
+        by_distance = torch.zeros(1, 1, 1, dtype=self._cache.dtype, device=device)
         if bias is not None:
-            mask = bias(torch.from_numpy(distances).to(device)).permute(0, 3, 1, 2)
-        unseen = torch.from_numpy((outside[:, None] | (distances > 0))[:, None]).to(device)
+            by_distance = bias(distances).transpose(1, 2)
+        unseen = distances > 0
+        if num_queries == 1:
+            unseen |= torch.from_numpy(outside).to(device)
         blind = (first >= stop)[..., None, None]
         rows = row_starts[members, None] + np.arange(num_queries)
         return _Group(
             rows=torch.from_numpy(rows.reshape(-1)).to(device),
             index=torch.from_numpy(index.reshape(-1)).to(device),
             num_queries=num_queries,
-            mask=mask.masked_fill(unseen, -torch.inf),
+            by_distance=by_distance.masked_fill(unseen[:, None], -torch.inf),
             hidden=torch.from_numpy(outside[:, None, :, None]).to(device),
             blind=torch.from_numpy(blind).to(device) if blind.any() else None,
         )
@@ -198,8 +226,12 @@ class PoolPlan(EncoderPlan):
             kv = self._cache.read_rows(layer, group.index).view(shape.num_planes, num_seqs, shape.num_kv_heads, -1, shape.head_dim)
             # What a block's owner before left there may be no number, and 0 * NaN is NaN.
             keys, values = kv.masked_fill(group.hidden, 0.0)
-            query = qkv[:, : self._width].index_select(0, group.rows).view(num_seqs, group.num_queries, self._num_heads, -1)
-            attended = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, attn_mask=group.mask, scale=1.0)
+            query = qkv[:, : self._width].index_select(0, group.rows).view(num_seqs, group.num_queries, self._num_heads, -1).transpose(1, 2)
+            parts = [
+                F.scaled_dot_product_attention(query[:, :, tile], keys, values, attn_mask=group.mask(tile), scale=1.0)
+                for tile in _tiles(group.num_queries, num_seqs * self._num_heads * keys.shape[2] * keys.element_size())
+            ]
+            attended = torch.cat(parts, 2)
             if group.blind is not None:
                 attended = attended.masked_fill(group.blind, 0.0)
             out.index_copy_(0, group.rows, attended.transpose(1, 2).reshape(-1, self._width))

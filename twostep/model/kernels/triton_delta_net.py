@@ -42,6 +42,19 @@ _LEAST_PROMPTS = 64
 # Elements of a tile of the kernels that only pass over rows.
 _MIXED, _LEFT = 1024, 2048
 
+# How numbers of one type lie in the columns of a pool's blocks (step/state_columns.py). Kernels get that as one tuple, PLACES, whose items
+# are counts of numbers where the drawing has an arrow, and else as said; these are their indices.
+#
+#     a block, quantized   | K of layer 0 | V of layer 0 | scales | K of layer 1 | V of layer 1 | scales |
+#                          |<-- _PLANE -->|                       |
+#                          |<--------------- _LAYER ------------->|     _RUN = 2 planes follow each other, then there is something else
+#     another block        | K of layer 0 | V of layer 0 | K of layer 1 | V of layer 1 |           _RUN = 4: all of them
+#     K or V of a layer    | column 0 | column 1 | column 2 | column 3 |
+#                          |<-_PIECE->|                                 a column has a piece in each of the block's _PIECES planes
+#     a column's pieces,   | key head 0 | key head 1 | ... _HEADS of them
+#     one after the other  |<-- _HEAD ->|
+_PIECE, _HEAD, _HEADS, _PIECES, _PLANE, _RUN, _LAYER = map(tl.constexpr, range(7))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
@@ -154,9 +167,7 @@ def delta_net(
 
 
 def places_of(cache: KvCache, dims: DeltaDims, dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns where numbers of this type lie in columns (step/state_columns.py): the numbers of a piece, those of a key head, and the key
-    heads of a column; the pieces of a block; from one to the next so many numbers, within so many that follow each other so; and from the
-    first of these to that of the next, so many."""
+    """Returns PLACES of numbers of this type."""
     shape, size = cache.shape, dtype.itemsize
     plane, planes = shape.plane_bytes // size, shape.num_planes
     if planes * shape.plane_bytes == shape.layer_bytes:
@@ -169,27 +180,30 @@ def places_of(cache: KvCache, dims: DeltaDims, dtype: torch.dtype) -> tuple[int,
 @triton.jit
 def _piece(pool_ptr, table_ptr, piece, column, mask, stride, PLACES: tl.constexpr):
     """Pointers to pieces of a column."""
-    block = tl.load(table_ptr + piece // PLACES[3], mask=mask, other=0)
-    at = piece % PLACES[3]
-    within = at * PLACES[4] if PLACES[5] == PLACES[3] else at // PLACES[5] * PLACES[6] + at % PLACES[5] * PLACES[4]
-    return pool_ptr + block.to(tl.int64) * stride + within + column * PLACES[0]
+    block = tl.load(table_ptr + piece // PLACES[_PIECES], mask=mask, other=0)
+    at = piece % PLACES[_PIECES]
+    if PLACES[_RUN] == PLACES[_PIECES]:
+        within = at * PLACES[_PLANE]
+    else:
+        within = at // PLACES[_RUN] * PLACES[_LAYER] + at % PLACES[_RUN] * PLACES[_PLANE]
+    return pool_ptr + block.to(tl.int64) * stride + within + column * PLACES[_PIECE]
 
 
 @triton.jit
 def _in_blocks(pool_ptr, table_ptr, key_head, number, mask, stride, PLACES: tl.constexpr):
     """Pointers to numbers of a key head's state."""
-    number += key_head % PLACES[2] * PLACES[1]
-    return _piece(pool_ptr, table_ptr, number // PLACES[0], key_head // PLACES[2], mask, stride, PLACES) + number % PLACES[0]
+    number += key_head % PLACES[_HEADS] * PLACES[_HEAD]
+    return _piece(pool_ptr, table_ptr, number // PLACES[_PIECE], key_head // PLACES[_HEADS], mask, stride, PLACES) + number % PLACES[_PIECE]
 
 
 @triton.jit
 def _recurrent(pool_ptr, table_ptr, key_head, row, column, inside, stride, WIDTH: tl.constexpr, PLACES: tl.constexpr):
     """Pointers to rows [n, 1] and columns [1, m] of a key head's matrices, one upon the other."""
-    if PLACES[0] % WIDTH == 0 and (PLACES[2] == 1 or PLACES[1] % WIDTH == 0):
+    if PLACES[_PIECE] % WIDTH == 0 and (PLACES[_HEADS] == 1 or PLACES[_HEAD] % WIDTH == 0):
         # No row is cut in two: neighbours of a row are neighbours in memory, and are loaded together.
-        each: tl.constexpr = PLACES[0] // WIDTH
-        row += key_head % PLACES[2] * (PLACES[1] // WIDTH)
-        piece = _piece(pool_ptr, table_ptr, row // each, key_head // PLACES[2], inside, stride, PLACES)
+        each: tl.constexpr = PLACES[_PIECE] // WIDTH
+        row += key_head % PLACES[_HEADS] * (PLACES[_HEAD] // WIDTH)
+        piece = _piece(pool_ptr, table_ptr, row // each, key_head // PLACES[_HEADS], inside, stride, PLACES)
         return piece + (row % each) * WIDTH + column
     return _in_blocks(pool_ptr, table_ptr, key_head, row * WIDTH + column, inside & (column < WIDTH), stride, PLACES)
 

@@ -2,8 +2,9 @@
 
 whole block     of each layer: K of heads 0 … H-1 │ V of heads 0 … H-1 │ scales (and groups) of heads 0 … H-1, where the pool is
                 quantized; of latent attention K alone, of one head, which every rank holds
-a rank's block  the same for the heads it holds. Of a head that several ranks hold, each has its own part of K and V where a block is of
-                a state (step/state_columns.py): whether it is, nobody asks
+a rank's block  the same for the heads it holds. Where several ranks hold the same head of a model with states, each takes its own part of
+                the head's K and V into the whole block: a state's parts differ between ranks (step/state_columns.py), those of KV are
+                the same. So a block is joined in one way, whether it has a state or KV
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ class StepMemory:
         arrays = _arrays(batch)
         if sum(_aligned(array.nbytes) for array in arrays) > _SLOT_BYTES:
             raise InternalError(
-                f"a step of {len(batch.token_ids)} tokens does not fit {_SLOT_BYTES >> 20} MiB; lower --max-num-batched-tokens"
+                f"a step of {len(batch.token_ids)} tokens, with block and state tables of {len(batch.seq_lens)} sequences, does not fit "
+                f"{_SLOT_BYTES >> 20} MiB; lower --max-num-batched-tokens or --max-num-seqs"
             )
         start = _slot_start(number)
         for array in arrays:

@@ -2,7 +2,8 @@
 
 1. before the weights are loaded      free memory: what other processes leave
 2. weights are there                  one small step compiles kernels and lets libraries take what they keep
-3. the largest step                   its peak, as torch's allocator reserves it
+3. the largest step                   its peak, as torch's allocator reserves it; with an encoder, the largest of three steps' peaks:
+                                      attention of one long prompt, or of one long answer, may take more than many short ones
 4. num_blocks_within
 
     total of the card
@@ -68,7 +69,7 @@ def measured_blocks(
     """Blocks of a pool like `shape`, which is that of the pool `step` runs on now, of at least one block. `beside_block`: bytes that each
     takes besides. Raises SetupError."""
 
-    def batch(num_tokens: int, num_seqs: int) -> Batch:
+    def batch(num_tokens: int, num_seqs: int, num_encoded: int | None = None) -> Batch:
         widest = widest_batch(
             num_tokens,
             num_seqs,
@@ -78,31 +79,40 @@ def measured_blocks(
             num_blocks=shape.num_blocks,
         )
         states = shape.trial_states(len(widest.seq_lens))
-        return replace(widest, state_sources=states, state_tables=states)
+        encoded = None if num_encoded is None else np.full(len(widest.seq_lens), num_encoded, np.int32)
+        return replace(widest, state_sources=states, state_tables=states, num_encoded=encoded)
+
+    most = sizing.max_num_batched_tokens
+    largest = [batch(most, sizing.max_num_seqs)]
+    if shape.has_encoder:
+        # One prompt, and an answer that is computed again behind the smallest prompt.
+        longest = min(most, max_model_len)
+        largest += [batch(longest, 1), batch(longest, 1, num_encoded=min(1, longest - 1))]
 
     progress.phase("kernels")
-    for num_tokens in (1, min(8, sizing.max_num_batched_tokens)):
+    for num_tokens in (1, min(8, most)):
         step(batch(num_tokens, 1))
     progress.phase("profile")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        step(batch(sizing.max_num_batched_tokens, sizing.max_num_seqs))
-        torch.cuda.synchronize(device)
+        for each in largest:
+            step(each)
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # else the next one's peak would have what this one left
     except torch.OutOfMemoryError as error:
         raise SetupError(
-            f"a step of {sizing.max_num_batched_tokens} tokens does not fit the memory of {device} beside the weights; lower "
+            f"a step of {most} tokens does not fit the memory of {device} beside the weights; lower "
             f"--max-num-batched-tokens or --max-num-seqs, or end the other processes there: {error}"
         ) from error
     peak = torch.cuda.max_memory_reserved(device) - before
-    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     profile = MemoryProfile(
         total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs, draft=sizing.draft_bytes
     )
     # A pool that cannot hold one full step is of no use.
-    least = -(-min(max_model_len, sizing.max_num_batched_tokens) // shape.block_size)
+    least = -(-min(max_model_len, most) // shape.block_size)
     num_blocks = num_blocks_within(
         profile, sizing.utilization, block_bytes=shape.block_bytes + beside_block, least_blocks=least, device=str(device)
     )
