@@ -75,6 +75,11 @@ def num_ahead(journal: Journal) -> int:
     return sum(at[f"launch {number + 1}"] < at[f"result {number}"] for number in range(1, journal.count))
 
 
+def _no_time() -> float:
+    """A clock for steps of which the curve alone says what they take."""
+    return 0.0
+
+
 @pytest.mark.parametrize("computes", [False, True])
 @pytest.mark.parametrize(("rate", "ahead"), [(0.0, True), (1.0, False)])
 def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate: float, ahead: bool, computes: bool) -> None:
@@ -92,7 +97,7 @@ def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate:
 
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    engine = engine_of(runner, look_ahead=True, speculative=config, proposer=Timed(VOCAB, rate, tireless=True))
+    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=config, proposer=Timed(VOCAB, rate, tireless=True))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     request = make_request("a", [5, 7, 2], max_tokens=200)
     engine.submit(request)
@@ -112,7 +117,7 @@ def test_drafts_begin_as_soon_as_they_are_right_and_end_when_they_are_not() -> N
 
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    engine = engine_of(runner, look_ahead=True, speculative=config, proposer=Fitful(VOCAB, 1.0, tireless=True))
+    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=config, proposer=Fitful(VOCAB, 1.0, tireless=True))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     request = make_request("a", [5, 7, 2], max_tokens=200)
     engine.submit(request)
