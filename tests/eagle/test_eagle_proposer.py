@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from eagle_cases import random_head
@@ -184,6 +186,47 @@ def test_a_head_that_breaks_leaves_requests_alone(tiny_llama_dir: Path, monkeypa
 
     monkeypatch.setattr("twostep.model.eagle.proposer.DraftedSequence.extend_fused", broken)
     assert tokens_of(engine, asked) == want
+    assert engine.stats().drafting_failed
+
+
+def test_a_sequence_that_is_cancelled_while_the_head_computes_breaks_nothing(
+    tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are gone between two looks at it, and others are drafted for as before."""
+    head, asked, _ = learned
+    engine, proposer = drafting(new_runner(tiny_llama_dir), head)
+    others = [request(number, asked.token_ids, max_tokens=40) for number in range(1, 5)]
+    for each in others:
+        engine.submit(each)
+    real, cancelled = proposer._slots, list[str]()
+
+    def slots(blocks: Sequence[int], end: int) -> npt.NDArray[np.int64]:
+        if engine.steps == 4 and not cancelled:
+            cancelled.append(others[0].seq_id)
+            engine.cancel(others[0].seq_id)
+            blocks = ()
+        return real(blocks, end)
+
+    monkeypatch.setattr(proposer, "_slots", slots)
+    while engine.stats().num_running or engine.stats().num_waiting:
+        engine.step()
+    assert cancelled
+    assert not proposer.failed
+    assert sum(engine.stats().num_accepted) > 20
+
+
+def test_a_head_that_cannot_take_a_step_s_states_leaves_requests_alone(
+    tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, asked, answer = learned
+    engine, proposer = drafting(new_runner(tiny_llama_dir), head)
+
+    def fuse(states: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("as it was told to")
+
+    monkeypatch.setattr(head, "fuse", fuse)
+    assert tokens_of(engine, [asked]) == [answer]
+    assert proposer.failed
     assert engine.stats().drafting_failed
 
 

@@ -234,17 +234,17 @@ def test_what_a_row_costs_beside_the_curve_is_learnt(row_s: float, few: bool) ->
             now[0] += 0.010 + 0.001 + row_s * (len(batch.token_ids) - 1)
 
         runner.during = advance
-        request = make_request("a", [5, 6, 7], max_tokens=250)
+        request = make_request("a", [5, 6, 7], max_tokens=400)
         engine.submit(request)
         began = now[0]
         tokens, _ = drain(engine)
         assert ids_of(tokens["a"]) == answer_of(request)
         if drafting:
-            assert (sum(engine.stats().num_drafted) < 45) is few
+            assert (sum(engine.stats().num_drafted) < 80) is few
         return now[0] - began
 
     ratio = took_s(speculative=NGRAM, proposer=KnowingProposer(1000, 0.4, tireless=True)) / took_s()
-    assert ratio < 1.05 if few else ratio < 0.8
+    assert ratio < 1.08 if few else ratio < 0.85
 
 
 def test_a_request_without_drafts_has_none() -> None:

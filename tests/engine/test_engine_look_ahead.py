@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,10 +26,12 @@ from twostep.engine.drafts import DraftTime, Wanted
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import FinishReason
+from twostep.pooling import Pooling
 from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import StepCurve
 
 CONTEXT = 128
+THREE = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
 
 
 def make_engine(*, look_ahead: bool = True, num_blocks: int = 64, **options: Any) -> Engine:
@@ -75,6 +78,19 @@ def num_ahead(journal: Journal) -> int:
     return sum(at[f"launch {number + 1}"] < at[f"result {number}"] for number in range(1, journal.count))
 
 
+class Timed(KnowingProposer):
+    """A model: it proposes what it was told to prepare."""
+
+    time = DraftTime(1e-5, 1e-5)
+    wanted = 0
+
+    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+        self.wanted = sum(each.num_tokens for each in wanted)
+
+    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+        return super().propose(seq_id, tokens, self.wanted)
+
+
 def _no_time() -> float:
     """A clock for steps of which the curve alone says what they take."""
     return 0.0
@@ -83,21 +99,14 @@ def _no_time() -> float:
 @pytest.mark.parametrize("computes", [False, True])
 @pytest.mark.parametrize(("rate", "ahead"), [(0.0, True), (1.0, False)])
 def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate: float, ahead: bool, computes: bool) -> None:
-    class Timed(KnowingProposer):
-        """Proposes what it was told to prepare."""
-
-        time = DraftTime(1e-5, 1e-5) if computes else None
-        wanted = 0
-
-        def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
-            self.wanted = sum(each.num_tokens for each in wanted)
-
-        def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
-            return super().propose(seq_id, tokens, self.wanted if computes else most)
-
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=config, proposer=Timed(VOCAB, rate, tireless=True))
+    engine = engine_of(
+        runner,
+        clock=_no_time,
+        look_ahead=True,
+        speculative=THREE,
+        proposer=(Timed if computes else KnowingProposer)(VOCAB, rate, tireless=True),
+    )
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     request = make_request("a", [5, 7, 2], max_tokens=200)
     engine.submit(request)
@@ -105,6 +114,43 @@ def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate:
     assert ids_of(tokens["a"]) == answer_of(request, 300)
     assert (len(steps) > 190, num_ahead(runner) > 180) == (ahead, ahead), (len(steps), num_ahead(runner))
     assert (len(steps) < 60, num_ahead(runner) < 10) == (not ahead, not ahead)
+
+
+def test_drafts_that_never_come_are_seldom_waited_for() -> None:
+    """A model that is asked each time, and has nothing."""
+
+    class Silent(Timed):
+        def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+            return ()
+
+    runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
+    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Silent(VOCAB, 1.0))
+    engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=250))
+    drain(engine)
+    assert num_ahead(runner) > 230
+
+
+def test_a_proposer_that_has_given_up_is_not_waited_for() -> None:
+    class Failed(Timed):
+        failed = True
+
+    runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
+    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Failed(VOCAB, 1.0))
+    engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
+    engine.submit(make_request("a", [5, 7, 2], max_tokens=100))
+    drain(engine)
+    assert num_ahead(runner) == 99
+
+
+def test_a_prompt_to_be_embedded_is_nobody_to_draft_for() -> None:
+    """As long as the context: no token comes after it."""
+    runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=64)
+    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Timed(VOCAB, 1.0))
+    engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
+    engine.submit(replace(make_request("a", list(range(64)), max_tokens=1), pooling=Pooling.LAST))
+    _, steps = drain(engine)
+    assert any(step.pooled for step in steps)
 
 
 def test_drafts_begin_as_soon_as_they_are_right_and_end_when_they_are_not() -> None:
@@ -116,8 +162,7 @@ def test_drafts_begin_as_soon_as_they_are_right_and_end_when_they_are_not() -> N
             return right if 60 <= len(tokens) < 120 else [(token + 1) % VOCAB for token in right]
 
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=config, proposer=Fitful(VOCAB, 1.0, tireless=True))
+    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Fitful(VOCAB, 1.0, tireless=True))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     request = make_request("a", [5, 7, 2], max_tokens=200)
     engine.submit(request)

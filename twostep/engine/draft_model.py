@@ -139,6 +139,10 @@ class DraftModel(Proposer):
         return self._time.time
 
     @property
+    def max_len(self) -> int:
+        return self._runner.max_model_len
+
+    @property
     def failed(self) -> bool:
         return self._failed
 

@@ -26,6 +26,7 @@ one is to have any is foretold from the tokens that are known (`is_worth`), and 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,11 @@ class Proposer(Protocol):
     def time(self) -> DraftTime | None:
         """None: proposals take no time, and `prepare` is never called."""
         return None
+
+    @property
+    def max_len(self) -> int:
+        """Returns how many tokens of a sequence, drafts among them, it can see."""
+        return sys.maxsize
 
     def num_missing(self, sequence: EngineSequence) -> int:
         """Returns how many tokens, but for the last one, have to be computed before the first can be drafted."""
@@ -269,7 +275,8 @@ class Proposal:
 
 
 class _Offers(NamedTuple):
-    """What a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take."""
+    """What a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take: infinity where there
+    is none to draft of."""
 
     proposals: Sequence[Proposal]
     cheapest: int
@@ -364,7 +371,7 @@ class Drafting:
 
     def is_worth(self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
         """Returns whether the next step of these will likely be worth drafts, though their last tokens may not be known yet: as if it were
-        this one."""
+        this one. Asked once for each step: it learns, and where the answer is no, saves time up for a trial."""
         step_s = self._row_time.corrected(step_s)
         if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
             return False
@@ -375,9 +382,11 @@ class Drafting:
         offers = self._offers(decodes, time, math.inf if step_s is None else step_s(0))
         if any(choose(offers.proposals, time=time)):
             return True
-        if step_s is None or self._may_try(offers, time, step_s(0), bound_s):
-            return step_s is not None
-        self._trial_s += _TRIAL_SHARE * step_s(0)
+        if step_s is None:
+            return False
+        if self._may_try(offers, time, step_s(0), bound_s):
+            return True
+        self._save_up(offers, step_s(0))
         return False
 
     @property
@@ -395,14 +404,14 @@ class Drafting:
         """Returns what is worth drafting for a step of these decodes, and how many missing tokens may be computed for it."""
         step_s = self._row_time.corrected(step_s)
         time = self._proposer.time
-        if time is None or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
+        if time is None or self._proposer.failed or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
             return [], 0
         # Not known how long steps take: anything is worth it.
         least_s = math.inf if step_s is None else step_s(0)
         offers = self._offers(decodes, time, least_s)
         counts = choose_drafts(offers.proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
         if step_s is not None and not any(counts):
-            self._trial_s += _TRIAL_SHARE * least_s
+            self._save_up(offers, least_s)
             if self._may_try(offers, time, least_s, bound_s):
                 self._trial_s -= offers.trial_s
                 counts[offers.cheapest] = 1
@@ -420,18 +429,23 @@ class Drafting:
         for sequence in decodes:
             # With a grammar, each draft needs a mask, which takes another thread its time.
             count = self.num_wanted(sequence) if sequence.constraint is None else 0
-            missing_s = time.per_row_s * self._proposer.num_missing(sequence) if count else math.inf
+            missing_s = time.per_row_s * self._proposer.num_missing(sequence)
             if missing_s < cheapest_s:
                 cheapest_s, cheapest = missing_s, len(proposals)
             record = self._record(sequence)
             record.learn(sequence.tokens)
             to_come = min(max(_LEAST_TO_COME, sequence.position), sequence.max_len - len(sequence.tokens))
-            before_s = missing_s / to_come
+            before_s = missing_s / to_come if count else math.inf
             gain = sum(record.rate ** (i + 1) for i in range(count))
             # What would not pay even if it were all that it costs must not stand before others.
             pays = count > 0 and before_s * len(decodes) <= gain * least_s
             proposals.append(Proposal(range(count if pays else 0), record.rate, before_s))
         return _Offers(proposals, cheapest, cheapest_s + time.fixed_s + time.per_row_s + _WAITING_SHARE * least_s)
+
+    def _save_up(self, offers: _Offers, least_s: float) -> None:
+        """For one trial at most: what is saved while none is possible is not spent at once later."""
+        if offers.trial_s < math.inf:
+            self._trial_s = min(self._trial_s + _TRIAL_SHARE * least_s, offers.trial_s)
 
     def _may_try(self, offers: _Offers, time: DraftTime, least_s: float, bound_s: float) -> bool:
         """Returns whether steps without drafts have left enough time over to draft one all the same."""
@@ -445,7 +459,7 @@ class Drafting:
         """Returns how many tokens may be drafted at most: after the last token there can be comes none."""
         if not sequence.request.sampling.speculate:
             return 0
-        return max(0, min(self._most, sequence.max_len - 1 - len(sequence.tokens)))
+        return max(0, min(self._most, sequence.max_len - 1 - len(sequence.tokens), self._proposer.max_len - len(sequence.tokens)))
 
     def look_up(self, sequence: EngineSequence) -> Sequence[int]:
         """Returns what the proposer proposes."""

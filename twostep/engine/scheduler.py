@@ -76,6 +76,8 @@ from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, chunk_p
 
 # How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
 _KEPT_S = 1.0
+# Steps that are planned ahead, at most, after drafts were waited for in vain.
+_MOST_AHEAD = 63
 # When a reservation for which they give way is worth trying again.
 _RETRY_S = 0.02
 _BATCH = int(RequestClass.BATCH)
@@ -147,6 +149,9 @@ class Scheduler:
         self._coming_gaps: dict[str, float] = {}
         # How many steps in a row prompts were left out for the sake of a promise.
         self._num_waited = 0
+        # The next step is planned behind the last one, for drafts; how often that was in vain, doubled each time; and as many steps as that
+        # are planned ahead before it is tried again.
+        self._awaits_drafts, self._num_vain, self._num_ahead = False, 0, 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
         self._num_arrived = 0
@@ -336,15 +341,25 @@ class Scheduler:
     # ---- planning ---------------------------------------------------------------------------------------------------
 
     def drafts_next(self) -> bool:
-        """Returns whether the next step will likely be worth drafts, for which those that are planned must have ended (drafts.py)."""
+        """Returns whether the next step will likely be worth drafts, for which those that are planned must have ended (drafts.py). Asked
+        once for each step."""
         drafting = self._drafting
-        if drafting is None:
+        if drafting is None or drafting.failed:
+            return False
+        if self._planned and any(self._planned[-1].drafts):
+            # A sequence whose drafts are under way is in no step before they have ended.
+            return True
+        if self._num_ahead:
+            self._num_ahead -= 1
             return False
         # Of a grammar's sequence the next mask follows the last token as drafts do: it is in no step that is planned ahead.
         decodes = [
-            sequence for sequence in self._running.values() if sequence.num_pending and not sequence.hold and sequence.constraint is None
+            sequence
+            for sequence in self._running.values()
+            if sequence.num_pending and not sequence.hold and sequence.constraint is None and sequence.request.pooling is None
         ]
-        return bool(decodes) and drafting.is_worth(decodes, **self._draft_bounds(decodes, 0, 0, 0.0))
+        self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, **self._draft_bounds(decodes, 0, 0, 0.0))
+        return self._awaits_drafts
 
     def timed(self, work: StepWork, seconds: float) -> None:
         """A step took so long, from its begin or the end of the one before."""
@@ -575,6 +590,11 @@ class Scheduler:
                     self._blocks.extend(sequence, num_blocks)
                     num_spare -= num_blocks
                 drafts[i] = drafts[i][: sequence.num_slots - len(sequence.tokens)]
+        if self._awaits_drafts:
+            # What was foretold did not come, for want of room beside prompts, say: the next steps are planned ahead, more each time.
+            self._awaits_drafts = False
+            self._num_vain = 0 if any(drafts) else min(_MOST_AHEAD, 2 * self._num_vain + 1)
+            self._num_ahead = self._num_vain
         return drafts if any(drafts) else ()
 
     def _draft_bounds(self, decodes: Sequence[EngineSequence], num_prompt_tokens: int, num_prompts: int, pairs: float) -> DraftBounds:

@@ -1,5 +1,5 @@
 """The draft model that --speculative-config asks for, beside the served one: whether the two fit each other, what it takes of the memory,
-and its runner. Its pool has as many blocks as the served model's, of as many tokens, so that what fits the one fits the other."""
+and its runner. Its pool has as many blocks as the served model's, of as many tokens; shared prefixes are there once for each sequence."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ _ROWS_TOGETHER = 16
 # Of what a token took, so much is believed at once.
 _LEARNT = 0.1
 _FIRST_ROUNDS, _FIRST_TOKENS = 8, 4
+_GIVES_UP = "the EAGLE head failed: nothing is drafted by it any more until the worker is restarted"
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class EagleProposer(Proposer):
         self._fused = torch.zeros(num_slots, head.config.hidden_size, dtype=head.fc.weight.dtype)
         # The one used longest ago first.
         self._held: OrderedDict[str, _Held] = OrderedDict()
+        # Of those that were asked for and are not held: the first position from which the model's states are here.
+        self._first_known: dict[str, int] = {}
         self._ended: deque[str] = deque()  # since the last `prepare`: other threads say so
         self._failed = False
         runner.watch(LayerStates(head.config.layers_of(runner.config)), self._saw)
@@ -90,9 +93,15 @@ class EagleProposer(Proposer):
         return self._failed
 
     def num_missing(self, sequence: EngineSequence) -> int:
-        held = self._held.get(sequence.seq_id)
-        known = 0 if held is None else held.drafted.end
-        return max(0, len(sequence.tokens) - 1 - known) // _ROWS_TOGETHER
+        held, end = self._held.get(sequence.seq_id), len(sequence.tokens) - 1
+        if held is not None:
+            return max(0, end - held.drafted.end) // _ROWS_TOGETHER
+        known = self._first_known.get(sequence.seq_id)
+        if known is None:
+            # Of a prompt that was handed over there is nothing to compute.
+            known = self._known_from(sequence.tokens, self._slots(list(sequence.blocks), end), 0)
+            self._first_known[sequence.seq_id] = known
+        return max(0, end - known) // _ROWS_TOGETHER
 
     def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
         if self._failed:
@@ -104,7 +113,7 @@ class EagleProposer(Proposer):
             self._drop({sequence.seq_id for sequence, _ in wanted})
         except Exception:
             # Requests are none the worse for it.
-            log.exception("the EAGLE head failed: nothing is drafted by it any more until the worker is restarted")
+            log.exception(_GIVES_UP)
             self._failed = True
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -122,9 +131,15 @@ class EagleProposer(Proposer):
 
     def _saw(self, batch: Batch, states: LayerStates) -> None:
         """A step of the model: what it was half-way, where its KV went. Drafts that are not accepted are written over with it."""
-        self._positions[batch.slots] = batch.positions
-        self._tokens[batch.slots] = batch.token_ids
-        self._fused.index_copy_(0, torch.from_numpy(batch.slots), self._head.fuse(states.joined()))
+        if self._failed:
+            return
+        try:
+            self._positions[batch.slots] = batch.positions
+            self._tokens[batch.slots] = batch.token_ids
+            self._fused.index_copy_(0, torch.from_numpy(batch.slots), self._head.fuse(states.joined()))
+        except Exception:
+            log.exception(_GIVES_UP)
+            self._failed = True
 
     def _prepare(self, sequence: EngineSequence, count: int, most_rows: int) -> int:
         """Drafts `count` tokens, if no more than so many rows have to be computed first. Returns how many were."""
@@ -134,6 +149,8 @@ class EagleProposer(Proposer):
             return 0
         end = len(tokens) - 1  # of the last token there is no state
         slots = self._slots(list(sequence.blocks), end)
+        if len(slots) < end:
+            return 0
         start = 0 if held is None else held.drafted.end
         known = self._known_from(tokens, slots, start)
         if held is None or known > start:
@@ -175,7 +192,9 @@ class EagleProposer(Proposer):
     def _drop(self, wanted: set[str]) -> None:
         """Of sequences that have ended, and of others while more is kept than the pool has slots."""
         while self._ended:
-            self._held.pop(self._ended.popleft(), None)
+            seq_id = self._ended.popleft()
+            self._held.pop(seq_id, None)
+            self._first_known.pop(seq_id, None)
         excess = self.num_held - self._num_slots
         for seq_id in [seq_id for seq_id in self._held if seq_id not in wanted]:
             if excess <= 0:
@@ -192,7 +211,7 @@ def _asks_for_tokens(sequence: EngineSequence) -> bool:
 def _choice(sequence: EngineSequence, own: bool) -> Choice:
     """Picks as the model's next rows will, if all drafts before come true. `own`: among the head's tokens, where none is treated otherwise
     than others."""
-    params, num_prompt = sequence.request.sampling, sequence.request.num_prompt_tokens
+    params, num_prompt = replace(sequence.request.sampling, logprobs=None), sequence.request.num_prompt_tokens
     drafted: list[int] = []
 
     def choose(logits: torch.Tensor, number: int) -> int:

@@ -111,7 +111,8 @@ def find_groups(
 
 
 def _goes_on(block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], block_size: int) -> npt.NDArray[np.bool_]:
-    """Says of each row whether it is the next token of the row before: the block that a row writes to is no other sequence's."""
+    """Says of each row whether it is the next token of the row before."""
+    # The block that a row writes to is its sequence's alone: blocks are found by others only once they are full.
     written = np.maximum(seq_lens[:-1] - 1, 0) // block_size
     rows = np.arange(len(written))
     same = (seq_lens[1:] == seq_lens[:-1] + 1) & (block_tables[rows + 1, written] == block_tables[rows, written])
