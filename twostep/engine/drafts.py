@@ -12,8 +12,6 @@ grows by what one row more costs; it is worth that as long as the step's tokens 
 
     (tokens + p) / (seconds + cost of a row)  >  tokens / seconds
 
-What a row costs is said by the step curve, and corrected by what steps with drafts have taken (RowTime).
-
 Where a model proposes, its own time belongs to that cost, and how many tokens are worth it is chosen before it computes:
 
     device   ── draft model: catch up, draft, draft ──┬── step of the served model ──┐
@@ -53,8 +51,6 @@ MOST_CAUGHT_UP, LEAST_CAUGHT_UP = 256, 16
 _TRIAL_SHARE = 0.01
 # Of a step, what it takes longer where it is not planned while another runs.
 _WAITING_SHARE = 0.15
-# Of what a row took beside the curve, so much is believed at once; and kept after each step without drafts.
-_ROWS_LEARNT, _ROWS_KEPT = 0.08, 0.998
 
 
 class Wanted(NamedTuple):
@@ -192,38 +188,6 @@ class CommonRate:
         self.wrong = _FORGETTING_ALL * self.wrong + failed
 
 
-class RowTime:
-    """Learns by how much a row of a draft takes longer than the step curve says, or less: the curve knows nothing of how a row is sampled,
-    of a KV that is read once for all rows of a sequence, and of a host that a step with drafts waits for."""
-
-    def __init__(self) -> None:
-        # How many times what the curve says steps without drafts take; None: there was none.
-        self._slower: float | None = None
-        self._extra_s = 0.0
-
-    def saw(self, seconds: float, step_s: Callable[[int], float], num_rows: int) -> None:
-        """A step of decodes took so long, with so many rows of drafts. `step_s`: by the curve, with any number of them."""
-        if seconds <= 0:
-            return
-        if num_rows:
-            # One that was held up by something else counts as four times as long at most.
-            took_s = min(seconds / (self._slower or 1.0), 4.0 * step_s(num_rows))
-            self._extra_s += _ROWS_LEARNT * ((took_s - step_s(num_rows)) / num_rows - self._extra_s)
-            return
-        slower = seconds / step_s(0)
-        self._slower = slower if self._slower is None else self._slower + _ROWS_LEARNT * (slower - self._slower)
-        # What was dear once is tried again.
-        self._extra_s *= _ROWS_KEPT
-
-    def corrected(self, step_s: Callable[[int], float] | None) -> Callable[[int], float] | None:
-        """Returns `step_s` with what was learnt. No row makes a step shorter."""
-        extra_s = self._extra_s
-        if step_s is None or not extra_s:
-            return step_s
-        least_s = step_s(0)
-        return lambda rows: max(least_s, step_s(rows) + extra_s * rows)
-
-
 class DraftRecord:
     """Remembers how often a sequence's proposals were right of late, also those that no step computed: learning costs no row."""
 
@@ -351,7 +315,6 @@ class Drafting:
         self._most = most
         self._records: dict[str, DraftRecord] = {}
         self._common = CommonRate()
-        self._row_time = RowTime()
         # Seconds that may go into drafts to find out whether they would pay.
         self._trial_s = 0.0
         # By place among a step's drafts, since the start.
@@ -362,7 +325,6 @@ class Drafting:
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
     ) -> list[Sequence[int]]:
         """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
-        step_s = self._row_time.corrected(step_s)
         if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
             return [()] * len(decodes)
         proposals = [_NOTHING if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
@@ -372,7 +334,6 @@ class Drafting:
     def is_worth(self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
         """Returns whether the next step of these will likely be worth drafts, though their last tokens may not be known yet: as if it were
         this one. Asked once for each step: it learns, and where the answer is no, saves time up for a trial."""
-        step_s = self._row_time.corrected(step_s)
         if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
             return False
         choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
@@ -402,7 +363,6 @@ class Drafting:
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
     ) -> tuple[list[Wanted], int]:
         """Returns what is worth drafting for a step of these decodes, and how many missing tokens may be computed for it."""
-        step_s = self._row_time.corrected(step_s)
         time = self._proposer.time
         if time is None or self._proposer.failed or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
             return [], 0
@@ -479,10 +439,6 @@ class Drafting:
         record.learn(sequence.tokens)
         record.propose(proposed, sequence.tokens)
         return Proposal(proposed, record.rate)
-
-    def timed(self, seconds: float, step_s: Callable[[int], float], num_rows: int) -> None:
-        """See RowTime.saw."""
-        self._row_time.saw(seconds, step_s, num_rows)
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """A step computed so many drafts of a sequence, the first of which were accepted."""

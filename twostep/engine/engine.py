@@ -348,8 +348,6 @@ class Engine:
                 if sampled.expert_imbalance is not None:
                     self._expert_imbalance = sampled.expert_imbalance
                 self._pacing.settled(launched.workload, ended_at - since, collected.blocked_s)
-                if not self._runner.overlaps or (begin_seen and self._end_seen):
-                    self._scheduler.timed(work, ended_at - since)
         return StepOutput(
             step=launched.step,
             tokens=result.tokens,

@@ -361,13 +361,6 @@ class Scheduler:
         self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, **self._draft_bounds(decodes, 0, 0, 0.0))
         return self._awaits_drafts
 
-    def timed(self, work: StepWork, seconds: float) -> None:
-        """A step took so long, from its begin or the end of the one before."""
-        if self._drafting is None or self.curve is None or not work.num_decodes or work.num_decodes < len(work.sequences):
-            return
-        plain = StepWorkload(decodes=work.num_decodes, context=sum(work.starts) + work.num_decodes)
-        self._drafting.timed(seconds, partial(_with_more_s, self.curve, plain), sum(map(len, work.drafts)))
-
     def drafts_wanted(self, now: float) -> tuple[list[Wanted], int]:
         """Returns what is worth drafting by a model before the next step is planned (see Drafting.wanted), as far as can be told by what is
         here: sequences that decode, and prompts that will likely fill what they leave of the step."""
