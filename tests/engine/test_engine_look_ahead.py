@@ -91,18 +91,12 @@ class Timed(KnowingProposer):
         return super().propose(seq_id, tokens, self.wanted)
 
 
-def _no_time() -> float:
-    """A clock for steps of which the curve alone says what they take."""
-    return 0.0
-
-
 @pytest.mark.parametrize("computes", [False, True])
 @pytest.mark.parametrize(("rate", "ahead"), [(0.0, True), (1.0, False)])
 def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate: float, ahead: bool, computes: bool) -> None:
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
     engine = engine_of(
         runner,
-        clock=_no_time,
         look_ahead=True,
         speculative=THREE,
         proposer=(Timed if computes else KnowingProposer)(VOCAB, rate, tireless=True),
@@ -124,7 +118,7 @@ def test_drafts_that_never_come_are_seldom_waited_for() -> None:
             return ()
 
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
-    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Silent(VOCAB, 1.0))
+    engine = engine_of(runner, look_ahead=True, speculative=THREE, proposer=Silent(VOCAB, 1.0))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     engine.submit(make_request("a", [5, 7, 2], max_tokens=250))
     drain(engine)
@@ -136,7 +130,7 @@ def test_a_proposer_that_has_given_up_is_not_waited_for() -> None:
         failed = True
 
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
-    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Failed(VOCAB, 1.0))
+    engine = engine_of(runner, look_ahead=True, speculative=THREE, proposer=Failed(VOCAB, 1.0))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     engine.submit(make_request("a", [5, 7, 2], max_tokens=100))
     drain(engine)
@@ -146,7 +140,7 @@ def test_a_proposer_that_has_given_up_is_not_waited_for() -> None:
 def test_a_prompt_to_be_embedded_is_nobody_to_draft_for() -> None:
     """As long as the context: no token comes after it."""
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=64)
-    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Timed(VOCAB, 1.0))
+    engine = engine_of(runner, look_ahead=True, speculative=THREE, proposer=Timed(VOCAB, 1.0))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     engine.submit(replace(make_request("a", list(range(64)), max_tokens=1), pooling=Pooling.LAST))
     _, steps = drain(engine)
@@ -162,7 +156,7 @@ def test_drafts_begin_as_soon_as_they_are_right_and_end_when_they_are_not() -> N
             return right if 60 <= len(tokens) < 120 else [(token + 1) % VOCAB for token in right]
 
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
-    engine = engine_of(runner, clock=_no_time, look_ahead=True, speculative=THREE, proposer=Fitful(VOCAB, 1.0, tireless=True))
+    engine = engine_of(runner, look_ahead=True, speculative=THREE, proposer=Fitful(VOCAB, 1.0, tireless=True))
     engine.set_curve(StepCurve(fixed_s=0.001, per_row_s=0.0002))
     request = make_request("a", [5, 7, 2], max_tokens=200)
     engine.submit(request)
