@@ -77,7 +77,7 @@ from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, chunk_p
 # How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
 _KEPT_S = 1.0
 # Steps that are planned ahead, at most, after drafts were waited for in vain.
-_MOST_AHEAD = 63
+_MOST_AHEAD = 15
 # When a reservation for which they give way is worth trying again.
 _RETRY_S = 0.02
 _BATCH = int(RequestClass.BATCH)
@@ -358,7 +358,7 @@ class Scheduler:
             for sequence in self._running.values()
             if sequence.num_pending and not sequence.hold and sequence.constraint is None and sequence.request.pooling is None
         ]
-        self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, **self._draft_bounds(decodes, 0, 0, 0.0))
+        self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, **self._foretold_bounds(decodes))
         return self._awaits_drafts
 
     def drafts_wanted(self, now: float) -> tuple[list[Wanted], int]:
@@ -368,20 +368,20 @@ class Scheduler:
         if drafting is None or not drafting.computes:
             return [], 0
         self._begins_at = now
-        decodes, num_prompts, left = [], 0, 0
-        for sequence in self._running.values():
-            if sequence.is_plannable and sequence.decodes:
-                decodes.append(sequence)
-            elif sequence.is_plannable:
-                num_prompts, left = num_prompts + 1, left + sequence.num_remaining
+        decodes = [sequence for sequence in self._running.values() if sequence.is_plannable and sequence.decodes]
         del decodes[self._max_num_seqs :]
+        return drafting.wanted(decodes, **self._foretold_bounds(decodes))
+
+    def _foretold_bounds(self, decodes: Sequence[EngineSequence]) -> DraftBounds:
+        """Returns what bounds the drafts of a step of these decodes, beside prompts that will likely fill what they leave of it."""
+        prompts = [sequence for sequence in self._running.values() if sequence.is_plannable and not sequence.decodes]
+        num_prompts, left = len(prompts), sum(sequence.num_remaining for sequence in prompts)
         # Behind one that waits for blocks the others wait, too.
         enters = self._short is None and len(self._running) < self._max_num_seqs
         for sequence in chain(self._waiting.values(), self._preempted.values()) if enters else ():
             num_prompts, left = num_prompts + 1, left + len(sequence.tokens) - sequence.num_matched
         budget = self._config.max_num_batched_tokens - len(decodes)
-        num_prompts = min(num_prompts, self._max_num_seqs - len(decodes))
-        return drafting.wanted(decodes, **self._draft_bounds(decodes, min(left, budget), num_prompts, 0.0))
+        return self._draft_bounds(decodes, min(left, budget), min(num_prompts, self._max_num_seqs - len(decodes)), 0.0)
 
     def plan(self, now: float, free_at: float) -> StepWork | None:
         """Returns the next step, or None if nothing can be computed now. What it reads and writes stays untouched until it is settled or
