@@ -1,4 +1,4 @@
-"""What a draft model costs and brings on a CPU, one thread, one user: processor time of an engine with drafts by the first layers of the
+"""Measures a draft model on a CPU, one thread, one user: processor time of an engine with drafts by the first layers of the
 served model, by all of it, and without.
 
     python benchmarks/cpu_draft_model.py [--layers 2 8 20 30] [--tokens 48] [--rounds 3]
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from twostep.engine.draft_model import DraftModel
-from twostep.engine.drafts import Wanted
+from twostep.engine.drafts import WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
@@ -44,7 +44,7 @@ class Timed(DraftModel):
 
     seconds = 0.0
 
-    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         began = time.process_time()
         super().prepare(wanted, most_rows)
         self.seconds += time.process_time() - began

@@ -1,4 +1,4 @@
-"""What drafts save on a CPU: one user's answers with and without them, in turns.
+"""Measures what drafts save on a CPU: one user's answers with and without them, in turns.
 
     python benchmarks/cpu_drafts.py                 objects of a JSON schema, drafted by their grammar and by looking up
     python benchmarks/cpu_drafts.py --head DIR      an EAGLE-3 head, over the prompts that its training held back
@@ -117,18 +117,18 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Question:
+class AskedRequest:
     prompt: Sequence[int]
     sampling: SamplingParams
     grammar: GrammarState | None = None
 
 
-def _held_back(head: Path) -> list[Question]:
+def _held_back(head: Path) -> list[AskedRequest]:
     lines = (head / "training" / "answers.jsonl").read_text().splitlines()
-    return [Question(each["prompt"], SamplingParams(**each["sampling"])) for each in map(json.loads, lines) if each["held_back"]]
+    return [AskedRequest(each["prompt"], SamplingParams(**each["sampling"])) for each in map(json.loads, lines) if each["held_back"]]
 
 
-def _objects(model_dir: Path) -> list[Question]:
+def _objects(model_dir: Path) -> list[AskedRequest]:
     """Each subject twice: greedy, and drawn at temperature 0.7."""
     card, tokenizer = ModelCard.load(model_dir), Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     compiler = GrammarCompiler(model_dir, vocab_size=card.vocab_size, eos_token_ids=card.eos_token_ids)
@@ -139,7 +139,7 @@ def _objects(model_dir: Path) -> list[Question]:
         text = template.render([{"role": "user", "content": f"Describe {subject} as a JSON object."}])
         for temperature in (0.0, 0.7):
             params = SamplingParams(temperature=temperature, seed=1, max_tokens=160, grammar=grammar)
-            asked.append(Question(tokenizer.encode(text, add_special_tokens=False).ids, params, compiler.compile(grammar)))
+            asked.append(AskedRequest(tokenizer.encode(text, add_special_tokens=False).ids, params, compiler.compile(grammar)))
     return asked
 
 

@@ -16,7 +16,7 @@ _FORGOTTEN_AFTER_S = 30.0
 
 @dataclass(slots=True)
 class _Mean:
-    """Of one transport. `count` 0: the first one, which has made connections, is all there was."""
+    """The mean of one transport's hand-overs. `count` 0: the first one, which has made connections, is all there was."""
 
     last_at: float
     count: int = 0

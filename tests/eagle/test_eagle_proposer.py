@@ -14,13 +14,13 @@ import pytest
 import torch
 from eagle_cases import random_head
 
-from twostep.engine.drafts import Wanted
+from twostep.engine.drafts import WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.lab.eagle.acceptance import measure
-from twostep.lab.eagle.answers import Answer
+from twostep.lab.eagle.answers import LearntAnswer
 from twostep.lab.eagle.target import Target, new_head
 from twostep.lab.eagle.training import Trainer, TrainingPlan
 from twostep.lab.one_prompt import prompt_batch
@@ -90,7 +90,7 @@ def learned(tiny_llama_dir: Path) -> tuple[EagleHead, EngineRequest, list[int]]:
     runner = new_runner(tiny_llama_dir)
     asked = request(0, [5, 6, 7, 8, 9, 10], max_tokens=60)
     (token_ids,) = tokens_of(Engine(runner, EngineConfig(**BOUNDS)), [asked])
-    answer = Answer(asked.token_ids, token_ids, asked.sampling, False)
+    answer = LearntAnswer(asked.token_ids, token_ids, asked.sampling, False)
     trainer = Trainer(
         new_head(runner, torch.arange(runner.vocab_size), 0),
         TrainingPlan(num_rounds=60, num_steps=K, batch_size=1, learning_rate=5e-3, seed=0),
@@ -139,7 +139,7 @@ def test_proposals_are_the_head_s_own(tiny_llama_dir: Path) -> None:
     told: list[tuple[list[int], Sequence[int]]] = []
     prepare = proposer.prepare
 
-    def listening(wanted: Sequence[Wanted], most_rows: int) -> None:
+    def listening(wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         prepare(wanted, most_rows)
         told.extend((list(each.sequence.tokens), proposer.propose(each.sequence.seq_id, each.sequence.tokens, K)) for each in wanted)
 

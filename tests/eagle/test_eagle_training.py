@@ -10,7 +10,7 @@ import torch
 from eagle_cases import VOCAB, random_head
 
 from twostep.lab.eagle.acceptance import measure
-from twostep.lab.eagle.answers import Answer
+from twostep.lab.eagle.answers import LearntAnswer
 from twostep.lab.eagle.folder import TrainingFolder
 from twostep.lab.eagle.run import draft_tokens
 from twostep.lab.eagle.target import Looked, Target, new_head
@@ -25,17 +25,17 @@ from twostep.sampling_params import SamplingParams
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-def case(head: EagleHead, prompt: int, answer: int, seed: int, sampling: SamplingParams = GREEDY) -> tuple[Answer, Looked]:
+def case(head: EagleHead, prompt: int, answer: int, seed: int, sampling: SamplingParams = GREEDY) -> tuple[LearntAnswer, Looked]:
     """An answer of random tokens, and a model that has random states and thinks random things of it."""
     generator = torch.Generator().manual_seed(seed)
     length, own = prompt + answer, len(head.target_ids)
     tokens = torch.randint(VOCAB, (length,), generator=generator).tolist()
     states = torch.randn(length, 3 * head.config.target_hidden_size, generator=generator)
     best = torch.randn(length, own, generator=generator).softmax(-1).topk(5)
-    return Answer(tokens[:prompt], tokens[prompt:], sampling, False), Looked(states, best.indices.int(), best.values)
+    return LearntAnswer(tokens[:prompt], tokens[prompt:], sampling, False), Looked(states, best.indices.int(), best.values)
 
 
-def plain_loss(head: EagleHead, cases: list[tuple[Answer, Looked]], num_steps: int) -> float:
+def plain_loss(head: EagleHead, cases: list[tuple[LearntAnswer, Looked]], num_steps: int) -> float:
     """The loss, one proposal at a time: what the head says when it is led along the answer."""
     lost: list[list[float]] = [[] for _ in range(num_steps)]
     for answer, looked in cases:
@@ -81,7 +81,7 @@ def test_acceptance_is_that_of_proposals_along_the_answer(params: SamplingParams
             tokens[place + 1 : place + 3] = propose(
                 head, looked.states[:place], tokens[: place + 1], len(tokens[place + 1 : place + 3]), choose
             )
-        known.append((Answer(answer.prompt, tokens[len(answer.prompt) :], params, False), looked))
+        known.append((LearntAnswer(answer.prompt, tokens[len(answer.prompt) :], params, False), looked))
     found = measure(head, [answer for answer, _ in known], lambda number: known[number][1], 3)
     proposed, accepted = [0] * 3, [0] * 3
     for answer, looked in known:
@@ -122,13 +122,13 @@ def runner(tiny_llama_dir: Path) -> ModelRunner:
 PLAN = TrainingPlan(num_rounds=8, num_steps=3, batch_size=2, learning_rate=5e-3, seed=0, save_every=3)
 
 
-def model_answers(runner: ModelRunner) -> list[Answer]:
+def model_answers(runner: ModelRunner) -> list[LearntAnswer]:
     """Greedy, as if the engine had made them."""
     generator = torch.Generator().manual_seed(4)
     found = []
     for _ in range(5):
         prompt = torch.randint(runner.vocab_size, (6,), generator=generator).tolist()
-        found.append(Answer(prompt, torch.randint(40, (20,), generator=generator).tolist(), GREEDY, False))
+        found.append(LearntAnswer(prompt, torch.randint(40, (20,), generator=generator).tolist(), GREEDY, False))
     return found
 
 
@@ -191,7 +191,7 @@ def test_what_the_model_thinks_is_its_logits(runner: ModelRunner) -> None:
 
 
 def test_tokens_to_propose_are_the_answers_and_then_the_first() -> None:
-    answers = [Answer([1], [50, 50, 9, 7], GREEDY, False), Answer([2], [50, 9, 60], GREEDY, False)]
+    answers = [LearntAnswer([1], [50, 50, 9, 7], GREEDY, False), LearntAnswer([2], [50, 9, 60], GREEDY, False)]
     assert draft_tokens(answers, 2, VOCAB).tolist() == [9, 50]
     assert draft_tokens(answers, 3, VOCAB).tolist() == [7, 9, 50]
     assert draft_tokens(answers, 7, VOCAB).tolist() == [0, 1, 2, 7, 9, 50, 60]

@@ -378,9 +378,9 @@ def test_little_of_much_is_left_alone() -> None:
     engine.submit(make_request("a", [5] * 100, max_tokens=20))
     engine.step()
     (sequence,) = engine._scheduler._running.values()
-    from twostep.engine.drafts import Wanted  # noqa: PLC0415
+    from twostep.engine.drafts import WantedDrafts  # noqa: PLC0415
 
-    devices.model.prepare([Wanted(sequence, 1)], LEAST_CAUGHT_UP - 1)
+    devices.model.prepare([WantedDrafts(sequence, 1)], LEAST_CAUGHT_UP - 1)
     assert not devices.batches
-    devices.model.prepare([Wanted(sequence, 1)], LEAST_CAUGHT_UP)
+    devices.model.prepare([WantedDrafts(sequence, 1)], LEAST_CAUGHT_UP)
     assert [len(batch.token_ids) for batch in devices.batches] == [LEAST_CAUGHT_UP]

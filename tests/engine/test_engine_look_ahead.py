@@ -22,7 +22,7 @@ from engine_helpers import (
 )
 
 from twostep.engine.batch import Batch, InFlight, Sampled
-from twostep.engine.drafts import DraftTime, Wanted
+from twostep.engine.drafts import DraftTime, WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import FinishReason
@@ -84,7 +84,7 @@ class Timed(KnowingProposer):
     time = DraftTime(1e-5, 1e-5)
     wanted = 0
 
-    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         self.wanted = sum(each.num_tokens for each in wanted)
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:

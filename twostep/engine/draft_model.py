@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from twostep.engine.batch import Batch, Runner, SamplingRow
-from twostep.engine.drafts import LEAST_CAUGHT_UP, DraftTime, Proposer, Wanted
+from twostep.engine.drafts import LEAST_CAUGHT_UP, DraftTime, Proposer, WantedDrafts
 from twostep.engine.sequence import EngineSequence
 from twostep.sampling_params import SamplingParams
 
@@ -62,7 +62,7 @@ class RoundTime:
 
 @dataclass(slots=True)
 class _Held:
-    """What the draft model holds of a sequence: blocks, in which the KV of its first `num_computed` tokens lies; then that of `drafted`,
+    """The draft model's part of a sequence: blocks, in which the KV of its first `num_computed` tokens lies; then that of `drafted`,
     which were proposed there and may not have come. `params`: what its tokens are drawn with."""
 
     params: SamplingParams
@@ -155,7 +155,7 @@ class DraftModel(Proposer):
         held.follow(sequence.tokens)
         return max(0, len(sequence.tokens) - 1 - held.num_computed)
 
-    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         if self._failed:
             return
         try:
@@ -181,7 +181,7 @@ class DraftModel(Proposer):
     def num_free_blocks(self) -> int:
         return len(self._free)
 
-    def _prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def _prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         jobs = self._jobs(wanted)
         # What is nearly there first: it drafts at once.
         jobs.sort(key=lambda job: self.num_missing(job.sequence))
@@ -219,7 +219,7 @@ class DraftModel(Proposer):
             if (ended := self._held.pop(self._ended.popleft(), None)) is not None:
                 self._free += ended.blocks
 
-    def _jobs(self, wanted: Sequence[Wanted]) -> list[_Job]:
+    def _jobs(self, wanted: Sequence[WantedDrafts]) -> list[_Job]:
         """Returns what is to be done: nothing for what was proposed before and not looked at, or is beyond the model's context."""
         jobs = []
         for sequence, count in wanted:

@@ -53,7 +53,7 @@ _TRIAL_SHARE = 0.01
 _WAITING_SHARE = 0.15
 
 
-class Wanted(NamedTuple):
+class WantedDrafts(NamedTuple):
     """Asks for so many tokens, at least one, after the last of a sequence; its tokens do not change meanwhile."""
 
     sequence: EngineSequence
@@ -92,7 +92,7 @@ class Proposer(Protocol):
         """Returns how many tokens, but for the last one, have to be computed before the first can be drafted."""
         return 0
 
-    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         """Drafts what can be; called before each step, also where nothing is wanted. Of tokens that are missing at most `most_rows` are
         computed. Never raises: whoever fails proposes nothing any more."""
         return
@@ -239,8 +239,8 @@ class Proposal:
 
 
 class _Offers(NamedTuple):
-    """What a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take: infinity where there
-    is none to draft of."""
+    """Says what a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take: infinity
+    where there is none to draft of."""
 
     proposals: Sequence[Proposal]
     cheapest: int
@@ -361,7 +361,7 @@ class Drafting:
 
     def wanted(
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
-    ) -> tuple[list[Wanted], int]:
+    ) -> tuple[list[WantedDrafts], int]:
         """Returns what is worth drafting for a step of these decodes, and how many missing tokens may be computed for it."""
         time = self._proposer.time
         if time is None or self._proposer.failed or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
@@ -381,7 +381,7 @@ class Drafting:
             drafts_s = time.fixed_s * max(counts) + time.per_row_s * sum(counts)
             room_s = max(0.0, min(least_s, bound_s - step_s(sum(counts)) - drafts_s))
         most_rows = MOST_CAUGHT_UP if room_s >= MOST_CAUGHT_UP * time.per_row_s else int(room_s / time.per_row_s)
-        return [Wanted(sequence, count) for sequence, count in zip(decodes, counts, strict=True) if count], most_rows
+        return [WantedDrafts(sequence, count) for sequence, count in zip(decodes, counts, strict=True) if count], most_rows
 
     def _offers(self, decodes: Sequence[EngineSequence], time: DraftTime, least_s: float) -> _Offers:
         """Returns what a model could draft of each. `least_s`: of the step without."""
@@ -411,7 +411,7 @@ class Drafting:
         """Returns whether steps without drafts have left enough time over to draft one all the same."""
         return offers.trial_s <= self._trial_s and least_s + time.fixed_s + time.per_row_s <= bound_s
 
-    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         """Without the lock; see Proposer."""
         self._proposer.prepare(wanted, most_rows)
 

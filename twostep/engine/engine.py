@@ -35,7 +35,7 @@ from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, PromptLookup, Proposer, Wanted
+from twostep.engine.drafts import Drafting, PromptLookup, Proposer, WantedDrafts
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.pacing import UNSEEN_S, Pacing
@@ -305,7 +305,7 @@ class Engine:
         """A draft model computes while nothing else is on the device, and before the step begins: it is no part of the step's time."""
         if self._drafting is None or not self._drafting.computes:
             return
-        wanted, most_rows = list[Wanted](), 0
+        wanted, most_rows = list[WantedDrafts](), 0
         # Behind a running step, the tokens to go on from are not known.
         if not self._launched:
             with self._changed:

@@ -52,7 +52,7 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, Wanted, num_sampled
+from twostep.engine.drafts import Drafting, WantedDrafts, num_sampled
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import StepTimeLimit, time_limit_of
@@ -361,7 +361,7 @@ class Scheduler:
         self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, **self._foretold_bounds(decodes))
         return self._awaits_drafts
 
-    def drafts_wanted(self, now: float) -> tuple[list[Wanted], int]:
+    def drafts_wanted(self, now: float) -> tuple[list[WantedDrafts], int]:
         """Returns what is worth drafting by a model before the next step is planned (see Drafting.wanted), as far as can be told by what is
         here: sequences that decode, and prompts that will likely fill what they leave of the step."""
         drafting = self._drafting

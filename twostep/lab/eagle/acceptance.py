@@ -1,4 +1,4 @@
-"""How good a head is: over answers that it has not learned from, how many of its proposals are what the model said.
+"""Measures how good a head is: over answers that it has not learned from, how many of its proposals are what the model said.
 
 At every token of an answer the head proposes what follows, with the noise that the answer was drawn with, as a worker would. A proposal
 counts if it and all before it are the answer's tokens.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from twostep.engine.batch import SamplingRow
-from twostep.lab.eagle.answers import Answer
+from twostep.lab.eagle.answers import LearntAnswer
 from twostep.lab.eagle.target import Looked
 from twostep.model.eagle.head import EagleHead
 from twostep.model.eagle.unrolled import Unrolled
@@ -42,7 +42,7 @@ class Acceptance:
         return Acceptance(summed(self.proposed, other.proposed), summed(self.accepted, other.accepted))
 
 
-def measure(head: EagleHead, answers: Sequence[Answer], look: Callable[[int], Looked], num_steps: int) -> Acceptance:
+def measure(head: EagleHead, answers: Sequence[LearntAnswer], look: Callable[[int], Looked], num_steps: int) -> Acceptance:
     """`look`: into the model, at the answer of a number."""
     found = Acceptance([0] * num_steps, [0] * num_steps)
     for number, answer in enumerate(answers):
@@ -51,7 +51,7 @@ def measure(head: EagleHead, answers: Sequence[Answer], look: Callable[[int], Lo
 
 
 @torch.inference_mode()
-def _measure(head: EagleHead, answer: Answer, looked: Looked, num_steps: int) -> Acceptance:
+def _measure(head: EagleHead, answer: LearntAnswer, looked: Looked, num_steps: int) -> Acceptance:
     whole = torch.tensor(answer.whole, device=head.fc.weight.device)
     length, first = len(whole), len(answer.prompt)
     unrolled = Unrolled(head, looked.states.to(whole.device)[None, :-1])

@@ -1,4 +1,4 @@
-"""What a head is trained on: a model's own answers to prompts out of texts.
+"""Makes what a head is trained on: a model's own answers to prompts out of texts.
 
 Every second prompt is answered greedily, the others are drawn as somebody gets them who sets nothing: with the temperature, top_k, top_p
 and min_p that the model's makers recommend. The last part of each text is held back: answers to it are only measured with.
@@ -25,15 +25,15 @@ AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """`held_back`: of the part of the texts that nothing is learned from."""
+class LearntPrompt:
+    """A prompt out of the texts. `held_back`: of the part that nothing is learned from."""
 
     token_ids: Sequence[int]
     held_back: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LearntAnswer:
     """A prompt's token ids and those of its answer, the one that ends it included; what it was drawn with (temperature 0: greedily),
     without penalties."""
 
@@ -55,7 +55,7 @@ def cut_prompts(
     num_prompts: int,
     prompt_tokens: int,
     held_back_share: float,
-) -> list[Prompt]:
+) -> list[LearntPrompt]:
     """Returns `num_prompts` passages of so many tokens, evenly spaced over the texts, and beside them `held_back_share` as many of their
     last parts. With a template, each is what a user says; else it is continued. Raises SetupError for too short texts."""
     learned, held = list[int](), list[int]()
@@ -70,13 +70,13 @@ def cut_prompts(
             "give longer texts, or a smaller --prompt-tokens"
         )
 
-    def prompt(passage: Sequence[int], held_back: bool) -> Prompt:
+    def prompt(passage: Sequence[int], held_back: bool) -> LearntPrompt:
         if template is None:
-            return Prompt(tokenizer.encode(tokenizer.decode(passage)), held_back)
+            return LearntPrompt(tokenizer.encode(tokenizer.decode(passage)), held_back)
         text = template.render([{"role": "user", "content": tokenizer.decode(passage)}])
-        return Prompt(tokenizer.encode(text, add_special_tokens=False), held_back)
+        return LearntPrompt(tokenizer.encode(text, add_special_tokens=False), held_back)
 
-    found = list[Prompt]()
+    found = list[LearntPrompt]()
     for token_ids, count, held_back in ((learned, num_prompts, False), (held, max(2, round(num_prompts * held_back_share)), True)):
         for i in range(count):
             start = i * (len(token_ids) - prompt_tokens) // count
@@ -97,10 +97,10 @@ def sampling_of(number: int, defaults: GenerationDefaults, *, max_tokens: int, s
 
 def make_answers(
     runner: ModelRunner,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[LearntPrompt],
     sampling: Callable[[int], SamplingParams],
     eos_token_ids: frozenset[int],
-    keep: Callable[[Sequence[Answer]], None],
+    keep: Callable[[Sequence[LearntAnswer]], None],
     *,
     first: int = 0,
 ) -> None:
@@ -130,7 +130,7 @@ def make_answers(
         outputs = generate(engine, requests)
         keep(
             [
-                Answer(request.token_ids, [token.token_id for token in output], request.sampling, prompts[number].held_back)
+                LearntAnswer(request.token_ids, [token.token_id for token in output], request.sampling, prompts[number].held_back)
                 for number, request, output in zip(numbers, requests, outputs, strict=True)
             ]
         )

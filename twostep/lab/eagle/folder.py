@@ -1,4 +1,4 @@
-"""What `twostep lab eagle` keeps, so that it goes on where it was interrupted:
+"""Keeps what `twostep lab eagle` has come to, so that it goes on where it was interrupted:
 
     DIR/config.json, model.safetensors   the head as it was saved last
     DIR/training/plan.json               what it is trained on and how: another plan is refused
@@ -22,7 +22,7 @@ import torch
 
 from twostep.checkpoint.directory import SINGLE
 from twostep.errors import SetupError
-from twostep.lab.eagle.answers import Answer
+from twostep.lab.eagle.answers import LearntAnswer
 from twostep.lab.eagle.training import Trainer
 from twostep.model.eagle.files import save_head
 from twostep.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ class TrainingFolder:
                     "same to go on with it, or another folder"
                 )
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[LearntAnswer]:
         """Returns what was kept. Half a line at the end, of a process that was killed, counts for nothing."""
         if not self._answers.exists():
             return []
@@ -76,7 +76,7 @@ class TrainingFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise SetupError(f"{self._answers} is damaged ({error}); delete it, and the answers are made anew") from error
 
-    def keep_answers(self, answers: Sequence[Answer]) -> None:
+    def keep_answers(self, answers: Sequence[LearntAnswer]) -> None:
         with self._answers.open("ab") as file:
             file.write(b"".join(json.dumps(_line(answer)).encode() + b"\n" for answer in answers))
 
@@ -102,7 +102,7 @@ class TrainingFolder:
         os.replace(part, path)
 
 
-def _line(answer: Answer) -> dict[str, Any]:
+def _line(answer: LearntAnswer) -> dict[str, Any]:
     given = asdict(answer.sampling)
     sampling = {name: given[name] for name in _SAMPLED}
     return {
@@ -113,5 +113,5 @@ def _line(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _answer(raw: dict[str, Any]) -> Answer:
-    return Answer(raw["prompt"], raw["token_ids"], SamplingParams(**raw["sampling"]), raw["held_back"])
+def _answer(raw: dict[str, Any]) -> LearntAnswer:
+    return LearntAnswer(raw["prompt"], raw["token_ids"], SamplingParams(**raw["sampling"]), raw["held_back"])

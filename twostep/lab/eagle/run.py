@@ -11,7 +11,7 @@ import torch
 
 from twostep.errors import SetupError
 from twostep.lab.eagle.acceptance import Acceptance, measure
-from twostep.lab.eagle.answers import AT_ONCE, Answer, Prompt, make_answers
+from twostep.lab.eagle.answers import AT_ONCE, LearntAnswer, LearntPrompt, make_answers
 from twostep.lab.eagle.folder import TrainingFolder
 from twostep.lab.eagle.target import Looked, Target, new_head
 from twostep.lab.eagle.training import Trainer, TrainingPlan
@@ -30,18 +30,18 @@ class Trained:
     num_held_back: int
 
 
-def num_blocks(prompts: Sequence[Prompt], max_tokens: int, block_size: int) -> int:
+def num_blocks(prompts: Sequence[LearntPrompt], max_tokens: int, block_size: int) -> int:
     """Returns how many blocks hold as many answers as are made at once."""
     return AT_ONCE * -(-longest(prompts, max_tokens) // block_size)
 
 
-def longest(prompts: Sequence[Prompt], max_tokens: int) -> int:
+def longest(prompts: Sequence[LearntPrompt], max_tokens: int) -> int:
     return max(len(prompt.token_ids) for prompt in prompts) + max_tokens
 
 
 def train_head(
     runner: ModelRunner,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[LearntPrompt],
     sampling: Callable[[int], SamplingParams],
     eos_token_ids: frozenset[int],
     plan: TrainingPlan,
@@ -53,7 +53,7 @@ def train_head(
     answers = folder.answers()
     progress.phase("answers")
 
-    def keep(more: Sequence[Answer]) -> None:
+    def keep(more: Sequence[LearntAnswer]) -> None:
         folder.keep_answers(more)
         answers.extend(more)
         progress.advance(len(answers), len(prompts), "answers")
@@ -69,7 +69,7 @@ def train_head(
     folder.restore(trainer)
     target = Target(runner, trainer.head)
 
-    def look_at(which: Sequence[Answer], first: int, number: int) -> Looked:
+    def look_at(which: Sequence[LearntAnswer], first: int, number: int) -> Looked:
         return target.look(first + number, which[number].whole)
 
     trainer.train(learned, partial(look_at, learned, 0), partial(folder.save, trainer), progress)
@@ -82,7 +82,7 @@ def train_head(
     return Trained(found[True], found[False], _num_tokens(learned), _num_tokens(held_back))
 
 
-def draft_tokens(answers: Sequence[Answer], count: int, vocab_size: int) -> torch.Tensor:
+def draft_tokens(answers: Sequence[LearntAnswer], count: int, vocab_size: int) -> torch.Tensor:
     """Returns int64 [count], ascending: the tokens that the answers have most often, then those of the lowest numbers, which are the most
     usual ones in most vocabularies."""
     seen = Counter(token for answer in answers for token in answer.token_ids)
@@ -93,5 +93,5 @@ def draft_tokens(answers: Sequence[Answer], count: int, vocab_size: int) -> torc
     return torch.tensor(sorted(chosen))
 
 
-def _num_tokens(answers: Sequence[Answer]) -> int:
+def _num_tokens(answers: Sequence[LearntAnswer]) -> int:
     return sum(len(answer.token_ids) for answer in answers)

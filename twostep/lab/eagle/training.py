@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from twostep.lab.eagle.answers import Answer
+from twostep.lab.eagle.answers import LearntAnswer
 from twostep.lab.eagle.target import Looked
 from twostep.model.eagle.head import EagleHead
 from twostep.model.eagle.unrolled import Unrolled
@@ -61,7 +61,7 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
         self.num_done = int(state["num_done"])  # type: ignore[call-overload]
 
-    def train(self, answers: Sequence[Answer], look: Callable[[int], Looked], save: Callable[[], None], progress: Progress) -> None:
+    def train(self, answers: Sequence[LearntAnswer], look: Callable[[int], Looked], save: Callable[[], None], progress: Progress) -> None:
         """Goes on up to the end of the plan. `look`: into the model, at the answer of a number; `save` is called now and then, and at the
         end."""
         total = self.plan.num_batches(len(answers))
@@ -82,7 +82,7 @@ class Trainer:
             if self.num_done % self.plan.save_every == 0 or self.num_done == total:
                 save()
 
-    def _learn(self, answers: Sequence[Answer], looked: Sequence[Looked], total: int) -> float:
+    def _learn(self, answers: Sequence[LearntAnswer], looked: Sequence[Looked], total: int) -> float:
         rate = self.plan.learning_rate * rate_at(self.num_done, total)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -102,7 +102,7 @@ def rate_at(number: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (number - warm) / max(1, total - warm)))
 
 
-def loss_of(head: EagleHead, answers: Sequence[Answer], looked: Sequence[Looked], num_steps: int) -> torch.Tensor:
+def loss_of(head: EagleHead, answers: Sequence[LearntAnswer], looked: Sequence[Looked], num_steps: int) -> torch.Tensor:
     """Returns the loss of some answers, each with what the model saw of it, a number that gradients go through."""
     device = head.fc.weight.device
     longest = max(len(each.states) for each in looked)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.engine.batch import Batch, SamplingRow
-from twostep.engine.drafts import DraftTime, Proposer, Wanted
+from twostep.engine.drafts import DraftTime, Proposer, WantedDrafts
 from twostep.engine.sequence import EngineSequence
 from twostep.model.eagle.head import EagleHead
 from twostep.model.eagle.proposals import Choice, DraftedSequence
@@ -45,7 +45,7 @@ _GIVES_UP = "the EAGLE head failed: nothing is drafted by it any more until the 
 class _Held:
     drafted: DraftedSequence
     proposed: Sequence[int] = ()
-    after: int = 0  # so many tokens
+    after: int = 0  # `proposed` follows so many tokens
 
 
 class EagleProposer(Proposer):
@@ -103,7 +103,7 @@ class EagleProposer(Proposer):
             self._first_known[sequence.seq_id] = known
         return max(0, end - known) // _ROWS_TOGETHER
 
-    def prepare(self, wanted: Sequence[Wanted], most_rows: int) -> None:
+    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         if self._failed:
             return
         try:
@@ -190,7 +190,7 @@ class EagleProposer(Proposer):
         return start + (int(gaps[-1]) + 1 if len(gaps) else 0)
 
     def _drop(self, wanted: set[str]) -> None:
-        """Of sequences that have ended, and of others while more is kept than the pool has slots."""
+        """Drops what is held of sequences that have ended, and of others while more is kept than the pool has slots."""
         while self._ended:
             seq_id = self._ended.popleft()
             self._held.pop(seq_id, None)

@@ -1,4 +1,4 @@
-"""What a step's tokens look like half-way: the residual as it enters some of a model's layers, for heads that draft from it."""
+"""Keeps what a step's tokens look like half-way: the residual as it enters some of a model's layers, for heads that draft from it."""
 
 from __future__ import annotations
 
