@@ -4,10 +4,12 @@
     PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --aggregated --decode 4 --rates 16,22,32 --out aggregated
     PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --rates 20@0,24@2 --out told    requests state the first and the third targets
     PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --tiny --prefill 1 --decode 1 --rates 2 --duration 5 --out dry    on a CPU
+    PYTHONPATH=$PWD python -P benchmarks/gpu_goodput.py --shape qwen3-30b-a3b --aggregated --decode 1 --rates 16 --out experts \\
+        -- --tensor-parallel-size 2 --enable-expert-parallel
 
-Llama-3.1-8B's shape with random weights and a vocabulary of invented words; prompts of 2600 and answers of 128 tokens, each +- 30 %,
-Poisson. For each rate: the share of requests that met each set of targets, and the latencies. `--out`: a folder for every request's record,
-the workers' records with their curves, and the logs.
+Llama-3.1-8B's shape, or another one, with random weights and a vocabulary of invented words; prompts of 2600 and answers of 128 tokens,
+each +- 30 %, Poisson. For each rate: the share of requests that met each set of targets, and the latencies. `--out`: a folder for every
+request's record, the workers' records with their curves, and the logs. Rates are of the whole system; "per GPU" counts workers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from twostep.lab.bench.serve.metrics import Distribution, LatencyTargets, latency_of
 from twostep.lab.bench.serve.record import RequestRecord
-from twostep.lab.bench.shapes import LLAMA_8B, TINY_LLAMA
+from twostep.lab.bench.shapes import SHAPES, TINY_LLAMA
 from twostep.lab.plan.machine import registered_workers
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_argv, server_binary, server_url
@@ -49,6 +51,11 @@ def make_model(directory: Path, config: Mapping[str, object]) -> Path:
     return directory
 
 
+def add_shape(parser: FlagParser) -> None:
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+
+
 @contextmanager
 def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterator[tuple[str, str]]:
     """Its router's address, once it answers, and its Redis."""
@@ -58,7 +65,8 @@ def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterato
     port = free_ports(1)[0]
     flags = ["--decode", str(arguments.decode), "--port", str(port), "--http-port", "0", "--redis-url", server_url(redis_dir), "--verbose"]
     flags += ["--aggregated"] if arguments.aggregated else ["--prefill", str(arguments.prefill)]
-    flags += ["--model", str(make_model(directory / "model", TINY_LLAMA if arguments.tiny else LLAMA_8B)), *arguments.up]
+    shape = TINY_LLAMA if arguments.tiny else SHAPES[arguments.shape]
+    flags += ["--model", str(make_model(directory / "model", shape)), *arguments.up]
     env = os.environ | {"TWOSTEP_LOAD_FORMAT": "dummy", "TWOSTEP_MAX_MODEL_LEN": "8192", "TWOSTEP_LOG_LEVEL": "info"}
     with (out / "up.log").open("ab") as log:
         process = subprocess.Popen([sys.executable, "-P", "-m", "twostep.cli", "up", *flags], stdout=log, stderr=log, env=env)
@@ -113,7 +121,7 @@ def load(target: str, run: Run, arguments: argparse.Namespace, out: Path, name: 
     words = [
         *(sys.executable, "-P", "-m", "twostep.cli", "bench", "serve", "--target", target, "--gpus", str(gpus)),
         *("--workload", "normal", "--input-tokens", str(arguments.input_tokens), "--output-tokens", str(arguments.output_tokens)),
-        *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "128000", "--rate", str(run.rate), "--seed", str(arguments.seed)),
+        *("--spread", "30", "--vocab-size", "900" if arguments.tiny else "100000", "--rate", str(run.rate), "--seed", str(arguments.seed)),
         *("--duration", str(arguments.duration), "--warmup", str(arguments.warmup)),
         *(() if run.stated is None else ("--send-targets",)),
         *("--goodput", *TARGETS[run.stated or 0].split(), "--save-requests", str(records), "--output", str(out / f"summary-{name}.json")),
@@ -165,7 +173,7 @@ def main() -> None:
     parser.add_argument(
         "--unloaded", type=int, default=0, help="after the first rate, 10 s of two prompts a second of about so many tokens"
     )
-    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    add_shape(parser)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("up", nargs="*", help="after --: further flags of twostep up")
     arguments = parser.parse_args()

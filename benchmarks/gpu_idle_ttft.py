@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gpu_goodput import system
+from gpu_goodput import add_shape, system
 
 from twostep import Client
 from twostep.settings.reading import FlagParser
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1, help="decode workers; with --aggregated all workers")
     parser.add_argument("--aggregated", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    add_shape(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2600])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a folder for the log")

@@ -3,13 +3,16 @@
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check --sizes 1 2 4
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --sizes 1 2 4
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --model llama-3.1-70b --sizes 4 --decode 1 16 64 128
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check --quantization fp8 int8 int4      formats, as they are made at load
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check speed --model qwen3-30b-a3b --experts    whole experts on each rank
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check speed --tiny --sizes 1 2          a dry run on the CPU
 
 Each number of GPUs is a process of its own. All of them start at once where their memory allows it, and are measured one after the other.
 
 check   a small random model with steps of prompts beside decodes. float32: the tokens of the CPU's single-process engine, greedy and drawn,
-        near-ties counted. bfloat16: how far each greedy token's logit lies below the largest, by the CPU in float32 on the same tokens, as
-        a share of the logits' standard deviation. And blocks read and written whole, logprobs beside one GPU's
+        near-ties counted, blocks read and written whole, logprobs beside one GPU's. bfloat16: how far each greedy token's logit lies below
+        the largest, by the CPU in float32 on the same tokens, as a share of the logits' standard deviation; of quantized weights, which the
+        judge has too, bfloat16 alone
 speed   dummy weights in bfloat16, medians in ms. decode: between consecutive tokens on the host, step n + 1 launched before n is collected,
         contexts from 1024 on. mixed, prefill: from the launch until the tokens are on the host, after a pause
 """
@@ -55,6 +58,8 @@ _CLOSE_S = 12.0
 CHECK_BUDGET, CHECK_SEQS, CHECK_BLOCKS = 256, 16, 1024
 # Below the largest logit of float32, as a share of the standard deviation of a row's logits.
 BF16_TOLERANCE = 0.1
+# Inputs are rounded too, and a rounding goes either way.
+QUANTIZED_TOLERANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +77,13 @@ class Case:
     steps: int
     sized: bool
     seed: int = 0
+    quantization: str = "none"
+    experts: bool = False  # whole ones on each rank
 
     @property
     def title(self) -> str:
-        return f"{self.size} GPU{'s' if self.size > 1 else ''}{'' if self.one_shot else ', NCCL'}"
+        kind = f"{self.size} GPU{'s' if self.size > 1 else ''}{'' if self.one_shot else ', NCCL'}{', experts' if self.experts else ''}"
+        return kind if self.quantization == "none" else f"{kind}, {self.quantization}"
 
 
 # ---- a process: makes a runner, says so, and does its part when it is told ---------------------------------------------------------
@@ -126,6 +134,8 @@ def _runner(case: Case) -> ModelRunner | ParallelRunner:
         "max_graph_tokens": CHECK_BUDGET if check else 2048,
         "max_model_len": None if check else 16384,
         "device": case.device,
+        "quantization": case.quantization,
+        "enable_expert_parallel": case.experts,
     }
     if case.size == 1:
         return ModelRunner(case.model_dir, **options)
@@ -330,31 +340,37 @@ def check(args: argparse.Namespace, directory: Path, deadline: float) -> Callabl
     from oracle import Oracle  # noqa: PLC0415
     from tiny_models import save_tiny_model  # noqa: PLC0415
 
-    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128} if args.tiny else {"hidden_size": 1024, "intermediate_size": 2048}
+    size: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512} if args.tiny else {"hidden_size": 1024, "intermediate_size": 2048}
     fields = size | {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.05}
+    if SHAPES[args.model].get("num_experts"):
+        fields |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96 if args.tiny else 256, "head_dim": 32}
     cases = list[Case]()
-    judges: dict[str, Path] = {}
-    for dtype in ("float32", "bfloat16"):
-        model = save_tiny_model(directory / dtype, dtype=getattr(torch, dtype), **fields)
-        judges[dtype] = model
-        cases += [_case(args, dtype, size, str(model)) for size in args.sizes]
+    judges: dict[tuple[str, str], Path] = {}
+    for quantization in args.quantization:
+        for dtype in ("float32", "bfloat16") if quantization == "none" else ("bfloat16",):
+            model_dir = directory / f"{dtype}-{quantization}"
+            model = save_tiny_model(model_dir, SHAPES[args.model]["model_type"], dtype=getattr(torch, dtype), **fields)
+            judges[dtype, quantization] = model
+            cases += [_case(args, dtype, size, str(model), quantization) for size in args.sizes]
     groups = CaseGroups([cases], deadline)
     return lambda: _judged(groups.run(), judges, Oracle)
 
 
-def _judged(processes: Sequence[CaseProcess], judges: Mapping[str, Path], oracle: Callable[[Path], Any]) -> bool:
+def _judged(processes: Sequence[CaseProcess], judges: Mapping[tuple[str, str], Path], oracle: Callable[[Path], Any]) -> bool:
     good = True
     print(f"{'':24}{'answers':>9}{'equal':>7}{'near-ties':>11}{'wrong':>7}   steps")
-    for dtype, model in judges.items():
-        judge: Any = oracle(model) if dtype == "float32" else ModelRunner(model, dtype="float32", num_blocks=64, block_size=BLOCK_SIZE)
+    for (dtype, quantization), model in judges.items():
+        options: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": BLOCK_SIZE, "quantization": quantization}
+        judge: Any = oracle(model) if dtype == "float32" else ModelRunner(model, **options)
         for process in processes:
-            if process.case.what != dtype:
+            if (process.case.what, process.case.quantization) != (dtype, quantization):
                 continue
             answers, work = process.found("answers"), _requests(process.case.seed, judge.vocab_size)
             if answers is None:
                 good = False
                 continue
-            counts = Counter(map(_compared if dtype == "float32" else _within, [judge] * len(work), work, answers))
+            compared = _compared if dtype == "float32" else _within if quantization == "none" else _within_format
+            counts = Counter(map(compared, [judge] * len(work), work, answers))
             good &= not counts["wrong"] and process.found("steps") is not None
             print(
                 f"{process.case.what + ', ' + process.case.title:24}{len(work):9}{counts['equal']:7}{counts['near-tie']:11}"
@@ -382,7 +398,11 @@ def _compared(judge: Any, request: EngineRequest, got: Sequence[int]) -> str:
     return "near-tie"
 
 
-def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> str:
+def _within_format(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> str:
+    return _within(judge, request, got, QUANTIZED_TOLERANCE)
+
+
+def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int], tolerance: float = BF16_TOLERANCE) -> str:
     """Teacher-forced; what was drawn is not looked at."""
     if request.sampling.temperature:
         return "drawn"
@@ -392,7 +412,7 @@ def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> s
     logits = judge.forward(batch)
     below = (logits.max(-1).values - logits[torch.arange(len(got)), torch.tensor(got)]) / logits.std(-1)
     worst = float(below.max())
-    if worst > BF16_TOLERANCE:
+    if worst > tolerance:
         print(f"wrong: a token's logit lies {worst:.3f} standard deviations below the largest", flush=True)
         return "wrong"
     return "near-tie" if worst > 0 else "equal"
@@ -401,9 +421,11 @@ def _within(judge: ModelRunner, request: EngineRequest, got: Sequence[int]) -> s
 def speed(args: argparse.Namespace, directory: Path, deadline: float) -> Callable[[], bool]:
     """As `check`."""
     (directory / "config.json").write_text(json.dumps(TINY_LLAMA if args.tiny else SHAPES[args.model]))
-    cases = [_case(args, args.model, size, str(directory)) for size in args.sizes]
+    cases = [_case(args, args.model, size, str(directory), quantization) for quantization in args.quantization for size in args.sizes]
     if args.nccl:
         cases += [replace(case, one_shot=False) for case in cases if case.size > 1]
+    if args.experts:
+        cases += [replace(case, experts=False) for case in cases if case.experts]
     # Three of the 8B shape on four cards, one of which has parts of two of them.
     together = args.tiny or (args.model == "llama-3.1-8b" and torch.cuda.device_count() >= 4 and not args.nccl)
     groups = CaseGroups([cases] if together else [[case] for case in cases], deadline)
@@ -425,7 +447,7 @@ def _cell(value: float | None, base: float | None) -> str:
     return f"{'-':>20}" if value is None else f"{value:12.2f}" + (f" (x{value / base:.2f})".rjust(8) if base else " " * 8)
 
 
-def _case(args: argparse.Namespace, what: str, size: int, model_dir: str) -> Case:
+def _case(args: argparse.Namespace, what: str, size: int, model_dir: str, quantization: str) -> Case:
     count = 0 if args.tiny else torch.cuda.device_count()
     return Case(
         what=what,
@@ -440,6 +462,8 @@ def _case(args: argparse.Namespace, what: str, size: int, model_dir: str) -> Cas
         steps=args.steps,
         sized=not args.tiny and args.model != "llama-3.1-8b",
         seed=args.seed,
+        quantization=quantization,
+        experts=args.experts and size > 1,
     )
 
 
@@ -473,6 +497,8 @@ def main() -> None:
     parser.add_argument("--mixed", nargs="*", default=["128+192"], help="decodes + tokens of a prompt")
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--steps", type=int, default=60, help="decode steps of each kind")
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8", "int8", "int4"))
+    parser.add_argument("--experts", action="store_true", help="expert parallelism; `speed` has tensor parallelism beside it")
     parser.add_argument("--nccl", action="store_true", help="measure sums by NCCL alone, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
