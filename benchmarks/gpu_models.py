@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ NUM_DECODED = 8
 GREEDY = SamplingRow(
     params=SamplingParams(max_tokens=1, temperature=0.0), position=0, history=(), num_prompt_tokens=0, stop_ids=frozenset()
 )
+T5 = {"vocab_size": VOCAB, "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "decoder_start_token_id": 0}
 LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 512,
@@ -131,6 +133,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("FalconConfig", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, old": ("FalconConfig", FALCON | {"bias": True}),
 }
+# With an encoder: a prompt is one step, and logits are the decoder's.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "t5": T5,
+    "t5 1.1": T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+}
 
 
 class Sequence_:
@@ -141,6 +148,7 @@ class Sequence_:
         self.blocks = blocks
         self.state_blocks = state_blocks
         self.num_computed = 0
+        self.num_encoded = 0
         self.logits: list[torch.Tensor] = []
 
 
@@ -165,6 +173,7 @@ def make_batch(work: Sequence[tuple[Sequence_, int]]) -> Batch:
         sampling=[GREEDY] * len(flat),
         state_sources=states,
         state_tables=states,
+        num_encoded=np.array([s.num_encoded for s, _ in work], np.int32) if work[0][0].num_encoded else None,
     )
 
 
@@ -219,6 +228,43 @@ def reference(model: transformers.PreTrainedModel, made: list[Sequence_], device
         return torch.cat([model(ids).logits[0, : len(s.tokens)].float().cpu() for ids, s in zip(inputs, made, strict=True)])
 
 
+def check_encoder(name: str, device: str) -> bool:
+    torch.manual_seed(len(name))
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**ENCODERS[name]))
+    with tempfile.TemporaryDirectory() as directory:
+        model.to(torch.bfloat16).save_pretrained(directory)
+        load = transformers.T5ForConditionalGeneration.from_pretrained
+        exact, rounded = (load(directory, dtype=dtype).eval().to(device) for dtype in (torch.float32, torch.bfloat16))
+        runner = ModelRunner(Path(directory), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device, max_num_seqs=len(LENGTHS))
+    made = sequences(runner, random.Random(1))
+    for sequence in made:
+        sequence.tokens[-NUM_DECODED - 1] = 0
+        sequence.num_encoded = len(sequence.tokens) - NUM_DECODED - 1
+    batch = make_batch([(sequence, len(sequence.tokens) - NUM_DECODED) for sequence in made])
+    first = runner.forward(replace(batch, sample_rows=batch.query_start[1:].astype(np.int64) - 1, sampling=[GREEDY] * len(made)))
+    for sequence, row in zip(made, first.float().cpu(), strict=True):
+        sequence.logits.append(row[None])
+        sequence.num_computed = len(sequence.tokens) - NUM_DECODED
+    decode(runner, made)
+    want, peer_logits = (decoder_logits(each, made, device) for each in (exact, rounded))
+    error, peer = relative(torch.cat([torch.cat(s.logits) for s in made]), want), relative(peer_logits, want)
+    good = error < max(AIM, AIM_OF_PEER * peer)
+    print(f"{name:16} {'':9}  {error:9.2e}  {'':9}  {'':9}  {peer:9.2e}  {'ok' if good else 'FAIL'}", flush=True)
+    return good
+
+
+def decoder_logits(model: transformers.T5ForConditionalGeneration, made: list[Sequence_], device: str) -> torch.Tensor:
+    with torch.inference_mode():
+        parts = []
+        for sequence in made:
+            prompt, answer = (
+                torch.tensor([part], device=device)
+                for part in (sequence.tokens[: sequence.num_encoded], sequence.tokens[sequence.num_encoded :])
+            )
+            parts.append(model(input_ids=prompt, decoder_input_ids=answer).logits[0].float().cpu())
+        return torch.cat(parts)
+
+
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
@@ -256,7 +302,7 @@ def check(name: str, device: str) -> bool:
 
 def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="*", help=f"any of {', '.join(MODELS)}")
+    parser.add_argument("model", nargs="*", help=f"any of {', '.join([*MODELS, *ENCODERS])}")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -264,9 +310,9 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
     print(f"{'':16} {'prompts':>9}  {'decode':>9}  {'chunks':>9}  {'decode':>9}  {'peer':>9}")
     good = True
-    for model in args.model or MODELS:
+    for model in args.model or [*MODELS, *ENCODERS]:
         try:
-            good &= check(model, args.device)
+            good &= (check_encoder if model in ENCODERS else check)(model, args.device)
         except Exception:  # noqa: BLE001 - one architecture's failure leaves the others to be looked at
             print(f"{model:16} FAIL", flush=True)
             traceback.print_exc(limit=-4, file=sys.stdout)
