@@ -288,10 +288,12 @@ def test_a_rank_that_cannot_capture_mixed_steps_says_so_and_goes_on(failing: Any
         assert graphs.logits(make_batch([(sequence, 1)], BLOCK_SIZE)) is not None
 
 
-def test_the_ladder_of_mixed_steps_wastes_little() -> None:
-    shapes = mixed_ladder(2048, 256)
+@pytest.mark.parametrize(("has_experts", "most"), [(False, 1024), (True, 2048)])
+def test_the_ladder_of_mixed_steps_wastes_little(*, has_experts: bool, most: int) -> None:
+    shapes = mixed_ladder(2048, 256, has_experts=has_experts)
     assert all(shape.decodes <= shape.rows for shape in shapes)
-    for rows in range(17, 1025):
+    assert max(shape.rows for shape in shapes if shape.decodes) == most
+    for rows in range(17, most + 1):
         for decodes in (0, 1, 7, 60, 200):
             if decodes >= rows:
                 continue

@@ -306,7 +306,9 @@ class ModelRunner:
                 ops,
                 ladder(max_num_seqs),
                 lambda done, total: progress.advance(done, total, "graphs"),
-                mixed=mixed_ladder(self._max_graph_tokens, max_num_seqs) if self._max_graph_tokens else (),
+                mixed=mixed_ladder(self._max_graph_tokens, max_num_seqs, has_experts=self.config.experts is not None)
+                if self._max_graph_tokens
+                else (),
                 meet=None if self._member is None else partial(self._member.meeting.exchange, b"warm"),
             )
             if self._member is not None and not self._member.meeting.least(graphs.num_mixed):
@@ -427,7 +429,8 @@ def captured_bytes(config: ModelConfig, dtype: str, max_num_seqs: int, max_graph
         row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
     states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
     logits_bytes = (logits or config.vocab_size) * item_bytes
-    return graph_bytes(max_num_seqs, max_graph_tokens, logits_bytes=logits_bytes, row_bytes=row * item_bytes + states)
+    row_bytes = row * item_bytes + states
+    return graph_bytes(max_num_seqs, max_graph_tokens, has_experts=experts is not None, logits_bytes=logits_bytes, row_bytes=row_bytes)
 
 
 def num_blocks_for(

@@ -10,7 +10,8 @@ _GRAPH_BYTES = 4 << 20
 _SMALLEST_SHARING = 4
 # Prompts in one step, at most: more of them are short, and few steps.
 _MOST_CHUNKS = 16
-# Rows of a step with decodes up to which it is captured: beyond, the device takes longer than the host's launches.
+# Rows of a step with decodes up to which it is captured: beyond, the device takes longer than the host's launches. Not of mixtures of
+# experts, which launch several times as many kernels for as little work.
 _MOST_MIXED_ROWS = 1024
 
 
@@ -43,7 +44,7 @@ def sharing_ladder(sizes: Sequence[int]) -> list[int]:
     return sorted(size for size in sorted(sizes, reverse=True)[::2] if size >= _SMALLEST_SHARING)
 
 
-def mixed_ladder(most_rows: int, max_num_seqs: int) -> list[StepShape]:
+def mixed_ladder(most_rows: int, max_num_seqs: int, *, has_experts: bool = False) -> list[StepShape]:
     """Returns the shapes of steps with prompts that are worth a graph, of up to `most_rows` tokens.
 
     Rows of decodes and of chunks are one run, padded at its end: what padding costs is matrix products, whose tiles it mostly fills.
@@ -58,13 +59,13 @@ def mixed_ladder(most_rows: int, max_num_seqs: int) -> list[StepShape]:
         if count <= most_rows
         for size in decodes
         # The places for decodes are rows, too.
-        if size == 0 or size <= count <= _MOST_MIXED_ROWS
+        if size == 0 or size <= count <= (most_rows if has_experts else _MOST_MIXED_ROWS)
     ]
 
 
-def graph_bytes(max_num_seqs: int, most_rows: int, *, logits_bytes: int, row_bytes: int) -> int:
+def graph_bytes(max_num_seqs: int, most_rows: int, *, has_experts: bool, logits_bytes: int, row_bytes: int) -> int:
     """About what captured steps keep: their memory, in which they take turns, and what the driver needs for each. `logits_bytes`: of one
     sampled row's logits; `row_bytes`: what a row has besides in that memory at once."""
-    sizes, mixed = ladder(max_num_seqs), mixed_ladder(most_rows, max_num_seqs)
+    sizes, mixed = ladder(max_num_seqs), mixed_ladder(most_rows, max_num_seqs, has_experts=has_experts)
     count = len(sizes) + len(sharing_ladder(sizes)) + len(mixed)
     return count * _GRAPH_BYTES + (max_num_seqs + _MOST_CHUNKS) * logits_bytes + max([max_num_seqs, *(s.rows for s in mixed)]) * row_bytes
