@@ -21,7 +21,7 @@ from twostep.lab.bench.serve.record import RequestRecord
 from twostep.settings.reading import FlagParser
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
 def shares(folders: list[Path], targets: str, place: int) -> dict[float, float]:
