@@ -20,6 +20,7 @@
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die
 #   make hostile HOSTILE_FLAGS="--only gzip"                      attacks a running system and measures the harm to others; --short: a few
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC
+#   make exact-drafts DRAFT_REQUESTS=3400                         so many random requests to a system that drafts, for each way to draft
 #   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load
 #
 # Chart and images
@@ -58,6 +59,7 @@ FAULT_FLAGS ?=
 STORM_FLAGS ?=
 ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
+DRAFT_REQUESTS ?= 3400
 HOSTILE_FLAGS ?=
 SIMULATE_FLAGS ?= --seeds 11 12 13
 HELM_CASES ?= 8
@@ -77,7 +79,7 @@ PIP := scripts/pip-install $(BIN)/python
 # The checkout itself on the path: with setuptools' import hook, a folder named twostep below the current one would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo up test test-all test-exhaustive test-jitter check proto generated screenshots bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz hostile simulate replay-image clean test-outside
+.PHONY: help demo up test test-all test-exhaustive test-jitter check proto generated screenshots bench bench-gpu test-gpu fault-matrix storm rolling helm helm-checkov chart-replay fuzz exact-drafts hostile simulate replay-image clean test-outside
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -165,6 +167,10 @@ rolling: $(VENV)/.dev
 # Other cases each time, for every night; the few that `make test` has are the same for everybody. Its last lines say what was answered.
 fuzz: $(VENV)/.dev
 	@TWOSTEP_FUZZ_CASES=$(FUZZ_CASES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s -q -p no:xdist --timeout 0 $(PYTEST_FLAGS)
+
+# Others than those of make test; what was drafted, accepted, handed over, preempted, moved and resumed is its last lines.
+exact-drafts: $(VENV)/.dev
+	@TWOSTEP_DRAFT_REQUESTS=$(DRAFT_REQUESTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/streams/test_stream_drafts.py -s -q -p no:xdist --timeout 0 $(PYTEST_FLAGS)
 
 # Attacks of tests/hostile, while probes and an ordinary client are watched.
 hostile: $(VENV)/.dev

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class CuttingProxy:
@@ -37,8 +35,7 @@ class CuttingProxy:
         for _ in range(10):
             await asyncio.sleep(0)
         self.cut()
-        for task in list(self._tasks):
-            task.cancel()
+        # Each ends by itself with its connection.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -89,13 +86,3 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
     except (OSError, RuntimeError):
         return
-
-
-@asynccontextmanager
-async def proxying() -> AsyncIterator[CuttingProxy]:
-    proxy = CuttingProxy()
-    await proxy.start()
-    try:
-        yield proxy
-    finally:
-        await proxy.stop()

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bare_deployment import MAX_MODEL_LEN, SECRET, RedisServer, until
 from brake import Brake
-from cutting_proxy import CuttingProxy, proxying
+from cutting_proxy import CuttingProxy
 
 from decode_worker.edge import DecodeEdge
 from decode_worker.sequences import SequencesConfig
@@ -24,6 +25,7 @@ from router.config import RouterConfig
 from router.server import Router
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.epochs import first_epoch
+from twostep.autoscaler.model import ROLES
 from twostep.engine.batch import Runner
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.rpc.call_signing import CallSigner
@@ -35,6 +37,9 @@ from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from twostep.model.eagle.head import EagleHead
 
 BLOCK = 16
 
@@ -59,10 +64,12 @@ async def start_worker(
     make_edge: Callable[[EdgeParts], Edge],
     runner: Runner,
     draft: Runner | None = None,
+    head: EagleHead | None = None,
     **options: Any,
 ) -> Worker:
     card, layout = ModelCard.load(model_dir), layout_of(runner.kv_shape, model_fingerprint(model_dir))
-    model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir, draft=draft)
+    model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
+    model = replace(model, draft=draft, head=head)
     config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
     settled = settle(config)
     worker = Worker(settled, LocalEngine(settled, model), SECRET, make_edge, await first_epoch(redis_url))
@@ -92,7 +99,8 @@ class WholeSystem:
     model_dir: Path
     redis_url: str
     secret_file: Path
-    prefill: Worker | None
+    start_worker: Callable[[str, CuttingProxy | None], Awaitable[Worker]]
+    prefill: Worker | None = None
     decodes: list[Worker] = field(default_factory=list)
     proxies: list[CuttingProxy] = field(default_factory=list)
     routers: list[Router] = field(default_factory=list)
@@ -100,6 +108,28 @@ class WholeSystem:
 
     def target(self, router: int = 0) -> str:
         return f"127.0.0.1:{self.routers[router].port}"
+
+    async def add_decode(self) -> Worker:
+        proxy = CuttingProxy()
+        await proxy.start()
+        worker = await self.start_worker("decode", proxy)
+        proxy.target = f"127.0.0.1:{worker.server.port}"
+        self.proxies.append(proxy)
+        self.decodes.append(worker)
+        return worker
+
+    async def lose_decode(self, index: int) -> Worker:
+        """Nothing listens at its address any more, from one moment to the next, and nobody hears of what it does until it has stopped.
+        Returns it, for its figures."""
+        proxy, worker = self.proxies.pop(index), self.decodes.pop(index)
+        await proxy.stop()
+        await worker.stop(0.0)
+        return worker
+
+    async def stop_workers(self) -> None:
+        await asyncio.gather(*(worker.stop(0.5) for worker in filter(None, (self.prefill, *self.decodes))))
+        for proxy in self.proxies:
+            await proxy.stop()
 
     async def add_router(self, **options: Any) -> Router:
         router = await start_router(self.model_dir, self.redis_url, self.secret_file, **options)
@@ -143,14 +173,15 @@ async def whole_system(
     make_runner: Callable[[], Runner] | None = None,
     limits: SequencesConfig | None = None,
     step_tokens: int = 0,
-    speculative_config: str = "",
     make_draft: Callable[[], Runner] | None = None,
+    head: EagleHead | None = None,
+    worker_options: Mapping[str, Any] | None = None,
     **router_options: Any,
 ) -> AsyncIterator[WholeSystem]:
     """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none. `step_tokens`: of
-    a step of each worker; 0: its default. `make_draft`: of a model that drafts, where `speculative_config` says so."""
+    a step of each worker; 0: its default. `make_draft`, `head`: of a model that drafts, where `worker_options` say so."""
     async with AsyncExitStack() as stack:
-        (tmp_path / "redis").mkdir()
+        (tmp_path / "redis").mkdir(parents=True)
         redis_server = RedisServer(tmp_path / "redis")
         stack.callback(redis_server.kill)
         url = redis_server.url
@@ -158,33 +189,27 @@ async def whole_system(
         secret_file.write_bytes(SECRET)
         make_edge = _edges(LocalHub(), replace(limits or SequencesConfig(), local_prefill=aggregated))
         runner_of, brake = make_runner or (lambda: fake_runner(model_dir)), Brake()
+        numbers = {role: count() for role in ROLES}
 
-        async def start(role: str, number: int, advertise: str = "") -> Worker:
-            worker = await start_worker(
-                model_dir,
-                url,
-                role,
-                make_edge,
-                brake.on(runner_of()),
-                None if make_draft is None else make_draft(),
-                worker_id=f"{role}-{number}",
-                advertise_address=advertise,
-                local_prefill=aggregated,
-                max_num_batched_tokens=step_tokens,
-                speculative_config=speculative_config,
-                fixed_roles=True,
-                otlp_endpoint=router_options.get("otlp_endpoint", ""),
-            )
-            stack.push_async_callback(worker.stop, 0.5)
-            return worker
+        async def start(role: str, proxy: CuttingProxy | None = None) -> Worker:
+            options: dict[str, Any] = {
+                "worker_id": f"{role}-{next(numbers[role])}",
+                "advertise_address": "" if proxy is None else proxy.address,
+                "local_prefill": aggregated,
+                "max_num_batched_tokens": step_tokens,
+                "fixed_roles": True,
+                "otlp_endpoint": router_options.get("otlp_endpoint", ""),
+            }
+            draft = None if make_draft is None else make_draft()
+            options |= worker_options or {}
+            return await start_worker(model_dir, url, role, make_edge, brake.on(runner_of()), draft, head, **options)
 
-        system = WholeSystem(model_dir, url, secret_file, None if aggregated else await start("prefill", 0), brake=brake)
-        for number in range(num_decode):
-            proxy = await stack.enter_async_context(proxying())
-            worker = await start("decode", number, proxy.address)
-            proxy.target = f"127.0.0.1:{worker.server.port}"
-            system.proxies.append(proxy)
-            system.decodes.append(worker)
+        system = WholeSystem(model_dir, url, secret_file, start, brake=brake)
+        stack.push_async_callback(system.stop_workers)
+        if not aggregated:
+            system.prefill = await start("prefill")
+        for _ in range(num_decode):
+            await system.add_decode()
         stack.push_async_callback(_drain, system.routers)
         for _ in range(num_routers):
             await system.add_router(**router_options)
