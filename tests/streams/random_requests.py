@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from twostep.client import RequestOptions
 
 _SCHEMAS: Sequence[dict[str, Any]] = (
-    {"type": "object", "properties": {"kind": {"enum": ["river", "sea"]}, "deep": {"type": "boolean"}}, "required": ["kind", "deep"]},
+    # Routers close objects that say nothing of other properties.
+    {
+        "type": "object",
+        "properties": {"kind": {"enum": ["river", "sea"]}, "deep": {"type": "boolean"}},
+        "required": ["kind", "deep"],
+        "additionalProperties": False,
+    },
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 4},
 )
 _REGEXES = ("(north|south) of the [a-f]{2,5}", "[0-9]{3}-[0-9]{4}(, or so)?", "(ab|ba){1,6}")
@@ -24,7 +30,7 @@ class RandomRequest:
     stays."""
 
     token_ids: Sequence[int]
-    options: RequestOptions = field(repr=False)
+    options: RequestOptions
     breaks_after: int = 0
 
 
@@ -60,6 +66,8 @@ class Requests:
             options["logit_bias"] = {token: rng.choice([-3.0, 4.0, 30.0]) for token in rng.sample(self._usual, 4)}
         if rng.random() < 0.2:
             options |= self._grammar() | {"max_tokens": min(60, self._longest // 2)}
+            # A grammar may need each token: without some, it can be a dead end, which is refused.
+            options.pop("stop_token_ids", None)
         options |= {"request_class": rng.choice(["interactive", "standard", "batch"]), "speculate": rng.random() < 0.95}
         breaks_after = rng.randrange(1, 12) if options["n"] == 1 and rng.random() < 0.15 else 0
         return RandomRequest(self._prompt(self._longest - options["max_tokens"]), options, breaks_after)  # type: ignore[arg-type]
