@@ -20,7 +20,7 @@
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die
 #   make hostile HOSTILE_FLAGS="--only gzip"                      attacks a running system and measures the harm to others; --short: a few
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC
-#   make exact-drafts DRAFT_REQUESTS=3400                         so many random requests to a system that drafts, for each way to draft
+#   make exact-drafts DRAFT_REQUESTS=3340                         so many random requests to a system that drafts, for each way to draft
 #   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load
 #
 # Chart and images
@@ -59,7 +59,7 @@ FAULT_FLAGS ?=
 STORM_FLAGS ?=
 ROLLING_FLAGS ?=
 FUZZ_CASES ?= 10000
-DRAFT_REQUESTS ?= 3400
+DRAFT_REQUESTS ?= 3340
 HOSTILE_FLAGS ?=
 SIMULATE_FLAGS ?= --seeds 11 12 13
 HELM_CASES ?= 8

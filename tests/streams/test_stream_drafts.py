@@ -14,7 +14,7 @@ from twostep.settings.speculative import METHODS
 
 # Of each proposer; `make exact-drafts` asks more.
 NUM_REQUESTS = int(os.environ.get("TWOSTEP_DRAFT_REQUESTS", "24"))
-_EACH_WORLD = 120
+_EACH_WORLD = 167
 
 
 @pytest.fixture(scope="module")
