@@ -68,6 +68,7 @@ class _Dispatch:
             gap_ms=None if targets.gap_s is None else 1e3 * targets.gap_s,
             embeds=job.pooling is not None,
             num_prompt_tokens=len(job.prompt),
+            speculate=job.sampling.speculate,
         )
 
 

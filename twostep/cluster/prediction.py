@@ -3,8 +3,8 @@ seconds. Any worker may compute a prompt between the tokens of those that decode
 
     TTFT      half a decode step, if it decodes  +  the prompts queued there  +  the uncached part of this one. A worker that decodes
               computes prompts in chunks that fit into the longest step that those who decode are promised
-    TPOT      a decode step with one sequence more, stretched by the prompts that pass there; the second token's wait (hand-over and half a
-              step) is spread over the answer
+    TPOT      a decode step with one sequence more, stretched by the prompts that pass there, or with drafts a part of it; the second
+              token's wait (hand-over and half a step) is spread over the answer
     gap       the longest of: a step with a chunk where prompts pass, the wait for the second token
     hand-over bytes of the tokens that the worker has not  /  the transport's rate; as lately measured there, where it was
 
@@ -126,7 +126,7 @@ class Snapshot:
 class PlacementRequest:
     """Describes what a request needs. `num_tokens` are to be prefilled, of which `num_prompt_tokens` are the prompt's (0: all of them) and
     the others an answer's that was begun; `max_new_tokens` may follow them. The targets are milliseconds from now; None: as soon as can be.
-    `embeds`: the prompt is all there is, and none of its KV is wanted."""
+    `embeds`: the prompt is all there is, and none of its KV is wanted. `speculate`: its tokens may be drafted."""
 
     request_id: str
     num_tokens: int
@@ -137,6 +137,7 @@ class PlacementRequest:
     gap_ms: float | None = None
     embeds: bool = False
     num_prompt_tokens: int = 0
+    speculate: bool = True
 
 
 # ---- what would become of it ---------------------------------------------------------------------------------------------
@@ -189,6 +190,7 @@ class Decoding:
     step_s: float  # 0: nothing is decoded there
     longer_step_s: float  # with this sequence
     idle_step_s: float  # with this one alone
+    idle_tpot_s: float
     tpot_s: float  # with this sequence, and the prompts that pass there
     gap_s: float
     waiting_s: float  # until the prompts queued there are computed
@@ -356,7 +358,7 @@ class Predictor:
         self._own = _OWN_WEIGHT[demand.request_class]
         # Of steps with prompts beside its tokens, by what it is promised; infinity: the worker's own bound holds.
         tpot_s, gap_s = (demand.tpot_ms or 0.0) / 1e3, (demand.gap_ms or 0.0) / 1e3
-        self._own_bound_s = min(_TPOT_SHARE * tpot_s or math.inf, GAP_SHARE * gap_s or math.inf)
+        self._own_pace_s, self._own_gap_s = _TPOT_SHARE * tpot_s or math.inf, GAP_SHARE * gap_s or math.inf
 
     def decoding(self, candidate: Candidate, mean: MeanLoad, share: Shares) -> Decoding:
         """Describes what a worker is at, and would be with this request."""
@@ -396,11 +398,13 @@ class Predictor:
             charge, prompt_penalty = 1.0, _miss(curve.step_s(least), bound * 1e3)
         prompt_others = charge * held_up * own_stall + _CONGESTION * (own_stall if seqs else computing)
 
-        # Its tokens, among the prompts that pass.
+        # Its tokens, among the prompts that pass. By drafts, a step gives several.
+        tokens_per_step = load.tokens_per_step if demand.speculate else 1.0
         rate = max(load.prompt_tokens_per_s, candidate.recent_tokens / (RECENT_S * share.tokens))
-        tpot, gap, slower = longer, longer, 0.0
+        tpot, gap, slower = longer / tokens_per_step, longer, 0.0
         if answer and record.takes_over and (rate or queued):
-            own = record.max_step_s if self._own_bound_s == math.inf else self._own_bound_s
+            own = min(tokens_per_step * self._own_pace_s, self._own_gap_s)
+            own = record.max_step_s if own == math.inf else own
             bounds = [each for each in (bound, own) if each]
             most = max(1.0, record.step_tokens - seqs - 1.0)
             chunk = min(most, demand.num_tokens)
@@ -410,27 +414,29 @@ class Predictor:
             beside, added = prompt_s(curve, chunk, chunk * demand.num_tokens / 2, int(chunk) + 1, decodes=seqs + 1.0, context=context)
             gap = max(longer, beside)
             # For as long as it lasts, or what waits there now, if that is more.
-            tpot = max(longer / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), longer + stall / answer)
+            tpot = max(tpot / (1.0 - min(_MOST_PROMPTS, rate * added / chunk)), tpot + stall / answer)
             if record.role == "prefill":
                 # Beside tokens prompts are cut smaller, for as long as anybody decodes; alone they fill the budget. All that decode there
                 # share that: if one goes elsewhere nothing is gained, if all do it is all of it.
                 lost = beside / chunk - prompt_s(curve, most, most * demand.num_tokens / 2, int(most))[0] / most
                 slower = (1.0 + _CONGESTION) * answer * tpot * rate * max(0.0, lost) / (seqs + 1.0)
-        later, others_penalty = answer * seqs * (longer - step), 0.0
+        later, others_penalty = answer / tokens_per_step * seqs * (longer - step), 0.0
         if load.tpot_s and seqs:
-            others_penalty = _miss(tpot, load.tpot_s * 1e3)
+            others_penalty = _miss(tpot * tokens_per_step / load.tokens_per_step, load.tpot_s * 1e3)
             later *= 1.0 if others_penalty else _SLACK_SHARE
 
         # New tokens get their blocks as they come; those in host memory need one each.
         new = demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1
         full = max(seqs, load.num_seqs) >= record.max_num_seqs
         full = full or load.num_free_blocks < -(-new // record.layout.block_size)
+        idle_step = fixed + per_row * max(0.0, 1.0 - knee) + per_sequence + per_context * own_context
         return Decoding(
             candidate=candidate,
             seqs=seqs,
             step_s=step,
             longer_step_s=longer,
-            idle_step_s=fixed + per_row * max(0.0, 1.0 - knee) + per_sequence + per_context * own_context,
+            idle_step_s=idle_step,
+            idle_tpot_s=idle_step / tokens_per_step,
             tpot_s=tpot,
             gap_s=gap,
             waiting_s=waiting,
@@ -464,11 +470,11 @@ class Predictor:
         return Prediction(
             candidate=at.candidate,
             cost=self._own * self._answer_cost(tpot) + at.others_s + missed + at.penalty,
-            load_s=answer * (at.tpot_s - at.idle_step_s) + at.others_s,
+            load_s=answer * (at.tpot_s - at.idle_tpot_s) + at.others_s,
             others_s=at.others_s,
             tpot_s=tpot,
             gap_s=gap,
-            idle_tpot_s=at.idle_step_s + moving / answer,
+            idle_tpot_s=at.idle_tpot_s + moving / answer,
             idle_gap_s=at.idle_step_s + moving,
         )
 
@@ -481,12 +487,12 @@ class Predictor:
         return Prediction(
             candidate=at.candidate,
             cost=self._own * (ttft + self._answer_cost(tpot)) + others + missed + at.prompt_penalty + at.penalty,
-            load_s=at.waiting_s + answer * (at.tpot_s - at.idle_step_s) + others,
+            load_s=at.waiting_s + answer * (at.tpot_s - at.idle_tpot_s) + others,
             others_s=others,
             ttft_s=ttft,
             tpot_s=tpot,
             gap_s=gap,
-            idle_tpot_s=at.idle_step_s if answer else 0.0,
+            idle_tpot_s=at.idle_tpot_s if answer else 0.0,
             idle_gap_s=at.idle_step_s if answer else 0.0,
         )
 

@@ -150,6 +150,8 @@ class WorkerLoad:
     kept_per_s: FiniteFloat = 0.0
     handed_over_per_s: FiniteFloat = 0.0
     taken_over_per_s: FiniteFloat = 0.0
+    # That drafts give a sequence in the time which the curve says of a step, of late.
+    tokens_per_step: Annotated[FiniteFloat, Field(ge=1.0)] = 1.0
 
     @property
     def num_seqs(self) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,7 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.sequence import EngineSequence
+from twostep.engine.step_work import StepWork
 from twostep.settings.speculative import SpeculativeConfig
+from twostep.step_curve import StepCurve
 
 # What a sequence's last drafts came to counts for so much less with each of its steps.
 _FORGETTING = 0.8
@@ -49,8 +51,12 @@ _LEAST_TO_COME = 32
 MOST_CAUGHT_UP, LEAST_CAUGHT_UP = 256, 16
 # Share of the steps' time that goes into drafts which do not seem to pay, to find out whether they would.
 _TRIAL_SHARE = 0.01
+# What a step with drafts came to counts for so much less with each step; without any, so many count as known.
+_FORGETTING_GAIN, _PRIOR_STEPS = 0.98, 16
 # Of a step, what it takes longer where it is not planned while another runs.
 _WAITING_SHARE = 0.15
+# No step is shorter, whatever a curve says.
+_LEAST_STEP_S = 1e-6
 
 
 class WantedDrafts(NamedTuple):
@@ -238,6 +244,24 @@ class Proposal:
     before_s: float = 0.0
 
 
+class DraftGain:
+    """Learns how many tokens drafts give a sequence in the time that a step takes without them: what they are worth to whoever reckons with
+    steps. It stays as it is while nothing decodes."""
+
+    def __init__(self) -> None:
+        self._tokens = self._steps = float(_PRIOR_STEPS)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Returns 1 where drafts bring nothing, and never less."""
+        return max(1.0, self._tokens / self._steps)
+
+    def learn(self, num_tokens: float, longer: float) -> None:
+        """Takes a step that gave each of its sequences so many tokens, on average, and took `longer` times as long as without drafts."""
+        self._tokens = _FORGETTING_GAIN * self._tokens + num_tokens
+        self._steps = _FORGETTING_GAIN * self._steps + longer
+
+
 class _Offers(NamedTuple):
     """Says what a model could draft of each sequence, whose drafts would be the cheapest, and what one of those would take: infinity
     where there is none to draft of."""
@@ -320,6 +344,8 @@ class Drafting:
         # By place among a step's drafts, since the start.
         self.num_drafted = [0] * most
         self.num_accepted = [0] * most
+        self.gain = DraftGain()
+        self._num_seen = 0
 
     def draft(
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
@@ -445,6 +471,20 @@ class Drafting:
         for i in range(num_drafted):
             self.num_drafted[i] += 1
             self.num_accepted[i] += i < num_accepted
+
+    def settled(self, work: StepWork, curve: StepCurve | None) -> None:
+        """A step with decodes is over, and its drafts are counted. `curve` None: not known how long it took; drafts then cost nothing."""
+        counts, longer = [len(drafted) for drafted in work.drafts], 1.0
+        if any(counts) and curve is not None:
+            with_drafts = work.workload
+            share = work.num_decodes / with_drafts.decodes
+            without = replace(with_drafts, decodes=work.num_decodes, context=round(with_drafts.context * share))
+            time = self._proposer.time or _NO_TIME
+            drafting_s = time.fixed_s * max(counts) + time.per_row_s * sum(counts)
+            longer = (curve.step_s(with_drafts) + drafting_s) / max(curve.step_s(without), _LEAST_STEP_S)
+        num_accepted = sum(self.num_accepted)
+        self.gain.learn(1.0 + (num_accepted - self._num_seen) / work.num_decodes, longer)
+        self._num_seen = num_accepted
 
     def forget(self, sequence: EngineSequence) -> None:
         self._records.pop(sequence.seq_id, None)

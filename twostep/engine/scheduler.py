@@ -213,6 +213,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_drafted=() if self._drafting is None else tuple(self._drafting.num_drafted),
             num_accepted=() if self._drafting is None else tuple(self._drafting.num_accepted),
+            tokens_per_step=self._tokens_per_step,
             drafting_failed=self._drafting is not None and self._drafting.failed,
             swapped_bytes=blocks.tier.copied_bytes,
             num_queried_tokens=blocks.num_queried_tokens,
@@ -455,8 +456,11 @@ class Scheduler:
             time_limit=limit,
         )
 
-    def _time_limit(self, curve: StepCurve, decodes: Sequence[EngineSequence], num_context: int) -> StepTimeLimit | None:
-        """Returns how long a step may take that does more than these urgent decodes, which read so many tokens; None: any time."""
+    def _time_limit(
+        self, curve: StepCurve, decodes: Sequence[EngineSequence], num_context: int, *, drafts: bool = False
+    ) -> StepTimeLimit | None:
+        """Returns how long a step may take that does more than these urgent decodes, which read so many tokens; None: any time. `drafts`:
+        what it does more is drafts."""
         work = StepWorkload(decodes=len(decodes), context=num_context)
         return time_limit_of(
             [sequence.promise for sequence in decodes],
@@ -469,7 +473,12 @@ class Scheduler:
             num_waited=self._num_waited,
             max_step_s=self._config.max_step_s,
             coming_gap_s=min(self._coming_gaps.values(), default=math.inf),
+            drafts=drafts,
         )
+
+    @property
+    def _tokens_per_step(self) -> float:
+        return 1.0 if self._drafting is None else self._drafting.gain.tokens_per_step
 
     def _split(
         self, ready: Sequence[EngineSequence]
@@ -494,8 +503,11 @@ class Scheduler:
 
     def _usual_step_s(self, decodes: Sequence[EngineSequence]) -> float:
         """Returns how long a step with prompts may take beside these urgent decodes, on the whole."""
+        tokens_per_step = self._tokens_per_step
         bounds = [
-            (self._config.max_step_s or math.inf) if s.promise is None else promised_step_s(s.promise.tpot_s, s.promise.gap_s)
+            (self._config.max_step_s or math.inf)
+            if s.promise is None
+            else promised_step_s(s.promise.tpot_s * (tokens_per_step if s.request.sampling.speculate else 1.0), s.promise.gap_s)
             for s in decodes
         ]
         bound = min([*bounds, *(FIRST_GAP_SHARE * gap_s for gap_s in self._coming_gaps.values())], default=math.inf)
@@ -599,7 +611,7 @@ class Scheduler:
         context = sum(len(sequence.tokens) for sequence in decodes)
         work = StepWorkload(prompt_tokens=num_prompt_tokens, pairs=pairs, decodes=len(decodes), context=context)
         urgent = [sequence for sequence in decodes if sequence.priority.rank < _BATCH]
-        limit = self._time_limit(self.curve, urgent, sum(len(sequence.tokens) for sequence in urgent))
+        limit = self._time_limit(self.curve, urgent, sum(len(sequence.tokens) for sequence in urgent), drafts=True)
         bound_s = math.inf if limit is None else limit.max_step_s
         return DraftBounds(most=most, step_s=partial(_with_more_s, self.curve, work), bound_s=bound_s)
 
@@ -834,6 +846,8 @@ class Scheduler:
                         failures.append(failure)
             if sequence.gives_way and not sequence.num_steps:
                 self._preempt(sequence)
+        if self._drafting is not None and work.num_decodes:
+            self._drafting.settled(work, self.curve)
         self._constrained.follow(work)
         return StepResult(tokens=tokens, progress=progress, failures=failures, scores=scores, pooled=pooled)
 

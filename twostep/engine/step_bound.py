@@ -70,6 +70,7 @@ def time_limit_of(
     num_waited: int,
     max_step_s: float = 0.0,
     coming_gap_s: float = math.inf,
+    drafts: bool = False,
 ) -> StepTimeLimit | None:
     """Returns the bound of a step that begins then; None: it may take any time.
 
@@ -78,6 +79,7 @@ def time_limit_of(
     num_waited              steps since prompts last got something, in which they waited
     max_step_s              for the sake of those who were promised nothing; 0: any time
     coming_gap_s            the tightest gap that was promised to one that is to come
+    drafts                  the bound is for drafts: a pace for which decoding alone is too slow can only gain by them
     """
     least_s = curve.step_s(replace(decodes, prompt_tokens=min_chunk))
     bound_s, kept_s = FIRST_GAP_SHARE * coming_gap_s, math.inf
@@ -93,6 +95,8 @@ def time_limit_of(
         if not promise.tpot_s:
             continue
         every_s, num_left = PACE_SHARE * promise.tpot_s, promise.last - number
+        if drafts and every_s <= decode_step_s:
+            continue
         left_s = every_s * (number - promise.first) - (begin_s - promise.since_s)
         helps = decode_step_s < every_s < least_s  # waiting does
         if every_s > decode_step_s:

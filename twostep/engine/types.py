@@ -271,6 +271,8 @@ class EngineStats:
     # Tokens drafted that steps computed, by their place among those of a step, and how many of them were accepted.
     num_drafted: Sequence[int] = ()
     num_accepted: Sequence[int] = ()
+    # That drafts give a sequence in the time of a step without them, of late; 1: there are none, or they bring nothing.
+    tokens_per_step: float = 1.0
     # The draft model has failed: nothing is drafted by it any more.
     drafting_failed: bool = False
     swapped_bytes: int = 0

@@ -130,6 +130,7 @@ class Telemetry:
             gpus=self._gpus.loads,
             num_handing_over=stats.num_handing_over,
             tpot_s=stats.tpot_s,
+            tokens_per_step=stats.tokens_per_step,
             **{f"{name}_per_s": rate for name, rate in rates._asdict().items()},
         )
 
