@@ -20,7 +20,7 @@ from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
 from twostep.errors import SetupError
 from twostep.settings.speculative import SpeculativeConfig
-from twostep.step_curve import StepCurve
+from twostep.step_curve import PACE_SHARE, StepCurve
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
@@ -217,6 +217,53 @@ def test_a_promise_that_holds_without_drafts_holds_with_them() -> None:
 
     assert mean_step_s() < 0.040
     assert mean_step_s(speculative=NGRAM, proposer=KnowingProposer(1000, 1.0, tireless=True)) <= 0.040
+
+
+@pytest.mark.parametrize("tpot_s", [0.011, 0.008, 0.006])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_pace_that_decoding_alone_is_too_slow_for_is_kept_by_drafts(tpot_s: float, prompts: bool) -> None:
+    """A step takes 10.5 ms without them. Prompts that pass get on, and take no more than is left."""
+    now = [0.0]
+    runner = HookedRunner(num_blocks=4000, block_size=4, vocab_size=1000, max_model_len=500)
+    drafting: dict[str, Any] = {"speculative": NGRAM, "proposer": KnowingProposer(1000, 1.0, tireless=True)}
+    engine = engine_of(runner, clock=lambda: now[0], max_num_seqs=64, **drafting)
+    curve = StepCurve(fixed_s=0.010, per_row_s=0.0005)
+    engine.set_curve(curve)
+    engine.submit(make_request("promised", [5, 6, 7], max_tokens=200, tpot_s=tpot_s))
+    times, num_prompt_tokens = list[float](), 0
+    while len(times) < 200:
+        if prompts and not engine.stats().num_waiting:
+            engine.submit(make_request(f"passing {engine.steps}", [engine.steps % 900] * 300, max_tokens=1))
+        output = engine.step()
+        now[0] += curve.step_s(output.workload)
+        num_prompt_tokens += output.num_prefill_tokens
+        times += [now[0]] * sum(token.seq_id == "promised" for token in output.tokens)
+        if 0 < len(times) < 200:
+            # What newcomers are told of steps beside it.
+            assert engine.stats().max_step_s == pytest.approx(PACE_SHARE * tpot_s * engine.stats().tokens_per_step)
+    assert (times[-1] - times[0]) / 199 <= tpot_s
+    assert not prompts or num_prompt_tokens > 1000 * (times[-1] - times[0])
+
+
+def test_what_drafts_bring_is_learnt_and_kept_while_nothing_decodes() -> None:
+    """Four right ones in a step that takes a tenth longer for each."""
+    curve = StepCurve(fixed_s=0.009, per_row_s=0.001)
+    engine = engine_of(
+        HookedRunner(num_blocks=400, block_size=4, vocab_size=1000, max_model_len=1500),
+        speculative=NGRAM,
+        proposer=KnowingProposer(1000, 1.0, tireless=True),
+    )
+    engine.set_curve(curve)
+    assert engine.stats().tokens_per_step == 1.0
+    engine.submit(make_request("a", [5, 6, 7], max_tokens=1400))
+    drain(engine)
+    assert engine.stats().tokens_per_step == pytest.approx(5 / 1.4, rel=0.02)
+    engine.submit(make_request("b", [8, 9], max_tokens=1, speculate=False))
+    drain(engine)
+    assert engine.stats().tokens_per_step == pytest.approx(5 / 1.4, rel=0.02)
+    engine.submit(make_request("c", [5, 6, 7], max_tokens=1400, speculate=False))
+    drain(engine)
+    assert engine.stats().tokens_per_step == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_request_without_drafts_has_none() -> None:

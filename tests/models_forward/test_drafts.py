@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save_tiny_model
 
 from twostep.engine.draft_model import DraftModel
 from twostep.engine.drafts import Proposer
@@ -116,21 +115,17 @@ def drafted(runner: ModelRunner, draft_dir: Path, asked: Sequence[EngineRequest]
     return shown(generate(engine, asked)), engine
 
 
-@pytest.mark.parametrize("another", [False, True])
-def test_a_draft_model_changes_no_answer(tiny_llama_dir: Path, tmp_path: Path, another: bool) -> None:
-    """The served model itself, and one with other weights."""
+def test_the_model_itself_drafts_right_whatever_is_asked(tiny_llama_dir: Path) -> None:
     runner = ModelRunner(tiny_llama_dir, dtype="float32", num_blocks=120, block_size=8, num_threads=1)
     bounds: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 40, "hash_unit": 8}
     asked = requests(runner.vocab_size)
     want = shown(generate(Engine(runner, EngineConfig(**bounds)), asked))
-    draft_dir = save_tiny_model(tmp_path, seed=1) if another else tiny_llama_dir
-    got, engine = drafted(runner, draft_dir, asked, **bounds)
+    got, engine = drafted(runner, tiny_llama_dir, asked, **bounds)
     assert got == want
     stats = engine.stats()
     assert sum(stats.num_drafted) > 50
-    if not another:
-        # What is drawn with the same noise from logits that differ in their last bits is another token once in thousands.
-        assert sum(stats.num_accepted) > 0.98 * sum(stats.num_drafted)
+    # What is drawn with the same noise from logits that differ in their last bits is another token once in thousands.
+    assert sum(stats.num_accepted) > 0.98 * sum(stats.num_drafted)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}])

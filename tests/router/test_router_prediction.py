@@ -165,6 +165,34 @@ def test_those_that_meet_the_targets_come_first() -> None:
             assert chosen.decode.worker_id == winner
 
 
+def test_drafts_keep_a_time_per_token_that_steps_alone_would_miss() -> None:
+    """Without being told of them, a router would refuse the request for good, however many such answers the worker gives in time."""
+    step = GPU.decode_step_s(1, 2600 + 64)
+
+    def chosen(tokens_per_step: float, **options: Any) -> Placement:
+        decode = worker("decode", local_prefill=True)
+        load = dataclasses.replace(decode.record.load, tokens_per_step=tokens_per_step)
+        decode = dataclasses.replace(decode, record=dataclasses.replace(decode.record, load=load))
+        return placed([], [decode], tpot_ms=0.6e3 * step, **options)
+
+    refused, taken = chosen(1.0), chosen(2.0)
+    assert (refused.meets_targets, refused.attainable) == (False, False)
+    assert (taken.meets_targets, taken.attainable) == (True, True)
+    assert taken.predicted_tpot_s == pytest.approx(refused.predicted_tpot_s / 2)
+    assert taken.predicted_gap_s == refused.predicted_gap_s, "the gap between two steps is as long as ever"
+    assert not chosen(2.0, speculate=False).meets_targets
+
+
+def test_where_drafts_pay_answers_are_sooner_over_and_load_counts_less() -> None:
+    def decode(name: str, seqs: int, tokens_per_step: float = 1.0) -> Candidate:
+        made = worker("decode", name=name, seqs=seqs)
+        load = dataclasses.replace(made.record.load, tokens_per_step=tokens_per_step)
+        return dataclasses.replace(made, record=dataclasses.replace(made.record, load=load))
+
+    for tokens_per_step, winner in ((1.0, "d1"), (2.0, "d0")):
+        assert placed([worker("prefill")], [decode("d0", 30, tokens_per_step), decode("d1", 20)]).decode.worker_id == winner
+
+
 def test_a_queue_beyond_the_target_is_said_with_when_to_come_again() -> None:
     prefill = [worker("prefill", queued=30_000)]
     queued = GPU.prefill_s(8192, 0, 8192) * 30_000 / 8192

@@ -44,13 +44,15 @@ class Tally:
 
     def add_worker(self, stats: EngineStats) -> None:
         self.seen["preemptions"] += stats.num_preemptions
+        self.seen["workers that gain"] += stats.tokens_per_step > 1.0
         assert not stats.drafting_failed
         for i, (drafted, accepted) in enumerate(zip(stats.num_drafted, stats.num_accepted, strict=True)):
             self.drafted[i] += drafted
             self.accepted[i] += accepted
 
     def __str__(self) -> str:
-        names = ("requests", "answers", "near-ties", "tokens", "hand-overs", "with reused blocks", "prompts in chunks", "preemptions", "moved", "resumed")
+        names = ("requests", "answers", "near-ties", "tokens", "hand-overs", "with reused blocks", "prompts in chunks", "preemptions")
+        names = (*names, "moved", "resumed", "workers that gain")
         rows = "".join(
             f"\n  position {i + 1}: {drafted} drafted, {accepted} accepted ({accepted / drafted:.0%})"
             for i, (drafted, accepted) in enumerate(zip(self.drafted, self.accepted, strict=True))
@@ -88,13 +90,13 @@ class DraftingWorld:
 
         options["worker_options"] |= {"max_num_seqs": rng.choice([4, 8, 16])}
         system_options = {"num_decode": 2, "num_routers": 2, "aggregated": self._seed % 3 == 2, "step_tokens": self._step_tokens}
-        async with whole_system(
-            model.model_dir, tmp_path, make_runner=runner, **system_options, **options
-        ) as system:
+        async with whole_system(model.model_dir, tmp_path, make_runner=runner, **system_options, **options) as system:
             async with AsyncClient([system.target(0), system.target(1)], timeout=200, max_retries=20) as client:
                 await self._ask_all(system, client)
             await system.settled()
             for worker in (*system.decodes, *filter(None, (system.prefill,))):
+                # What routers are told that drafts bring.
+                assert worker.record().load.tokens_per_step == worker.engine.stats().tokens_per_step
                 self.tally.add_worker(worker.engine.stats())
         for request, choice, had in self._answers:
             self.tally.seen["near-ties"] += self._judge.judge(request, choice, had)

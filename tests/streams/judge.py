@@ -60,7 +60,8 @@ class Judge:
         if got != want:
             at = next((i for i, (one, other) in enumerate(zip(got, want, strict=False)) if one != other), min(len(got), len(want)))
             margin = self._margin(request, choice.index, want[:at]) if at < min(len(got), len(want)) else 1.0
-            assert margin < NEAR_TIE, f"token {at} of {got} is not that of {want} (margin {margin}): {choice.attempts} attempts, came back with {had}, {choice.transfer}: answer {choice.index} of {request}"
+            what = f"answer {choice.index} of {request}, {choice.attempts} attempts, came back with {had}, {choice.transfer}"
+            assert margin < NEAR_TIE, f"token {at} of {got} is not that of {want} (margin {margin}): {what}"
             return True
         assert (choice.finish_reason, choice.stop_reason) == (right.finish_reason, right.stop_reason), request
         assert right.text.endswith(choice.text) if had else choice.text == right.text, request

@@ -37,7 +37,9 @@ class RandomRequest:
 class Requests:
     """Draws them one after the other. Some prompts begin like others; `longest`: of prompt and answer, in tokens."""
 
-    def __init__(self, rng: random.Random, vocab_size: int, usual: Sequence[int], text_of: Callable[[list[int]], str], longest: int) -> None:
+    def __init__(
+        self, rng: random.Random, vocab_size: int, usual: Sequence[int], text_of: Callable[[list[int]], str], longest: int
+    ) -> None:
         self._rng, self._vocab_size, self._usual, self._longest = rng, vocab_size, usual, longest
         # What answers are likely to have in them.
         self._stops = [text for token in usual if (text := text_of([token])) and "\ufffd" not in text]

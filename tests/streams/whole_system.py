@@ -25,14 +25,13 @@ from router.config import RouterConfig
 from router.server import Router
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.cluster.epochs import first_epoch
-from twostep.autoscaler.model import ROLES
 from twostep.engine.batch import Runner
 from twostep.engine.fake import FakeRunner, fake_next_token
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.text.model_card import ModelCard
-from twostep.worker.config import WorkerConfig
+from twostep.worker.config import ROLES, WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, settle
