@@ -59,6 +59,16 @@ def test_without_any_promise_the_workers_bound_is_the_only_one() -> None:
     assert bound_of((Promise(gap_s=0.3), 1), (None, 1), max_step_s=0.02) == 0.02
 
 
+def test_a_pace_that_only_drafts_can_keep_does_not_bound_them() -> None:
+    too_quick = Promise(tpot_s=ALONE_S, last=100)
+    assert bound_of((too_quick, 1)) < ALONE_S
+    assert limit_of((too_quick, 1), drafts=True) is None
+    assert bound_of((replace(too_quick, gap_s=0.3), 2), drafts=True) == pytest.approx(0.3 * GAP_SHARE), "a gap is one between steps"
+    kept = Promise(tpot_s=EVERY_S / PACE_SHARE, last=100)
+    assert bound_of((too_quick, 1), (kept, 1), drafts=True) == bound_of((None, 1), (kept, 1)), "it is another's, too"
+
+
+
 def test_a_gap_is_for_two_steps_and_holds_for_one_that_is_to_come() -> None:
     assert bound_of((Promise(gap_s=0.06), 1), (Promise(gap_s=0.09), 1)) == pytest.approx(0.06 * FIRST_GAP_SHARE)
     assert bound_of((Promise(gap_s=0.06), 1), coming_gap_s=0.03) == pytest.approx(0.03 * FIRST_GAP_SHARE)
