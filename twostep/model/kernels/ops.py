@@ -222,6 +222,21 @@ class Ops:
         for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
             part.copy_(self.rms_norm(part, weight, eps))
 
+    def norm_rotate_and_write(
+        self,
+        plan: AttentionPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
+    ) -> None:
+        """norm_heads, and then the plan's rotate_and_write."""
+        self.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
+        plan.rotate_and_write(layer, qkv)
+
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)

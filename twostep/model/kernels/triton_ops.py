@@ -18,7 +18,7 @@ from twostep.model.kernels import delta_trial, torch_delta_net, triton_elementwi
 from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
-from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
+from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
@@ -171,10 +171,19 @@ class TritonOps(Ops):
             return then.of_rounded(rounded, residual.dtype)
         return then(self._add(y, residual, first, weight, eps))
 
-    def norm_heads(
-        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    def norm_rotate_and_write(
+        self,
+        plan: AttentionPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
     ) -> None:
-        triton_elementwise.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
+        assert isinstance(plan, TritonAttentionPlan)
+        plan.rotate_and_write(layer, qkv, triton_elementwise.HeadNorms(q_weight, k_weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
@@ -412,7 +421,8 @@ class TritonAttentionPlan:
         # For the Hopper kernel: the same for all layers.
         self._pool_blocks: Any = None
 
-    def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, norms: triton_elementwise.HeadNorms | None = None) -> None:
+        """`norms`: of each head of queries and keys, before it turns."""
         step, spec = self._step, self._spec
         if layer == 0:
             for plan in self.decode.values():
@@ -420,8 +430,9 @@ class TritonAttentionPlan:
             if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(
-            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads, self.progress
-        )
+            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads,
+            progress=self.progress, norms=norms,
+        )  # fmt: skip
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         step, spec, head_dim = self._step, self._spec, self._cache.shape.head_dim
