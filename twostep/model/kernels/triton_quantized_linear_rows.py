@@ -57,23 +57,23 @@ def _rows_kernel(
     # Rows past the end compute the last one again and store nothing.
     at = tl.minimum(row, num_out - 1)
     k = tl.arange(0, BLOCK)
-    weight = _load_rows(weight_ptr, at + num_out * GATED, k, WIDTH, BLOCK)
+    weight = load_quantized_rows(weight_ptr, at + num_out * GATED, k, WIDTH, BLOCK)
     scale = tl.load(scales_ptr + (at + num_out * GATED) // BLOCK_ROWS)
     gate = weight
     gate_scale = scale
     if GATED:
-        gate = _load_rows(weight_ptr, at, k, WIDTH, BLOCK)
+        gate = load_quantized_rows(weight_ptr, at, k, WIDTH, BLOCK)
         gate_scale = tl.load(scales_ptr + at // BLOCK_ROWS)
     if PDL:
         wait_for_previous()
     for t in tl.static_range(TOKENS):
-        x = _float32(tl.load(x_ptr + t * WIDTH + k, mask=k < WIDTH, other=0.0), ON_GPU)
+        x = to_float32(tl.load(x_ptr + t * WIDTH + k, mask=k < WIDTH, other=0.0), ON_GPU)
         x_scale = tl.load(x_scales_ptr + t)
-        y = tl.sum(_float32(weight, ON_GPU) * x[None, :], 1) * (scale * x_scale)
+        y = tl.sum(to_float32(weight, ON_GPU) * x[None, :], 1) * (scale * x_scale)
         if HAS_BIAS:
             y += tl.load(bias_ptr + at + num_out * GATED).to(tl.float32)
         if GATED:
-            g = tl.sum(_float32(gate, ON_GPU) * x[None, :], 1) * (gate_scale * x_scale)
+            g = tl.sum(to_float32(gate, ON_GPU) * x[None, :], 1) * (gate_scale * x_scale)
             if HAS_BIAS:
                 g += tl.load(bias_ptr + at).to(tl.float32)
             y = g * tl.sigmoid(g) * y
@@ -81,7 +81,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _load_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_quantized_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """[len(row), BLOCK], zeros past WIDTH. Every weight is read once: it need not stay in the first-level cache."""
     at = weight_ptr + row[:, None].to(tl.int64) * WIDTH + k[None, :]
     if WIDTH == BLOCK:
@@ -91,6 +91,6 @@ def _load_rows(weight_ptr, row, k, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _float32(x, ON_GPU: tl.constexpr):
+def to_float32(x, ON_GPU: tl.constexpr):
     # By way of 16 bits, which all of these numbers fit: the chip converts pairs.
     return x.to(tl.float16).to(tl.float32) if ON_GPU else x.to(tl.float32)
