@@ -421,12 +421,16 @@ class TritonAttentionPlan:
         # For the Hopper kernel: the same for all layers.
         self._pool_blocks: Any = None
 
+    def refresh(self) -> None:
+        """Shares out the decodes: before anything attends, in the first layer of each step."""
+        for plan in self.decode.values():
+            plan.refresh(self._step.seq_lens[: self.num_decodes])
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor, norms: triton_elementwise.HeadNorms | None = None) -> None:
         """`norms`: of each head of queries and keys, before it turns."""
         step, spec = self._step, self._spec
         if layer == 0:
-            for plan in self.decode.values():
-                plan.refresh(step.seq_lens[: self.num_decodes])
+            self.refresh()
             if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(
@@ -469,8 +473,7 @@ class TritonAttentionPlan:
         assert dims is not None
         assert scale is not None
         if layer == 0:
-            for plan in self.decode.values():
-                plan.refresh(step.seq_lens[: self.num_decodes])
+            self.refresh()
         tables, chunks = spec.rope[layer], self.expanded
         if chunks is None:
             absorbed = absorb(query, weights, dims)
