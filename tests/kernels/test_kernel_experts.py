@@ -36,6 +36,8 @@ ROUTERS = [
     ),
     ExpertRouter(num_experts=1, top_k=1, scores=Scores.SIGMOID),
     ExpertRouter(num_experts=13, top_k=4, renormalize=True, scattered=True),
+    ExpertRouter(num_experts=9, top_k=3, scores=Scores.CHOSEN, num_shared=1),
+    ExpertRouter(num_experts=10, top_k=4, renormalize=True, scale=1.5, num_shared=3),
 ]
 
 
@@ -46,6 +48,14 @@ def test_routes_as_torch_does(router: ExpertRouter) -> None:
     load = torch.full((router.num_experts,), 5, dtype=torch.int64, device=DEVICE)
     got, want = triton_routing.route(logits, router, correction, load), oracle.route(logits, router, correction)
     assert torch.equal(got.experts, want.experts)
+    if router.num_shared:
+        assert bool((got.experts[:, router.top_k :] == torch.arange(router.num_shared, device=DEVICE) + router.num_experts).all())
+        assert bool((got.weights[:, router.top_k :] == 1).all())
+        gate = torch.randn(9, 3, device=DEVICE)[:, 1:2]
+        gated, want_gated = (route(logits, router, gate=gate) for route in (triton_routing.route, oracle.route))
+        assert torch.equal(gated.experts, want.experts)
+        torch.testing.assert_close(gated.weights, want_gated.weights)
+        torch.testing.assert_close(gated.weights[:, router.top_k :], gate.sigmoid().expand(-1, router.num_shared))
     torch.testing.assert_close(got.weights, want.weights)
     # A sum that is still to be made.
     parts = torch.stack((logits * 0.25, logits * 0.75))
@@ -53,7 +63,7 @@ def test_routes_as_torch_does(router: ExpertRouter) -> None:
     assert torch.equal(again.experts, oracle.route(parts, router, correction).experts)
     if not router.scattered:
         torch.testing.assert_close(again.weights, want.weights)
-    assert torch.equal(load - 5, want.experts.flatten().bincount(minlength=router.num_experts))
+    assert torch.equal(load - 5, want.experts[:, : router.top_k].flatten().bincount(minlength=router.num_experts))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter

@@ -47,6 +47,7 @@ class ExpertRouter:
     renormalize   the weights of the chosen add up to 1, before `scale` multiplies them
     scattered     made-up weights: choices as good as random, by a hash of a token's logits, since these would be much the same for all
     num_groups    experts lie in so many groups of one size, of which the best `top_groups` are looked at; 1: all experts are
+    num_shared    experts behind these to which every token goes as well, with weight 1, or as far as a gate lets it
     """
 
     num_experts: int
@@ -58,6 +59,7 @@ class ExpertRouter:
     top_groups: int = 1
     group_score: GroupScore = GroupScore.LARGEST
     scattered: bool = False
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_experts % self.num_groups == 0
@@ -75,12 +77,19 @@ class Routing:
     weights: torch.Tensor
 
 
-def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    router: ExpertRouter,
+    correction: torch.Tensor | None = None,
+    load: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> Routing:
     """Chooses experts.
 
     logits      [T, E], or float32 [parts, T, E], whose sum they are
     correction  float32 [E], added to the scores for the choice, and not for the weights
     load        int64 [E]: how many tokens each expert has had so far, to which these are added
+    gate        [T, 1]: its sigmoid is the weight of the shared experts; None: 1 is
     """
     x = logits.float() if logits.dim() == 2 else logits.sum(0)
     scores = x.softmax(-1) if router.scores is Scores.SOFTMAX else x.sigmoid() if router.scores is Scores.SIGMOID else x
@@ -100,7 +109,13 @@ def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor |
         weights = weights.softmax(-1)
     if router.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return Routing(experts.int(), weights * router.scale)
+    weights = weights * router.scale
+    if router.num_shared:
+        shared = router.num_experts + torch.arange(router.num_shared, device=x.device)
+        experts = torch.cat((experts, shared.expand(len(x), -1)), 1)
+        shared_weights = x.new_ones(len(x), 1) if gate is None else gate.float().sigmoid()
+        weights = torch.cat((weights, shared_weights.expand(-1, router.num_shared)), 1)
+    return Routing(experts.int(), weights)
 
 
 def _hashes(logits: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,8 @@ class TritonExperts:
         chosen = routing.experts
         tiles = None
         if not self._takes_rows or len(x) > _ROWS_UP_TO:
-            tiles = tiles_of(chosen, self._held, tile_tokens(chosen.numel(), self._router.num_experts, self._most_tokens))
+            num_pairs = len(x) * self._router.top_k
+            tiles = tiles_of(chosen, self._held, tile_tokens(num_pairs, self._router.num_experts, self._most_tokens))
         pairs = Pairs(x=x, chosen=chosen, held=self._held, bias=self._biases[0], clamped=self._clamped)
         inner = self._gate_up(pairs, tiles)
         pairs = Pairs(

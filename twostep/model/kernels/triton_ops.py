@@ -51,6 +51,9 @@ ChunkTile = triton_prefill.TileShape | LatentProgram | None
 class TritonOps(Ops):
     """The operations of one device, for one thread."""
 
+    # What is added to the chosen experts' sum would be three kernels more.
+    joins_shared_experts = True
+
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
@@ -107,9 +110,14 @@ class TritonOps(Ops):
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
     def route(
-        self, logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        router: ExpertRouter,
+        correction: torch.Tensor | None = None,
+        load: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> Routing:
-        return triton_routing.route(logits, router, correction, load)
+        return triton_routing.route(logits, router, correction, load, gate)
 
     def prepare_experts(self, weights: ExpertWeights, router: ExpertRouter, dtype: torch.dtype) -> Experts:
         if not weights.held:

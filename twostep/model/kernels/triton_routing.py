@@ -32,23 +32,31 @@ _TERM_TILE = 1024
 _FACTOR_0, _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for factor in HASH_FACTORS)
 
 
-def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    router: ExpertRouter,
+    correction: torch.Tensor | None = None,
+    load: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> Routing:
     """Chooses experts as experts.route does; of equal scores the expert with the lower number. logits: rows dense; in parts all of it."""
     tokens, experts = logits.shape[-2:]
     assert logits.stride(-1) == 1
     assert logits.dim() == 2 or (logits.is_contiguous() and logits.dtype == torch.float32)
     assert experts == router.num_experts
+    assert gate is None or (router.num_shared and gate.shape == (tokens, 1))
+    columns = router.top_k + router.num_shared
     routing = Routing(
-        torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device),
-        torch.empty(tokens, router.top_k, dtype=torch.float32, device=logits.device),
+        torch.empty(tokens, columns, dtype=torch.int32, device=logits.device),
+        torch.empty(tokens, columns, dtype=torch.float32, device=logits.device),
     )
     if tokens:
         pdl = overlaps(logits.device)
         _route_kernel[(tokens,)](
             logits, logits.stride(-2), tokens * experts, logits if correction is None else correction, routing.experts, routing.weights,
-            routing.experts if load is None else load, router.scale,
+            routing.experts if load is None else load, logits if gate is None else gate, 0 if gate is None else gate.stride(0), router.scale,
             PARTS=len(logits) if logits.dim() == 3 else 1, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
-            TOP=router.top_k, BLOCK_TOP=triton.next_power_of_2(router.top_k),
+            TOP=router.top_k, SHARED=router.num_shared, GATED=gate is not None, BLOCK_TOP=triton.next_power_of_2(columns),
             SOFTMAX=router.scores is Scores.SOFTMAX, CHOSEN=router.scores is Scores.CHOSEN, RENORMALIZE=router.renormalize,
             GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, BLOCK_GROUPS=triton.next_power_of_2(router.num_groups),
             BEST_TWO=router.group_score is GroupScore.BEST_TWO, CORRECTED=correction is not None,
@@ -60,9 +68,9 @@ def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor |
 
 @triton.jit(do_not_specialize=["numel"])
 def _route_kernel(
-    logits_ptr, stride, numel, correction_ptr, experts_ptr, weights_ptr, load_ptr, scale,
-    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr,
-    CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    logits_ptr, stride, numel, correction_ptr, experts_ptr, weights_ptr, load_ptr, gate_ptr, stride_gate, scale,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr, CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     BEST_TWO: tl.constexpr, CORRECTED: tl.constexpr, SCATTERED: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -100,9 +108,16 @@ def _route_kernel(
         weight = weight / tl.sum(weight, 0)
     if RENORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    at = token * TOP + slot
-    tl.store(experts_ptr + at, chosen, mask=slot < TOP)
-    tl.store(weights_ptr + at, weight * scale, mask=slot < TOP)
+    weight *= scale
+    if SHARED > 0:
+        of_shared = 1.0
+        if GATED:
+            of_shared = tl.sigmoid(tl.load(gate_ptr + token * stride_gate).to(tl.float32))
+        chosen = tl.where(slot < TOP, chosen, EXPERTS + slot - TOP)
+        weight = tl.where(slot < TOP, weight, of_shared)
+    at = token * (TOP + SHARED) + slot
+    tl.store(experts_ptr + at, chosen, mask=slot < TOP + SHARED)
+    tl.store(weights_ptr + at, weight, mask=slot < TOP + SHARED)
     if COUNTS:
         tl.atomic_add(load_ptr + chosen, tl.full([BLOCK_TOP], 1, tl.int64), mask=slot < TOP, sem="relaxed")
 
