@@ -240,6 +240,21 @@ def test_quantized_experts(form: dict[str, Any], held: range) -> None:
         assert float((layer(x, routing).double() - want).norm() / want.norm().clamp(min=1e-9)) < 3e-2
 
 
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_the_norm_ahead_rounds_what_experts_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, dtype = ExpertRouter(num_experts=5, top_k=2), torch.float16
+    ops = TritonOps(DEVICE)
+    layer = ops.prepare_experts(quantized_experts(range(5), 128, 160, FORMS[5]), router, dtype)
+    x, residual, weight = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, 128), (tokens, 128), (128,)))
+    routing = oracle.route(torch.randn(tokens, 5, device=DEVICE), router)
+    want = layer(ops.add_rms_norm(x, residual.clone(), weight, 1e-5), routing)
+    rounded = []
+    monkeypatch.setattr("twostep.model.kernels.triton_quantized_input.round_input", lambda *args: rounded.append(args))
+    entered = ops.join_rms_norm(lambda x: x, x, residual, weight, 1e-5, layer.enter)
+    assert torch.equal(layer(entered, routing), want)
+    assert not rounded
+
+
 @pytest.mark.parametrize(
     ("tokens", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32), (40, torch.bfloat16), (257, torch.float32)]
 )

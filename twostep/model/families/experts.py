@@ -83,7 +83,7 @@ class ExpertsMlp(LinearInParts):
 
     @property
     def enter(self) -> Linear:
-        return _as_it_is
+        return self._experts.enter
 
     @property
     def leave(self) -> Linear:
@@ -200,10 +200,6 @@ def _gates_first(weights: torch.Tensor | Sequence[QuantizedWeight]) -> torch.Ten
         )
         for weight in map(by_rows, weights)
     ]
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _dense(make: Maker) -> Maker:

@@ -195,6 +195,11 @@ class Beside:
 class Experts(Protocol):
     """The experts that are held here, whatever layout the device likes best."""
 
+    @property
+    def enter(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What gives x as it is, from what the norm gave: by it a device knows that experts come next."""
+        ...
+
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         """[T, H] from x [T, H]: of each token the weighted sum of its experts that are held here, and what stands beside them."""
         ...
@@ -204,12 +209,17 @@ class Experts(Protocol):
         ...
 
 
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class ExpertLoop:
     """Experts one after the other, each with all its tokens at once. Experts without tokens cost nothing."""
 
     def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], held: range) -> None:
         self._experts = experts
         self._held = held
+        self.enter = as_it_is
 
     def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self(x, routing)
@@ -238,6 +248,7 @@ class EveryExpert:
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
+        self.enter = as_it_is
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

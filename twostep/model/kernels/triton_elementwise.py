@@ -69,6 +69,21 @@ def add_rms_norm_rounded(
     return out
 
 
+def add_rms_norm_beside(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    how: InputQuantizer,
+    *,
+    first_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, RoundedInput]:
+    """Both of them, for two products of which one rounds its input."""
+    kept, out = torch.empty_like(residual), RoundedInput.empty(len(residual), residual.shape[1], how, residual.device)
+    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True, how=how, first_weight=first_weight, kept=kept)
+    return kept, out
+
+
 def _checked(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     assert residual.is_contiguous()
     assert x.shape[-2:] == residual.shape[-2:]
@@ -170,7 +185,9 @@ def _launch_norm(
     has_residual: bool,
     how: InputQuantizer | None = None,
     first_weight: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> None:
+    """`kept`: where the result goes as it is, too, if `out` is rounded."""
     width = x.shape[-1]
     for each in (weight, weight if first_weight is None else first_weight):
         assert each.shape == (width,)
@@ -191,18 +208,20 @@ def _launch_norm(
     rows_at_once = 1 << rows_at_once.bit_length() - 1
     pdl = overlaps(x.device)
     _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
-        x, residual, first_weight, weight, *rounding, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0,
+        x, residual, first_weight, weight, *rounding, kept, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0,
         x.stride(1) if heads else 0, eps, values.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once,
-        HAS_RESIDUAL=has_residual, NORMS_FIRST=first_weight is not None, ROUNDS=how is not None, **constants, PDL=pdl,
+        HAS_RESIDUAL=has_residual, NORMS_FIRST=first_weight is not None, ROUNDS=how is not None, KEEPS=kept is not None,
+        **constants, PDL=pdl,
         num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
+    x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, kept_ptr, rows, inner, stride_outer, stride_inner,
+    eps, numel,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, KEEPS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -225,6 +244,8 @@ def _norm_kernel(
     y = x * scale[:, None] * weight.to(tl.float32)
     if ROUNDS:
         y = y.to(residual_ptr.dtype.element_ty)
+        if KEEPS:
+            tl.store(kept_ptr + dense, y, mask=mask)
         store_rounded(y, out_ptr, scales_ptr, static_ptr, row, col, rows, WIDTH, BLOCK, ROWS, STATIC, GROUPS, HARDWARE)
     else:
         tl.store(out_ptr + dense, y.to(out_ptr.dtype.element_ty), mask=mask)

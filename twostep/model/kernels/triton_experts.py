@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import triton
 
-from twostep.model.kernels.experts import Beside, ExpertRouter, Experts, ExpertWeights, Routing, route
+from twostep.model.kernels.experts import Beside, ExpertRouter, Experts, ExpertWeights, Routing, as_it_is, route
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.linear_trial import try_linear
 from twostep.model.kernels.ops import LinearInParts
@@ -27,7 +27,7 @@ from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
 from twostep.model.kernels.triton_launch import overlaps, shared_bytes_of
 from twostep.model.kernels.triton_quantized_expert_products import multiply_eight, multiply_eight_rows, multiply_unpacked, stacked
-from twostep.model.kernels.triton_quantized_input import round_input
+from twostep.model.kernels.triton_quantized_input import RoundedBeside, round_input
 from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, prepare
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed
 from twostep.model.kernels.triton_routing import ExpertTiles, add_up, tiles_of
@@ -78,6 +78,9 @@ class TritonExperts:
         self._gate_up = _product(weights.gate_up, dtype, gated=True)
         self._down = _product(weights.down, dtype, gated=False)
         self._takes_rows = self._gate_up.takes_rows and self._down.takes_rows
+        self.enter: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+        if isinstance(self._gate_up, _Eight):
+            self.enter = self._gate_up.entry = RoundedBeside(self._gate_up.quantizer, _ROWS_UP_TO if self._takes_rows else 0)
         self._most_tokens = min(self._gate_up.most_tokens, self._down.most_tokens)
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
@@ -193,7 +196,9 @@ class _Eight:
 
     def __init__(self, packed: Packed, quantizer: InputQuantizer, *, gated: bool) -> None:
         self._packed = packed
-        self._quantizer = quantizer
+        self.quantizer = quantizer
+        # Of what may have been rounded already.
+        self.entry: RoundedBeside | None = None
         self._gated = gated
         self.takes_rows = packed.width * (1 + gated) <= _WIDEST_ROW
 
@@ -201,13 +206,13 @@ class _Eight:
         if tiles is None:
             width = triton.next_power_of_2(self._packed.width * (1 + self._gated))
             rows = ExpertRowTile(rows=max(2, _ROW_BYTES // width), num_warps=4)
-            return multiply_eight_rows(pairs, self._packed, self._quantizer, tile=rows, gated=self._gated)
+            return multiply_eight_rows(pairs, self._packed, self.quantizer, tile=rows, gated=self._gated)
         device = self._packed.values.device
         bulk = _comes_in_bulk(device, self._packed.width)
         tile = choose_tile(tiles.tokens, item_bytes=1, bulk=bulk, shared_bytes=shared_bytes_of(device), depth_bytes=128)
         if self._packed.group and tile.cols > 128:
             tile = replace(tile, cols=128)
-        x = round_input(pairs.x, self._quantizer)
+        x = round_input(pairs.x, self.quantizer) if self.entry is None else self.entry.take(pairs.x)
         return multiply_eight(pairs, x, tiles, self._packed, tile=tile, exact=tile.turned, gated=self._gated)
 
 

@@ -34,6 +34,7 @@ from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream, exact_linear
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_progress import StepProgress, note_layers
+from twostep.model.kernels.triton_quantized_input import RoundedBeside
 from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, QuantizedLinear, prepare
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
@@ -177,6 +178,10 @@ class TritonOps(Ops):
             assert how is not None
             rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, how, first_weight=first)
             return then.of_rounded(rounded, residual.dtype)
+        if isinstance(then, RoundedBeside) and then.wants(len(residual)):
+            normed, rounded = triton_elementwise.add_rms_norm_beside(y, residual, weight, eps, then.how, first_weight=first)
+            then.leave(normed, rounded)
+            return then(normed)
         return then(self._add(y, residual, first, weight, eps))
 
     def norm_rotate_and_write(

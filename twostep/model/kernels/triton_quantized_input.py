@@ -36,6 +36,30 @@ class RoundedInput:
         return RoundedInput(torch.empty(tokens, width, dtype=dtype, device=device), torch.empty(shape, dtype=torch.float32, device=device))
 
 
+class RoundedBeside:
+    """Passes an input on as it is. A kernel ahead that rounds it as well leaves that here, for the product that takes it so."""
+
+    def __init__(self, how: InputQuantizer, rows_up_to: int) -> None:
+        """`rows_up_to`: inputs of so few tokens are rounded where they are multiplied."""
+        self.how = how
+        self._rows_up_to = rows_up_to
+        self._last: tuple[torch.Tensor, RoundedInput] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def wants(self, tokens: int) -> bool:
+        return tokens > self._rows_up_to
+
+    def leave(self, x: torch.Tensor, rounded: RoundedInput) -> None:
+        self._last = x, rounded
+
+    def take(self, x: torch.Tensor) -> RoundedInput:
+        """Returns x, rounded: what was left of it, or else now."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] is x else round_input(x, self.how)
+
+
 def can_round(how: InputQuantizer, width: int) -> bool:
     """Returns whether round_input rounds so."""
     return how.how.symmetric and how.how.group in (0, INPUT_GROUP) and width <= _WIDEST_ROW
