@@ -100,9 +100,7 @@ class Attention:
             self._whole_norms.apply(qkv)
         if self._qk_norms is not None:
             c, (of_queries, of_keys) = self._config, self._qk_norms
-            self._ops.norm_rotate_and_write(
-                plan, layer, qkv, of_queries.weight, of_keys.weight, c.num_heads, c.num_kv_heads, c.norm_eps
-            )
+            self._ops.norm_rotate_and_write(plan, layer, qkv, of_queries.weight, of_keys.weight, c.num_heads, c.num_kv_heads, c.norm_eps)
         else:
             plan.rotate_and_write(layer, qkv)
         attended = plan.attend(layer, qkv)

@@ -221,7 +221,8 @@ def _norm_kernel(
     x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, kept_ptr, rows, inner, stride_outer, stride_inner,
     eps, numel,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, KEEPS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, KEEPS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]

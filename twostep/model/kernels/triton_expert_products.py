@@ -188,7 +188,8 @@ def multiply_tiles(pairs: Pairs, tiles: ExpertTiles, weight: torch.Tensor, *, ti
             x, TensorDescriptor.from_tensor(flat, [cols, tile.depth]) if tile.bulk else flat, *tiles.arguments,
             *pairs.ends, out, len(pairs.chosen), tiles.places, num_out, x.stride(0),
             WIDTH=width, TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, DEPTH=tile.depth, GATED=gated, TURNED=tile.turned,
-            BULK=tile.bulk, **pairs.constants, PDL=pdl, IN_FLOAT32=not x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+            BULK=tile.bulk, **pairs.constants, PDL=pdl, IN_FLOAT32=not x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            launch_pdl=pdl,
         )  # fmt: skip
     return out
 

@@ -80,9 +80,9 @@ def multiply_unpacked(pairs: Pairs, tiles: ExpertTiles, packed: Packed, *, tile:
             x, x.stride(0), source, packed.scales, packed.scales if zeros is None else zeros, packed.scales.stride(0),
             packed.scales.stride(1), 0 if zeros is None else zeros.stride(0), 0 if zeros is None else zeros.stride(1),
             *tiles.arguments, *pairs.ends, out, len(pairs.chosen), tiles.places,
-            num_out, packed.width, TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, SLICE=packed.slice, BITS=packed.bits, IS_FLOAT=packed.is_float,
-            GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=zeros is not None, GATED=gated, BULK=tile.bulk,
-            EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl, ON_GPU=x.is_cuda,
+            num_out, packed.width, TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, SLICE=packed.slice, BITS=packed.bits,
+            IS_FLOAT=packed.is_float, GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=zeros is not None,
+            GATED=gated, BULK=tile.bulk, EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl, ON_GPU=x.is_cuda,
             num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
@@ -250,8 +250,8 @@ def _unpack_kernel(
     x_ptr, stride_x, source, scales_ptr, zeros_ptr, stride_expert, stride_scales, stride_expert_zeros, stride_zeros, pairs_ptr, experts_ptr,
     first_held, bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, width,
     TOKENS: tl.constexpr, AMONG: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, TOP: tl.constexpr,
-    OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr,
+    TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 16 // BITS * SLICE

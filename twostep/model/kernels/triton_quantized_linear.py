@@ -6,9 +6,9 @@
                         cuBLAS             (whole rows, no        dense, cuBLAS from 192 or 256 tokens on, where writing the
                         (blocks: eight)    zero points)           dense weight first costs less than unpacking in every tile
 
-Inputs of 8 bits are rounded by a kernel of their own, by the norm ahead (triton_elementwise.py), or, for rows, by each program. Where a format asks for another pair
-(4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes is made dense anew for every
-product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
+Inputs of 8 bits are rounded by a kernel of their own, by the norm ahead (triton_elementwise.py), or, for rows, by each program. Where a
+format asks for another pair (4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes is
+made dense anew for every product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _rows_kernel(
     for t in tl.static_range(TOKENS):
         x = tl.load(x_ptr + t * stride_x + k, mask=k < WIDTH, other=0.0)
         if ROUNDS:
-            numbers, scales = rounded(x.to(tl.float32)[None, :], x_scales_ptr, FLOAT8, STATIC, ON_GPU)
+            numbers, scales = rounded(tl.reshape(x.to(tl.float32), [1, BLOCK]), x_scales_ptr, FLOAT8, STATIC, ON_GPU)
             x = tl.reshape(to_float32(numbers, ON_GPU), [BLOCK])
             x_scale = tl.sum(tl.reshape(scales, [1]), 0)
         else:

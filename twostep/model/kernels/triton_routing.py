@@ -3,8 +3,8 @@
     logits ─ route ─ experts, weights [T, k] ─ sort ─ tiles ─ products (triton_expert_products.py) ─ terms ─ add up ─ [T, H]
 
 A tile is up to TOKENS pairs of one expert. Where there are no more tokens than that, each expert has one tile at most: its place is the
-expert's number, and programs find its pairs themselves; nothing is sorted. Else how many tiles there are depends on what was chosen, which stays on the device: there are places
-for as many as there can be, and empty ones say so. An expert's tiles begin at place
+expert's number, and programs find its pairs themselves; nothing is sorted. Else how many tiles there are depends on what was chosen, which
+stays on the device: there are places for as many as there can be, and empty ones say so. An expert's tiles begin at place
 
     pairs of experts before it / TOKENS + experts before it that may have pairs
 
@@ -54,7 +54,7 @@ def route(
         pdl = overlaps(logits.device)
         _route_kernel[(tokens,)](
             logits, logits.stride(-2), tokens * experts, logits if correction is None else correction, routing.experts, routing.weights,
-            routing.experts if load is None else load, logits if gate is None else gate, 0 if gate is None else gate.stride(0), router.scale,
+            routing.experts if load is None else load, *((logits, 0) if gate is None else (gate, gate.stride(0))), router.scale,
             PARTS=len(logits) if logits.dim() == 3 else 1, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
             TOP=router.top_k, SHARED=router.num_shared, GATED=gate is not None, BLOCK_TOP=triton.next_power_of_2(columns),
             SOFTMAX=router.scores is Scores.SOFTMAX, CHOSEN=router.scores is Scores.CHOSEN, RENORMALIZE=router.renormalize,
@@ -70,7 +70,8 @@ def route(
 def _route_kernel(
     logits_ptr, stride, numel, correction_ptr, experts_ptr, weights_ptr, load_ptr, gate_ptr, stride_gate, scale,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr, CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr, CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     BEST_TWO: tl.constexpr, CORRECTED: tl.constexpr, SCATTERED: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
