@@ -187,8 +187,8 @@ def measure(name: str, sizes: list[int], *, profiled: bool) -> None:
             if count > less:
                 found.append(((us - fewer_us) / (many - few), (count - less) / (many - few), kernel))
         print(f"    {sum(each[1] for each in found):g} kernels, {sum(each[0] for each in found):.1f} us when each runs by itself")
-        for us, count, kernel in sorted(found, reverse=True):
-            print(f"    {us:6.1f} us  {count:g} {kernel[:90]}")
+        for each_us, times_a_layer, kernel in sorted(found, reverse=True):
+            print(f"    {each_us:6.1f} us  {times_a_layer:g} {kernel[:90]}")
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 25) -> float:

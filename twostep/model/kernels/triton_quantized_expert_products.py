@@ -82,8 +82,8 @@ def multiply_unpacked(pairs: Pairs, tiles: ExpertTiles, packed: Packed, *, tile:
             *tiles.arguments, *pairs.ends, out, len(pairs.chosen), tiles.places,
             num_out, packed.width, TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, SLICE=packed.slice, BITS=packed.bits,
             IS_FLOAT=packed.is_float, GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=zeros is not None,
-            GATED=gated, BULK=tile.bulk, EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl, ON_GPU=x.is_cuda,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+            GATED=gated, BULK=tile.bulk, EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl,
+            ON_GPU=x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
