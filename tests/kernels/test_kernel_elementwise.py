@@ -52,14 +52,11 @@ def test_norms_of_heads_in_place(num_heads: int, num_kv_heads: int, head_dim: in
         q_weight, k_weight = random(head_dim, dtype=of_weights), random(head_dim, dtype=of_weights)
         qkv = random(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
         query, key, value = qkv.clone().view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
-        by_torch = qkv.clone()
-        kernels.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, 1e-3)
-        Ops().norm_heads(by_torch, q_weight, k_weight, num_heads, num_kv_heads, 1e-3)
-        for got in (qkv, by_torch):
-            parts = got.view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
-            torch.testing.assert_close(parts[0].double(), normed(query, q_weight, 1e-3), **tolerance(dtype))
-            torch.testing.assert_close(parts[1].double(), normed(key, k_weight, 1e-3), **tolerance(dtype))
-            assert torch.equal(parts[2], value)
+        Ops().norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, 1e-3)
+        parts = qkv.view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+        torch.testing.assert_close(parts[0].double(), normed(query, q_weight, 1e-3), **tolerance(dtype))
+        torch.testing.assert_close(parts[1].double(), normed(key, k_weight, 1e-3), **tolerance(dtype))
+        assert torch.equal(parts[2], value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,6 +160,37 @@ def test_rotate_and_write(num_heads: int, num_kv_heads: int, head_dim: int, rota
             assert torch.equal(written.reshape(-1, head_dim), got[token, num_heads:])
             cache.tensor[slot // block_size, layer, :, :, slot % block_size] = torch.nan
     assert torch.equal(cache.tensor.isnan(), before.isnan())  # and nothing else was touched
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(("rotated", "weights"), [(32, "same"), (24, "float32"), (0, "same")])
+def test_heads_are_normed_before_they_turn(rotated: int, weights: str, quantization: str) -> None:
+    """The same as in two steps, the first of which rounds, but for the order of a mean's sum."""
+    dtype, num_heads, num_kv_heads, head_dim = torch.float16, 18, 3, 32
+    of_weights = dtype if weights == "same" else torch.float32
+    norms = kernels.HeadNorms(random(head_dim, dtype=of_weights), random(head_dim, dtype=of_weights), 1e-3)
+    sizes = {"num_blocks": 3, "num_layers": 2, "num_kv_heads": num_kv_heads, "block_size": 16, "head_dim": head_dim}
+    cache, want = (poisoned_pool(dtype, **sizes, quantization=quantization) for _ in range(2))
+    want.tensor.copy_(cache.tensor)
+    slots = torch.tensor([5, 40, -1, 17], device=DEVICE)
+    positions, angle = torch.tensor([3, 0, 9, 6], device=DEVICE), torch.randn(10, rotated // 2, device=DEVICE)
+    qkv = random(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    apart = qkv.clone()
+    query, key, _ = apart.view(4, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+    query.copy_(normed(query, norms.queries, norms.eps))
+    key.copy_(normed(key, norms.keys, norms.eps))
+    where = (positions, slots, angle.cos(), angle.sin())
+    right = kernels.rotate_and_write(apart, *where, want, 1, num_heads)
+    got = kernels.rotate_and_write(qkv, *where, cache, 1, num_heads, norms=norms)
+    assert relative(got, right) < 5e-4
+    blocks = torch.arange(3, device=DEVICE)
+    numbers, expected = (pool.tensor[:, 1] if quantization == "none" else pool.numbers(1, blocks) for pool in (cache, want))
+    assert torch.equal(numbers.isnan(), expected.isnan())
+    assert relative(numbers.nan_to_num(0.0), expected.nan_to_num(0.0)) < (0.05 if quantization == "int4" else 1e-2)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def test_no_rows_is_no_work() -> None:

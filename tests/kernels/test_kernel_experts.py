@@ -36,6 +36,8 @@ ROUTERS = [
     ),
     ExpertRouter(num_experts=1, top_k=1, scores=Scores.SIGMOID),
     ExpertRouter(num_experts=13, top_k=4, renormalize=True, scattered=True),
+    ExpertRouter(num_experts=9, top_k=3, scores=Scores.CHOSEN, num_shared=1),
+    ExpertRouter(num_experts=10, top_k=4, renormalize=True, scale=1.5, num_shared=3),
 ]
 
 
@@ -46,6 +48,14 @@ def test_routes_as_torch_does(router: ExpertRouter) -> None:
     load = torch.full((router.num_experts,), 5, dtype=torch.int64, device=DEVICE)
     got, want = triton_routing.route(logits, router, correction, load), oracle.route(logits, router, correction)
     assert torch.equal(got.experts, want.experts)
+    if router.num_shared:
+        assert bool((got.experts[:, router.top_k :] == torch.arange(router.num_shared, device=DEVICE) + router.num_experts).all())
+        assert bool((got.weights[:, router.top_k :] == 1).all())
+        gate = torch.randn(9, 3, device=DEVICE)[:, 1:2]
+        gated, want_gated = (route(logits, router, gate=gate) for route in (triton_routing.route, oracle.route))
+        assert torch.equal(gated.experts, want.experts)
+        torch.testing.assert_close(gated.weights, want_gated.weights)
+        torch.testing.assert_close(gated.weights[:, router.top_k :], gate.sigmoid().expand(-1, router.num_shared))
     torch.testing.assert_close(got.weights, want.weights)
     # A sum that is still to be made.
     parts = torch.stack((logits * 0.25, logits * 0.75))
@@ -53,7 +63,7 @@ def test_routes_as_torch_does(router: ExpertRouter) -> None:
     assert torch.equal(again.experts, oracle.route(parts, router, correction).experts)
     if not router.scattered:
         torch.testing.assert_close(again.weights, want.weights)
-    assert torch.equal(load - 5, want.experts.flatten().bincount(minlength=router.num_experts))
+    assert torch.equal(load - 5, want.experts[:, : router.top_k].flatten().bincount(minlength=router.num_experts))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
@@ -172,12 +182,15 @@ def test_rows(second: bool, in_parts: bool, dtype: torch.dtype, held: range) -> 
     ("dtype", "turned", "bulk", "held"),
     [(torch.float32, False, False, HELD[1]), (torch.bfloat16, True, False, HELD[1]), (torch.float16, True, True, HELD[0])],
 )
+@pytest.mark.parametrize("tokens", [13, 21])
 @pytest.mark.parametrize(("second", "in_parts"), [(False, False), (True, False), (True, True)])
-def test_tiles(second: bool, in_parts: bool, turned: bool, bulk: bool, dtype: torch.dtype, held: range) -> None:
-    pairs = random_pairs(21, 40, 5, held, dtype=dtype, second=second, in_parts=in_parts)
+def test_tiles(second: bool, in_parts: bool, tokens: int, turned: bool, bulk: bool, dtype: torch.dtype, held: range) -> None:
+    """Of few tokens programs find their pairs, of more they are listed."""
+    pairs = random_pairs(tokens, 40, 5, held, dtype=dtype, second=second, in_parts=in_parts)
     weight = (torch.randn(len(held), 44, 40, device=DEVICE) * 40**-0.5).to(dtype)
     tile = ExpertTile(tokens=16, cols=32, depth=16, num_warps=2, num_stages=2, turned=turned, bulk=bulk)
-    tiles = triton_routing.sort_by_expert(pairs.chosen, held, 16)
+    tiles = triton_routing.tiles_of(pairs.chosen, held, 16)
+    assert bool(tiles.among) == (tokens <= 16)
     got = multiply_tiles(pairs, tiles, weight, tile=tile, gated=not second)
     check(got, expected(pairs, weight, gated=not second), pairs, dtype)
 
@@ -218,11 +231,28 @@ def test_quantized_experts(form: dict[str, Any], held: range) -> None:
     router = ExpertRouter(num_experts=5, top_k=2, renormalize=True)
     weights = quantized_experts(held, 128, 160, form)
     layer = TritonExperts(weights, router, dtype)
-    x = torch.randn(5, 128, device=DEVICE).to(dtype)
-    routing = oracle.route(torch.randn(5, 5, device=DEVICE), router)
-    want = EveryExpert(weights)(x, routing).double()
-    # Dense weights are rounded to 16 bits, and where inputs are rounded to 8, some a step further.
-    assert float((layer(x, routing).double() - want).norm() / want.norm()) < 3e-2
+    # By rows where there are some, in tiles without a list, and with one.
+    for tokens in (1, 5, 18):
+        x = torch.randn(tokens, 128, device=DEVICE).to(dtype)
+        routing = oracle.route(torch.randn(tokens, 5, device=DEVICE), router)
+        want = EveryExpert(weights)(x, routing).double()
+        # Dense weights are rounded to 16 bits, and where inputs are rounded to 8, some a step further.
+        assert float((layer(x, routing).double() - want).norm() / want.norm().clamp(min=1e-9)) < 3e-2
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_the_norm_ahead_rounds_what_experts_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, dtype = ExpertRouter(num_experts=5, top_k=2), torch.float16
+    ops = TritonOps(DEVICE)
+    layer = ops.prepare_experts(quantized_experts(range(5), 128, 160, FORMS[5]), router, dtype)
+    x, residual, weight = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, 128), (tokens, 128), (128,)))
+    routing = oracle.route(torch.randn(tokens, 5, device=DEVICE), router)
+    want = layer(ops.add_rms_norm(x, residual.clone(), weight, 1e-5), routing)
+    rounded = []
+    monkeypatch.setattr("twostep.model.kernels.triton_quantized_input.round_input", lambda *args: rounded.append(args))
+    entered = ops.join_rms_norm(lambda x: x, x, residual, weight, 1e-5, layer.enter)
+    assert torch.equal(layer(entered, routing), want)
+    assert not rounded
 
 
 @pytest.mark.parametrize(

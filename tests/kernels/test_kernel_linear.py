@@ -154,6 +154,18 @@ def _raise(*args: object, **kwargs: object) -> torch.Tensor:
     raise RuntimeError("no room in shared memory")
 
 
+def test_a_routers_product_is_no_librarys() -> None:
+    """Of few rows and up to 256 tokens: in parts, so that some multiprocessors have work."""
+    chip = {"num_sms": 132, "shared_bytes": 227 * 1024}
+    for tokens in (3, 16, 33, 64, 65, 128, 256):
+        tile = choose_tile(tokens, 128, 2048, gated=False, in_parts=True, **chip)
+        assert isinstance(tile, LinearTile)
+        assert tile.parts > 1
+    assert choose_tile(257, 128, 2048, gated=False, in_parts=True, **chip) is None
+    assert choose_tile(65, 4096, 2048, gated=False, in_parts=True, **chip) is None
+    assert choose_tile(65, 128, 2048, gated=False, in_parts=False, **chip) is None
+
+
 def test_what_does_not_stream_is_multiplied_all_the_same() -> None:
     assert not can_stream(torch.zeros(8, 8))
     assert not can_stream(torch.zeros(8, 12, dtype=torch.bfloat16))
@@ -182,7 +194,7 @@ def test_two_layers_and_the_norm_between(tokens: int) -> None:
     torch.testing.assert_close(got.double(), normed @ then.double().T, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 20, 40])
+@pytest.mark.parametrize("tokens", [1, 3, 20, 40, 130])
 @pytest.mark.parametrize("width", [48, 520])
 def test_exact_products(tokens: int, width: int) -> None:
     """In float32, whatever the inputs are in; of a weight that 16 bits hold, and of one that they do not."""

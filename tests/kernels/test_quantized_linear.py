@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, tolerance
-from quantized_weights import FP8_GROUP, FP8_TOKEN, INT8_TOKEN, product, random_weight, weight_forms
+from quantized_weights import FP8_GROUP, FP8_STATIC, FP8_TOKEN, INT8_TOKEN, product, random_weight, weight_forms
 
 from twostep.checkpoint.linear_format import Activations
 from twostep.model.kernels.ops import Linear
@@ -112,12 +112,15 @@ def test_every_layout_of_programs(kind: str, group: int, activations: object, ti
     close(parts.double().sum(0) if parts.dim() == 3 else parts, want, x.dtype)
 
 
-def test_an_input_rounded_before() -> None:
-    weight = random_weight("fp8", 40, 160, activations=FP8_TOKEN)
+@pytest.mark.parametrize("activations", [FP8_TOKEN, FP8_STATIC], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_an_input_rounded_before(tokens: int, activations: Activations) -> None:
+    """The same to the last bit as one that is rounded by the layer, or, of one token, by each of its programs."""
+    weight = random_weight("fp8", 40, 160, activations=activations)
     prepared = prepare(weight, DEVICE)
     assert prepared.takes_rounded
     assert weight.activations is not None
-    x = torch.randn(3, 160, device=DEVICE).to(torch.bfloat16)
+    x = torch.randn(tokens, 200, device=DEVICE).to(torch.bfloat16)[:, 8:168]
     layer = QuantizedLinear(prepared, None)
     assert torch.equal(layer.of_rounded(round_input(x, weight.activations), x.dtype), layer(x))
 

@@ -301,6 +301,27 @@ def test_the_ladder_of_mixed_steps_wastes_little(*, has_experts: bool, most: int
             assert shape.rows - rows < max(64, rows / 3, shape.decodes - decodes + 1)
 
 
+def test_the_trial_of_sharing_is_of_attention_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that rounding chooses would make other logits."""
+    without_warm_ups(monkeypatch)
+    monkeypatch.setattr(step_graphs, "_TRIAL_KEYS", 256)
+    monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
+    save_model("qwen2-moe", tmp_path)
+    config = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(config.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(config.kv_shape, DEVICE)
+    with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
+        monkeypatch.setattr(model, "compute", lambda plan: pytest.fail("a step is computed"))
+        assert graphs.try_sharing() == ""
+        assert list(graphs._sharing) == [4]
+        shared = graphs._sharing[4].shared
+        assert shared is not None
+        assert bool(shared.listed.any())
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_sharing_proves_itself_or_is_off(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

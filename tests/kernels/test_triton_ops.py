@@ -15,11 +15,12 @@ from kernel_pools import DEVICE
 from twostep.engine.batch import Batch, KvShape
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model, parse_config
+from twostep.model.kernels.experts import ExpertWeights
 from twostep.model.kernels.ops import AttentionPlan, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec, RopeTables
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.loading.weights import load_weights
-from twostep.model.runner.model_runner import ModelRunner, kv_shape
+from twostep.model.runner.model_runner import ModelRunner, kv_shape, with_quantization
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
 
@@ -87,9 +88,18 @@ def test_torch_serves_delta_nets_whose_kernels_failed_their_trial(tmp_path: Path
             sequence.num_computed += count
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", system("mixtral"), system("gpt-oss")])
-def test_experts(family: str, tmp_path: Path) -> None:
-    save_model(family, tmp_path)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2-moe", {}),
+        ("deepseek-v2-moe", {"num_hidden_layers": 2}),  # whose shared experts are two more of the others
+        ("qwen2-moe", {"shared_expert_intermediate_size": 28, "num_hidden_layers": 2}),  # one more, with a gate
+        system("mixtral", {}),
+        system("gpt-oss", {}),
+    ],
+)
+def test_experts(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_model(family, tmp_path, **changes)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
@@ -101,6 +111,33 @@ def test_experts(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got.cpu(), runner.forward(batch), rtol=0, atol=1e-4)
         for sequence, count in work:
             sequence.num_computed += count
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_quantized_shared_expert_is_one_of_the_others(quantization: str, tmp_path: Path) -> None:
+    """As large as one of them: quantized as they are, it is one more in their products."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_hidden_layers": 2}
+    save_model("qwen2-moe", tmp_path, **sizes)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, quantization=quantization)
+    config = with_quantization(parse_config(tmp_path), quantization)
+    ops, experts = TritonOps(DEVICE), list[ExpertWeights]()
+    prepare = ops.prepare_experts
+
+    def noted(weights: ExpertWeights, *rest: Any) -> Any:
+        experts.append(weights)
+        return prepare(weights, *rest)
+
+    ops.prepare_experts = noted  # type: ignore[method-assign]
+    model = build_model(config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    assert [len(weights.gate_up) for weights in experts] == [config.experts.router.num_experts + 1]
+    cache = KvCache(kv_shape(config, "float32", NUM_BLOCKS, BLOCK_SIZE), DEVICE)
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    batch = make_batch([(sequences[0], 5), (sequences[1], 1)], BLOCK_SIZE)
+    with torch.inference_mode():
+        got, want = model.forward(batch, cache).cpu(), runner.forward(batch)
+    # Where a number lies in the middle of two of 8 bits, either is right.
+    assert float((got - want).norm() / want.norm()) < 1e-2
 
 
 def test_a_batch_without_sample_rows_only_writes(tmp_path: Path) -> None:

@@ -96,11 +96,12 @@ class Attention:
             width = self._config.num_heads * self._config.head_dim
             query, gate = qkv[:, : 2 * width].view(len(qkv), self._config.num_heads, 2, -1).unbind(2)
             qkv = torch.cat((query.reshape(len(qkv), width), qkv[:, 2 * width :]), -1)
-        if self._qk_norms is not None:
-            c, (of_queries, of_keys) = self._config, self._qk_norms
-            self._ops.norm_heads(qkv, of_queries.weight, of_keys.weight, c.num_heads, c.num_kv_heads, c.norm_eps)
         if self._whole_norms is not None:
             self._whole_norms.apply(qkv)
-        plan.rotate_and_write(layer, qkv)
+        if self._qk_norms is not None:
+            c, (of_queries, of_keys) = self._config, self._qk_norms
+            self._ops.norm_rotate_and_write(plan, layer, qkv, of_queries.weight, of_keys.weight, c.num_heads, c.num_kv_heads, c.norm_eps)
+        else:
+            plan.rotate_and_write(layer, qkv)
         attended = plan.attend(layer, qkv)
         return attended if gate is None else attended.mul_(gate.reshape(attended.shape).sigmoid())

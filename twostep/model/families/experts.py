@@ -4,6 +4,8 @@
        ├────────────── experts ─ + ─→
        └─ shared expert (× sigmoid of its gate) ─┘
 
+A shared expert as large as some of the others is as many of them, to which every token goes, where the device multiplies them together.
+
 A family says how many there are and how they are chosen (ExpertsConfig, of config.json), which of its layers have them, and what its
 checkpoint calls them (ExpertNames). DeepSeek-V3's, for example:
 
@@ -71,12 +73,17 @@ class ExpertsMlp(LinearInParts):
         self._down = _ExpertLinear(make, held, config.hidden_size, size, **how)
         projections = names.gate, names.up, names.down
         self._shared = GatedMlp(config, make, features=experts.shared_size, names=projections) if experts.shared_size else None
+        self._quantization = make.quantization
+        # Of the size of one expert, where shared ones may be some more of them: known when they are placed.
+        self._num_joined = 0
+        same = held == experts.router.num_experts and not experts.biased and not names.gate_up and experts.shared_size % size == 0
+        self._may_join = make.ops.joins_shared_experts and same
         self._shared_gate = _dense(make).linear(1, config.hidden_size, bias=False) if experts.shared_gated else None
         self._experts: Experts
 
     @property
     def enter(self) -> Linear:
-        return _as_it_is
+        return self._experts.enter
 
     @property
     def leave(self) -> Linear:
@@ -87,6 +94,10 @@ class ExpertsMlp(LinearInParts):
         size = config.intermediate_size
         cut, from_cut = (Cut.WHOLE, Cut.WHOLE) if config.whole else (Cut.FEATURES, Cut.FROM_FEATURES)
         self._router.place(places, f"{name}.{names.router}")
+        if self._joins(name):
+            self._num_joined = config.shared_size // size
+            self._gate_up.add(self._num_joined)
+            self._down.add(self._num_joined)
         for number in range(config.router.num_experts):
             expert = f"{name}.{names.experts}.{number}"
             # Whole experts of other ranks are known, and take nothing.
@@ -96,33 +107,74 @@ class ExpertsMlp(LinearInParts):
             else:
                 self._gate_up.place(places, held, (f"{expert}.{names.gate}", size, cut), (f"{expert}.{names.up}", size, cut))
             self._down.place(places, held, (f"{expert}.{names.down}", self._hidden_size, from_cut))
-        if self._shared is not None:
+        if self._shared is not None and self._num_joined == 1:
+            shared, held = f"{name}.{names.shared}", config.router.num_experts
+            self._gate_up.place(places, held, (f"{shared}.{names.gate}", size, cut), (f"{shared}.{names.up}", size, cut))
+            self._down.place(places, held, (f"{shared}.{names.down}", self._hidden_size, from_cut))
+            self._shared = None
+        elif self._shared is not None:
             self._shared.place(places, f"{name}.{names.shared}")
         if self._shared_gate is not None:
             self._shared_gate.place(places, (f"{name}.{names.shared}_gate", 1, Cut.WHOLE))
 
+    def _joins(self, name: str) -> bool:
+        """Returns whether the shared expert becomes some of the others: of several that are one in the checkpoint, dense ones do, since a
+        row of their input is rounded as a whole."""
+        if self._shared is None or not self._may_join:
+            return False
+        if self._quantization is None:
+            return True
+        names, formats = self._names, list[set[object]]()
+        for of in (f"{names.experts}.0", names.shared):
+            formats.append({self._quantization.format_of(f"{name}.{of}.{each}") for each in (names.gate, names.up, names.down)})
+        is_one = self._config.shared_size == self._config.intermediate_size
+        return formats[0] == formats[1] and len(formats[0]) == 1 and (is_one or formats[0] == {None})
+
     def finish_loading(self, ops: Ops) -> None:
+        gate_up, gate_up_bias, down = self._gate_up.take(), self._gate_up.bias, self._down.take()
+        if self._shared is not None and self._num_joined:
+            assert isinstance(gate_up, torch.Tensor)
+            assert isinstance(down, torch.Tensor)
+            _fill_last(gate_up, down, *self._shared.take_dense())
+            self._shared = None
         for part in (self._router, self._shared, self._shared_gate):
             if part is not None:
                 part.finish_loading(ops)
-        gate_up, gate_up_bias = self._gate_up.take(), self._gate_up.bias
         if self._names.gate_up:
             gate_up, gate_up_bias = _gates_first(gate_up), None if gate_up_bias is None else _by_turns(gate_up_bias)
         biases = None if gate_up_bias is None or self._down.bias is None else (gate_up_bias, self._down.bias)
+        held = self._config.held
         weights = ExpertWeights(
-            gate_up=gate_up, down=self._down.take(), held=self._config.held, biases=biases, clamped=self._config.clamped
+            gate_up=gate_up, down=down, held=range(held.start, held.stop + self._num_joined), biases=biases, clamped=self._config.clamped
         )
-        self._experts = ops.prepare_experts(weights, self._config.router, self._dtype)
+        router = self._router.router = replace(self._config.router, num_shared=self._num_joined)
+        self._experts = ops.prepare_experts(weights, router, self._dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        beside = None
-        if self._shared is not None:
-            term = self._shared.leave(self._shared.enter(x))
-            beside = Beside(term, None if self._shared_gate is None else self._shared_gate(x))
+        gate = None if self._shared_gate is None else self._shared_gate(x)
+        if self._shared is None:
+            return self._experts(x, self._router(x, self.load, gate))
+        beside = Beside(self._shared.leave(self._shared.enter(x)), gate)
         return self._experts(x, self._router(x, self.load), beside)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x) if self._shared is not None else self._experts.parts(x, self._router(x, self.load))
+        if self._shared is not None:
+            return self(x)
+        gate = None if self._shared_gate is None else self._shared_gate(x)
+        return self._experts.parts(x, self._router(x, self.load, gate))
+
+
+def _fill_last(gate_up: torch.Tensor, down: torch.Tensor, shared_gate_up: torch.Tensor, shared_down: torch.Tensor) -> None:
+    """Makes experts of one MLP that is as large as several: each takes its part of what lies between the two products.
+
+    gate_up, down   [E, 2 * F, H] and [E, H, F], of which the last are filled
+    shared_gate_up  [2 * n * F, H], gates first; shared_down [H, n * F]
+    """
+    features = down.shape[2]
+    count = shared_down.shape[1] // features
+    parts = shared_gate_up.view(2, count, features, -1).transpose(0, 1)
+    gate_up[-count:].view(count, 2, features, -1).copy_(parts)
+    down[-count:].copy_(shared_down.view(-1, count, features).transpose(0, 1))
 
 
 def _by_turns(rows: torch.Tensor) -> torch.Tensor:
@@ -150,10 +202,6 @@ def _gates_first(weights: torch.Tensor | Sequence[QuantizedWeight]) -> torch.Ten
     ]
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def _dense(make: Maker) -> Maker:
     """For what no checkpoint quantizes, whether or not its config says so: it is small, and decides between experts that are close."""
     return replace(make, quantization=None)
@@ -164,7 +212,7 @@ class _Router:
         self._ops = make.ops
         self._dtype = make.dtype
         self._exact: Linear
-        self._router = config.router
+        self.router = config.router
         self._linear = None if config.in_float32 else _dense(make).linear(config.router.num_experts, hidden_size, bias=config.biased)
         self._weight = None
         if self._linear is None:
@@ -175,7 +223,7 @@ class _Router:
 
     def place(self, places: Places, name: str) -> None:
         if self._linear is not None:
-            self._linear.place(places, (name, self._router.num_experts, Cut.WHOLE))
+            self._linear.place(places, (name, self.router.num_experts, Cut.WHOLE))
         if self._weight is not None:
             places[f"{name}.weight"] = Place.whole(self._weight)
         if self._correction is not None:
@@ -187,14 +235,15 @@ class _Router:
         if self._weight is not None:
             self._exact = ops.prepare_exact(self._weight, self._dtype)
 
-    def __call__(self, x: torch.Tensor, load: torch.Tensor) -> Routing:
+    def __call__(self, x: torch.Tensor, load: torch.Tensor, gate: torch.Tensor | None = None) -> Routing:
+        """`gate` [T, 1]: of the experts that are shared."""
         if self._weight is not None:
             logits = self._exact(x)
         else:
             assert self._linear is not None
             run = self._linear.run
             logits = run.parts(x) if isinstance(run, LinearInParts) else run(x)
-        return self._ops.route(logits, self._router, self._correction, load)
+        return self._ops.route(logits, self.router, self._correction, load, gate)
 
 
 class _ExpertLinear:
@@ -211,6 +260,12 @@ class _ExpertLinear:
         self._parts: list[list[QuantizedPart]] = []
         self._all_parts: list[QuantizedPart] = []
         self._format: LinearFormat | None = None
+
+    def add(self, count: int) -> None:
+        """Makes room for so many experts more, before any is placed."""
+        assert self._dense is None
+        num_held, *rest = self._shape
+        self._shape = (num_held + count, rest[0], rest[1])
 
     def place(self, places: Places, held: int | None, *layers: tuple[str, int, Cut]) -> None:
         """Registers the checkpoint's layers (name, rows, cut) of the next expert, in order; `held`: which of those here it is; None:

@@ -62,6 +62,10 @@ class GatedMlp:
         self._gate_up.finish_loading(ops)
         self._down.finish_loading(ops)
 
+    def take_dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the weights of gates and up, and of down, for those who do not use it as an MLP; in place of finish_loading."""
+        return self._gate_up.take_dense(), self._down.take_dense()
+
     @property
     def enter(self) -> Linear:
         return self._gate_up.run if self._activation == "silu" else self._enter

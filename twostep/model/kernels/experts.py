@@ -47,6 +47,7 @@ class ExpertRouter:
     renormalize   the weights of the chosen add up to 1, before `scale` multiplies them
     scattered     made-up weights: choices as good as random, by a hash of a token's logits, since these would be much the same for all
     num_groups    experts lie in so many groups of one size, of which the best `top_groups` are looked at; 1: all experts are
+    num_shared    experts behind these to which every token goes as well, with weight 1, or as far as a gate lets it
     """
 
     num_experts: int
@@ -58,6 +59,7 @@ class ExpertRouter:
     top_groups: int = 1
     group_score: GroupScore = GroupScore.LARGEST
     scattered: bool = False
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_experts % self.num_groups == 0
@@ -75,12 +77,19 @@ class Routing:
     weights: torch.Tensor
 
 
-def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    router: ExpertRouter,
+    correction: torch.Tensor | None = None,
+    load: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> Routing:
     """Chooses experts.
 
     logits      [T, E], or float32 [parts, T, E], whose sum they are
     correction  float32 [E], added to the scores for the choice, and not for the weights
     load        int64 [E]: how many tokens each expert has had so far, to which these are added
+    gate        [T, 1]: its sigmoid is the weight of the shared experts; None: 1 is
     """
     x = logits.float() if logits.dim() == 2 else logits.sum(0)
     scores = x.softmax(-1) if router.scores is Scores.SOFTMAX else x.sigmoid() if router.scores is Scores.SIGMOID else x
@@ -100,7 +109,13 @@ def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor |
         weights = weights.softmax(-1)
     if router.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return Routing(experts.int(), weights * router.scale)
+    weights = weights * router.scale
+    if router.num_shared:
+        shared = router.num_experts + torch.arange(router.num_shared, device=x.device)
+        experts = torch.cat((experts, shared.expand(len(x), -1)), 1)
+        shared_weights = x.new_ones(len(x), 1) if gate is None else gate.float().sigmoid()
+        weights = torch.cat((weights, shared_weights.expand(-1, router.num_shared)), 1)
+    return Routing(experts.int(), weights)
 
 
 def _hashes(logits: torch.Tensor) -> torch.Tensor:
@@ -180,6 +195,11 @@ class Beside:
 class Experts(Protocol):
     """The experts that are held here, whatever layout the device likes best."""
 
+    @property
+    def enter(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What gives x as it is, from what the norm gave: by it a device knows that experts come next."""
+        ...
+
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         """[T, H] from x [T, H]: of each token the weighted sum of its experts that are held here, and what stands beside them."""
         ...
@@ -189,12 +209,17 @@ class Experts(Protocol):
         ...
 
 
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class ExpertLoop:
     """Experts one after the other, each with all its tokens at once. Experts without tokens cost nothing."""
 
     def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], held: range) -> None:
         self._experts = experts
         self._held = held
+        self.enter = as_it_is
 
     def parts(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self(x, routing)
@@ -223,6 +248,7 @@ class EveryExpert:
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
+        self.enter = as_it_is
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -108,6 +108,9 @@ class AttentionPlan(Protocol):
 class Ops:
     """Stateless operations of one device. An argument is left as it is unless the text says otherwise."""
 
+    # Whether experts that take every token are best multiplied together with those that are chosen (ExpertRouter.num_shared).
+    joins_shared_experts = False
+
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A callable x @ weight.T + bias, weight [out, in] in whatever layout is fastest here. It may keep a copy of `weight`:
         drop yours."""
@@ -141,10 +144,15 @@ class Ops:
         return linear if quantizer is None else lambda x: linear(quantizer(x))
 
     def route(
-        self, logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        router: ExpertRouter,
+        correction: torch.Tensor | None = None,
+        load: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> Routing:
         """Chooses each token's experts (see experts.py). Adds to `load`."""
-        return route(logits, router, correction, load)
+        return route(logits, router, correction, load, gate)
 
     def prepare_experts(self, weights: ExpertWeights, router: ExpertRouter, dtype: torch.dtype) -> Experts:
         """A callable over the experts that are held here, for inputs of `dtype` that `router` sends. It may keep the weights in another
@@ -221,6 +229,21 @@ class Ops:
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
         for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
             part.copy_(self.rms_norm(part, weight, eps))
+
+    def norm_rotate_and_write(
+        self,
+        plan: AttentionPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
+    ) -> None:
+        """norm_heads, and then the plan's rotate_and_write."""
+        self.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
+        plan.rotate_and_write(layer, qkv)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. x [..., N], weight and bias [N]."""

@@ -6,13 +6,15 @@ is the method of the same name in Ops.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.ops import Activation
-from twostep.model.kernels.triton_launch import follow, overlaps, start_next, wait_for_previous
+from twostep.model.kernels.triton_launch import follow, num_sms_of, overlaps, start_next, wait_for_previous
 from twostep.model.kernels.triton_progress import store_progress
 from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, round_arguments, round_constants, store_rounded
 from twostep.model.kernels.triton_quantized_kv import store_int4, store_quantized, write_values
@@ -23,7 +25,6 @@ from twostep.model.step.kv_sums import HEADS_PER_PROGRAM
 # Elements of a program's tile: enough independent loads per thread to keep memory busy, few enough to fill the chip with rows.
 _TILE = 4096
 _NORM_WARPS = 8
-_NORMED_TILE = 1024  # of heads: enough programs for one token
 _ROTATE_WARPS = 4
 # Of quantized vectors, which take longer than the memory does: one a warp.
 _QUANTIZED_HEADS = 4
@@ -68,46 +69,26 @@ def add_rms_norm_rounded(
     return out
 
 
+def add_rms_norm_beside(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    how: InputQuantizer,
+    *,
+    first_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, RoundedInput]:
+    """Both of them, for two products of which one rounds its input."""
+    kept, out = torch.empty_like(residual), RoundedInput.empty(len(residual), residual.shape[1], how, residual.device)
+    _launch_norm(_checked(x, residual), residual, weight, out, eps, has_residual=True, how=how, first_weight=first_weight, kept=kept)
+    return kept, out
+
+
 def _checked(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     assert residual.is_contiguous()
     assert x.shape[-2:] == residual.shape[-2:]
     assert x.shape == residual.shape or (x.dim() == 3 and x.dtype == torch.float32)
     return x.contiguous()
-
-
-def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
-    """Norms each head of the queries and of the keys of `qkv` in place, float32 inside. qkv [T, (num_heads + 2 * num_kv_heads) * D], dense;
-    weights [D]."""
-    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    assert qkv.is_contiguous()
-    assert q_weight.shape == k_weight.shape == (head_dim,)
-    if len(qkv):
-        pdl, block = overlaps(qkv.device), triton.next_power_of_2(head_dim)
-        normed = num_heads + num_kv_heads
-        heads = min(triton.next_power_of_2(normed), max(1, _NORMED_TILE // block))
-        _norm_heads_kernel[(len(qkv), triton.cdiv(normed, heads))](
-            qkv, q_weight, k_weight, qkv.shape[1], eps, NUM_HEADS=num_heads, NORMED=normed, HEAD_DIM=head_dim, BLOCK=block, HEADS=heads,
-            PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
-
-
-@triton.jit
-def _norm_heads_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, stride, eps, NUM_HEADS: tl.constexpr, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, BLOCK)[None, :]
-    of_queries = tl.load(q_weight_ptr + i, mask=i < HEAD_DIM, other=0.0).to(tl.float32)
-    of_keys = tl.load(k_weight_ptr + i, mask=i < HEAD_DIM, other=0.0).to(tl.float32)
-    if PDL:
-        follow()
-    at = qkv_ptr + tl.program_id(0).to(tl.int64) * stride + head * HEAD_DIM + i
-    mask = (head < NORMED) & (i < HEAD_DIM)
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-    y = x * scale[:, None] * tl.where(head < NUM_HEADS, of_queries, of_keys)
-    tl.store(at, y.to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -128,6 +109,15 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head of the queries and of the keys: weights [D], dense."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    eps: float
+
+
 def rotate_and_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -138,10 +128,11 @@ def rotate_and_write(
     layer: int,
     num_heads: int,
     progress: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
     """Rotates the query and key heads of `qkv` in place, writes the rotated keys and the values to the pool, and returns qkv. Where the
     pool keeps checksums, those of the slots written are kept right. `progress`: the word and the step's number (triton_progress.py), to say
-    that the layers before this one are done.
+    that the layers before this one are done. `norms`: each head is normed first, and rounded, as Ops.norm_heads does it.
 
     qkv       [T, (num_heads + 2 * num_kv_heads) * D], dense
     positions integer [T]: rows of the tables
@@ -156,6 +147,7 @@ def rotate_and_write(
     assert pool.stride(-1) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()
+    assert norms is None or norms.queries.shape == norms.keys.shape == (shape.head_dim,)
     if not len(qkv):
         return qkv
     tail = shape.head_dim - 2 * half
@@ -171,11 +163,12 @@ def rotate_and_write(
         *(pool.stride()[2:5] if cache.quantized is None else cache.quantized.strides),
         *((pool, 0, 0) if sums is None else (sums.tensor[:, layer], sums.tensor.stride(0), layer * sums.layer_words)),
         *((positions, positions) if progress is None else progress), layer, static,
+        *((qkv, qkv, 0.0) if norms is None else (norms.queries, norms.keys, norms.eps)),
         NUM_HEADS=num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_SIZE=shape.block_size,
         QUANTIZATION=shape.quantization, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)), TAIL=tail,
         BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)), BLOCK_D=triton.next_power_of_2(shape.head_dim), HEADS=heads,
-        SUM_PARTS=0 if sums is None else sums.num_parts, TELLS=progress is not None, STATIC=static is not None, VALUES_APART=apart, PDL=pdl,
-        num_warps=_ROTATE_WARPS, launch_pdl=pdl,
+        SUM_PARTS=0 if sums is None else sums.num_parts, TELLS=progress is not None, STATIC=static is not None, VALUES_APART=apart,
+        NORMED=norms is not None, PDL=pdl, num_warps=_ROTATE_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     if apart:
         write_values(qkv, slots, cache, layer, num_heads)
@@ -192,7 +185,9 @@ def _launch_norm(
     has_residual: bool,
     how: InputQuantizer | None = None,
     first_weight: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> None:
+    """`kept`: where the result goes as it is, too, if `out` is rounded."""
     width = x.shape[-1]
     for each in (weight, weight if first_weight is None else first_weight):
         assert each.shape == (width,)
@@ -208,21 +203,26 @@ def _launch_norm(
     heads = x.dim() == 3 and parts == 1
     inner = x.shape[1] if heads else 1
     block = triton.next_power_of_2(width if how is None else max(width, INPUT_GROUP))
-    rows_at_once = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
+    # Few rows: one to a program, so that each waits for few loads.
+    rows_at_once = max(1, min(_TILE // block, rows // num_sms_of(x.device)))
+    rows_at_once = 1 << rows_at_once.bit_length() - 1
     pdl = overlaps(x.device)
     _norm_kernel[(triton.cdiv(rows, rows_at_once),)](
-        x, residual, first_weight, weight, *rounding, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0,
+        x, residual, first_weight, weight, *rounding, kept, rows, inner, x.stride(0 if heads else -2) if x.dim() > 1 else 0,
         x.stride(1) if heads else 0, eps, values.numel(), PARTS=parts, WIDTH=width, BLOCK=block, ROWS=rows_at_once,
-        HAS_RESIDUAL=has_residual, NORMS_FIRST=first_weight is not None, ROUNDS=how is not None, **constants, PDL=pdl,
+        HAS_RESIDUAL=has_residual, NORMS_FIRST=first_weight is not None, ROUNDS=how is not None, KEEPS=kept is not None,
+        **constants, PDL=pdl,
         num_warps=_NORM_WARPS if block >= 4096 else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, rows, inner, stride_outer, stride_inner, eps, numel,
+    x_ptr, residual_ptr, first_ptr, weight_ptr, out_ptr, scales_ptr, static_ptr, kept_ptr, rows, inner, stride_outer, stride_inner,
+    eps, numel,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    NORMS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, KEEPS: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -245,6 +245,8 @@ def _norm_kernel(
     y = x * scale[:, None] * weight.to(tl.float32)
     if ROUNDS:
         y = y.to(residual_ptr.dtype.element_ty)
+        if KEEPS:
+            tl.store(kept_ptr + dense, y, mask=mask)
         store_rounded(y, out_ptr, scales_ptr, static_ptr, row, col, rows, WIDTH, BLOCK, ROWS, STATIC, GROUPS, HARDWARE)
     else:
         tl.store(out_ptr + dense, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -280,11 +282,20 @@ def _activated(x, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["static_ptr"])
 def _rotate_and_write_kernel(
     qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, pool_ptr, stride_block, stride_kv, stride_head, stride_slot,
-    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer, static_ptr,
+    sums_ptr, stride_sums, layer_place, word_ptr, number_ptr, layer, static_ptr, q_norm_ptr, k_norm_ptr, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZATION: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr, SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, STATIC: tl.constexpr, VALUES_APART: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, SUM_PARTS: tl.constexpr, TELLS: tl.constexpr, STATIC: tl.constexpr, VALUES_APART: tl.constexpr,
+    NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    if NORMED:
+        low_weight = _norm_weights(q_norm_ptr, k_norm_ptr, i, i < HALF, head < NUM_HEADS)
+        high_weight = _norm_weights(q_norm_ptr, k_norm_ptr, HALF + i, i < HALF, head < NUM_HEADS)
+        if TAIL > 0:
+            rest_weight = _norm_weights(q_norm_ptr, k_norm_ptr, j, j < HEAD_DIM, head < NUM_HEADS)
     if PDL:
         # In this order: attention, which comes next, reads its plan and the block tables before it waits. It must not start before
         # the kernel that made them has ended.
@@ -293,17 +304,19 @@ def _rotate_and_write_kernel(
     if TELLS and (tl.program_id(0) + tl.program_id(1) == 0):
         store_progress(word_ptr, number_ptr, layer)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     exists = head < NUM_HEADS + (1 if VALUES_APART else 2) * NUM_KV_HEADS
     turns = head < NUM_HEADS + NUM_KV_HEADS
     row = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
 
     # Both halves of a pair lie in one thread, which stores to where it alone has loaded: in place without a barrier. They are asked
     # for before the position and the slot, whose users have to wait.
-    i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = exists & (i < HALF)
+    tail_mask = exists & (j < HEAD_DIM)
     low = tl.load(qkv_ptr + row + i, mask=mask, other=0.0)
     high = tl.load(qkv_ptr + row + HALF + i, mask=mask, other=0.0)
+    rest = low
+    if TAIL > 0:
+        rest = tl.load(qkv_ptr + row + j, mask=tail_mask, other=0.0)
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     kept = exists & (head >= NUM_HEADS) & (slot >= 0)
@@ -312,6 +325,16 @@ def _rotate_and_write_kernel(
     to_pool += (kv_head // NUM_KV_HEADS).to(tl.int64) * stride_kv + (kv_head % NUM_KV_HEADS).to(tl.int64) * stride_head
     cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
+    if NORMED:
+        squares = _squares(low) + _squares(high)
+        if TAIL > 0:
+            squares += _squares(rest)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        low = tl.where(turns, (low.to(tl.float32) * scale * low_weight).to(low.dtype), low)
+        high = tl.where(turns, (high.to(tl.float32) * scale * high_weight).to(low.dtype), high)
+        if TAIL > 0:
+            rest = tl.where(turns, (rest.to(tl.float32) * scale * rest_weight).to(low.dtype), rest)
+            tl.store(qkv_ptr + row + j, rest, mask=tail_mask & turns)
     turned_low = tl.where(turns, low.to(tl.float32) * cos - high.to(tl.float32) * sin, low.to(tl.float32)).to(low.dtype)
     turned_high = tl.where(turns, high.to(tl.float32) * cos + low.to(tl.float32) * sin, high.to(tl.float32)).to(low.dtype)
     tl.store(qkv_ptr + row + i, turned_low, mask=mask & turns)
@@ -319,13 +342,11 @@ def _rotate_and_write_kernel(
     if QUANTIZATION == "none":
         tl.store(pool_ptr + to_pool + i, turned_low, mask=mask & kept)
         tl.store(pool_ptr + to_pool + HALF + i, turned_high, mask=mask & kept)
-    rest = turned_low
     if TAIL > 0:
-        j = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, :]
-        mask = exists & (j < HEAD_DIM)
-        rest = tl.load(qkv_ptr + row + j, mask=mask, other=0.0)
         if QUANTIZATION == "none":
             tl.store(pool_ptr + to_pool + j, rest, mask=kept & (j < HEAD_DIM))
+    else:
+        rest = turned_low
     # A program of query heads alone has nothing to keep.
     if SUM_PARTS > 0 and (tl.program_id(1) * HEADS + HEADS > NUM_HEADS):
         IN_WORD: tl.constexpr = 64 // low.dtype.primitive_bitwidth
@@ -353,6 +374,19 @@ def _rotate_and_write_kernel(
                 block_ptr, turned_low, turned_high, rest, kv_head, slot % BLOCK_SIZE, kept, static_ptr,
                 HALF, BLOCK_HALF, TAIL, BLOCK_TAIL, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZATION == "fp8", STATIC,
             )  # fmt: skip
+
+
+@triton.jit
+def _norm_weights(q_ptr, k_ptr, at, mask, is_query):
+    of_queries = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_query, of_queries, of_keys)
+
+
+@triton.jit
+def _squares(x):
+    x = x.to(tl.float32)
+    return tl.sum(x * x, axis=1)
 
 
 @triton.jit

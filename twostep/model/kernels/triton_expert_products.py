@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twostep.model.kernels.experts import ClampedGate
 from twostep.model.kernels.triton_launch import follow, overlaps
-from twostep.model.kernels.triton_routing import ExpertTiles
+from twostep.model.kernels.triton_routing import ExpertTiles, pairs_of
 from twostep.model.kernels.triton_weight_tiles import load_weight_rows, load_weight_tile, multiply_tile
 
 # Tiles of pairs whose tiles of the weight run together, so that both come from the second-level cache.
@@ -185,30 +185,30 @@ def multiply_tiles(pairs: Pairs, tiles: ExpertTiles, weight: torch.Tensor, *, ti
         pdl, cols = overlaps(x.device), tile.cols // 2 if gated else tile.cols
         flat = weight.view(-1, width)
         _tiles_kernel[(triton.cdiv(num_out, cols) * tiles.places,)](
-            x, TensorDescriptor.from_tensor(flat, [cols, tile.depth]) if tile.bulk else flat, tiles.pairs, tiles.experts,
+            x, TensorDescriptor.from_tensor(flat, [cols, tile.depth]) if tile.bulk else flat, *tiles.arguments,
             *pairs.ends, out, len(pairs.chosen), tiles.places, num_out, x.stride(0),
-            WIDTH=width, TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, GATED=gated, TURNED=tile.turned, BULK=tile.bulk,
-            **pairs.constants, PDL=pdl, IN_FLOAT32=not x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+            WIDTH=width, TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, DEPTH=tile.depth, GATED=gated, TURNED=tile.turned,
+            BULK=tile.bulk, **pairs.constants, PDL=pdl, IN_FLOAT32=not x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            launch_pdl=pdl,
         )  # fmt: skip
     return out
 
 
 # One program for every number of tokens of a tile: steps of all sizes are captured at start-up.
-@triton.jit(do_not_specialize=["tokens", "places"])
+@triton.jit(do_not_specialize=["tokens", "places", "first_held"])
 def _tiles_kernel(
-    x_ptr, source, pairs_ptr, experts_ptr, bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, stride_x,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
-    BULK: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr,
+    x_ptr, source, pairs_ptr, experts_ptr, first_held, bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, stride_x,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, AMONG: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
+    TURNED: tl.constexpr, BULK: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, PDL: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     place, first = expert_place(places, num_out, COLS)
     if PDL:
         follow()
-    expert = tl.load(experts_ptr + place)
+    num_pairs = tokens * TOP
+    expert, pair = pairs_of(place, pairs_ptr, experts_ptr, first_held, num_pairs, TOKENS, AMONG)
     if expert < 0:
         return
-    num_pairs = tokens * TOP
-    pair = tl.load(pairs_ptr + place * TOKENS + tl.arange(0, TOKENS))
     there = pair < num_pairs
     x_row = x_ptr + (pair if OF_PAIRS else pair // TOP).to(tl.int64) * stride_x
     row = first + tl.arange(0, COLS)

@@ -2,7 +2,8 @@
 
     tokens            1 … 2                    more
     kernel            rows of the weight       tiles of pairs of one expert, of as many pairs as experts have on average and some more:
-                      in registers (dense)     while these are few, nearly every weight is read once
+                      in registers (dense,     while these are few, nearly every weight is read once
+                      and 8 bits x 8 bits)
 
 Which, and how large, follow from the shapes alone, so that a captured step always takes the same, whoever is chosen. Quantized experts are
 as quantized linear layers (triton_quantized_linear.py): numbers of 8 bits meet rounded inputs, others are unpacked in registers; what no
@@ -18,22 +19,23 @@ from typing import Protocol
 import torch
 import triton
 
-from twostep.model.kernels.experts import Beside, ExpertRouter, Experts, ExpertWeights, Routing, route
+from twostep.model.kernels.experts import Beside, ExpertRouter, Experts, ExpertWeights, Routing, as_it_is, route
 from twostep.model.kernels.input_quantizer import InputQuantizer
 from twostep.model.kernels.linear_trial import try_linear
 from twostep.model.kernels.ops import LinearInParts
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, multiply_rows, multiply_tiles
 from twostep.model.kernels.triton_launch import overlaps, shared_bytes_of
-from twostep.model.kernels.triton_quantized_expert_products import multiply_eight, multiply_unpacked, stacked
-from twostep.model.kernels.triton_quantized_input import round_input
+from twostep.model.kernels.triton_quantized_expert_products import multiply_eight, multiply_eight_rows, multiply_unpacked, stacked
+from twostep.model.kernels.triton_quantized_input import RoundedBeside, round_input
 from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, prepare
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed
-from twostep.model.kernels.triton_routing import ExpertTiles, add_up, sort_by_expert
+from twostep.model.kernels.triton_routing import ExpertTiles, add_up, tiles_of
 
 # Tokens up to which rows in registers are faster: hardly any expert has two.
 _ROWS_UP_TO = 2
 _WIDEST_ROW = 16384
+_ROW_BYTES = 16384  # of a program's 8-bit weights in registers
 # Tokens up to which the terms are left to the norm that comes next.
 _PARTS_UP_TO = 256
 # Pairs of a tile, by how many an expert has on average at most.
@@ -76,6 +78,9 @@ class TritonExperts:
         self._gate_up = _product(weights.gate_up, dtype, gated=True)
         self._down = _product(weights.down, dtype, gated=False)
         self._takes_rows = self._gate_up.takes_rows and self._down.takes_rows
+        self.enter: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+        if isinstance(self._gate_up, _Eight):
+            self.enter = self._gate_up.entry = RoundedBeside(self._gate_up.quantizer, _ROWS_UP_TO if self._takes_rows else 0)
         self._most_tokens = min(self._gate_up.most_tokens, self._down.most_tokens)
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:
@@ -109,7 +114,8 @@ class TritonExperts:
         chosen = routing.experts
         tiles = None
         if not self._takes_rows or len(x) > _ROWS_UP_TO:
-            tiles = sort_by_expert(chosen, self._held, tile_tokens(chosen.numel(), self._router.num_experts, self._most_tokens))
+            num_pairs = len(x) * self._router.top_k
+            tiles = tiles_of(chosen, self._held, tile_tokens(num_pairs, self._router.num_experts, self._most_tokens))
         pairs = Pairs(x=x, chosen=chosen, held=self._held, bias=self._biases[0], clamped=self._clamped)
         inner = self._gate_up(pairs, tiles)
         pairs = Pairs(
@@ -185,22 +191,28 @@ class _Dense:
 
 
 class _Eight:
-    takes_rows = False
+    takes_rows = True
     most_tokens = _MOST_TOKENS
 
     def __init__(self, packed: Packed, quantizer: InputQuantizer, *, gated: bool) -> None:
         self._packed = packed
-        self._quantizer = quantizer
+        self.quantizer = quantizer
+        # Of what may have been rounded already.
+        self.entry: RoundedBeside | None = None
         self._gated = gated
+        self.takes_rows = packed.width * (1 + gated) <= _WIDEST_ROW
 
     def __call__(self, pairs: Pairs, tiles: ExpertTiles | None) -> torch.Tensor:
-        assert tiles is not None
+        if tiles is None:
+            width = triton.next_power_of_2(self._packed.width * (1 + self._gated))
+            rows = ExpertRowTile(rows=max(2, _ROW_BYTES // width), num_warps=4)
+            return multiply_eight_rows(pairs, self._packed, self.quantizer, tile=rows, gated=self._gated)
         device = self._packed.values.device
         bulk = _comes_in_bulk(device, self._packed.width)
         tile = choose_tile(tiles.tokens, item_bytes=1, bulk=bulk, shared_bytes=shared_bytes_of(device), depth_bytes=128)
         if self._packed.group and tile.cols > 128:
             tile = replace(tile, cols=128)
-        x = round_input(pairs.x, self._quantizer)
+        x = round_input(pairs.x, self.quantizer) if self.entry is None else self.entry.take(pairs.x)
         return multiply_eight(pairs, x, tiles, self._packed, tile=tile, exact=tile.turned, gated=self._gated)
 
 

@@ -2,9 +2,9 @@
 
     tokens      1 … 2              3 … 64 (gated: 128)           more
     kernel      rows               tiles                         cuBLAS
-                of the weight      of it stream to the tensor    the best where arithmetic counts
-                in registers       cores; parts of K where
-                                   its rows are few
+                of the weight      of it stream to the tensor    the best where arithmetic counts, but for weights
+                in registers       cores; parts of K where       of so few rows that hardly a multiprocessor would
+                                   its rows are few              have some: tiles in parts up to 256 (a router's)
 
 Which one, and its layout, follow from the shape alone, so a captured step always takes the same, and a result is the same every time.
 """
@@ -32,12 +32,15 @@ _ALIGNMENT = 8
 _ROWS_UP_TO = 2
 _TILES_UP_TO = 64
 _GATED_TILES_UP_TO = 128
+# Rows of a weight whose parts cost next to nothing to add up, and tokens up to which they are tiles.
+_FEW_ROWS = 512
+_FEW_ROWS_UP_TO = 256
 _WIDEST_ROW = 16384
 _MOST_PARTS = 8
 # Shared memory of a program beside its tiles: barriers, and what threads exchange.
 _SHARED_SLACK = 4096
 # On both sides of every change of kernel or layout. Both results are rounded to 16 bits, which makes some thousandths.
-_TRIAL_TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128)
+_TRIAL_TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128, 256)
 
 
 class StreamedLinear(LinearInParts):
@@ -114,7 +117,8 @@ def choose_tile(
     if tokens <= _ROWS_UP_TO and width * (1 + gated) <= _WIDEST_ROW:
         # At least 64 numbers of the weight to a thread, gated twice that.
         return RowTile(rows=max(2, 8192 // triton.next_power_of_2(width)), num_warps=4)
-    if tokens > (_GATED_TILES_UP_TO if gated else _TILES_UP_TO):
+    few_rows = in_parts and num_out <= _FEW_ROWS
+    if tokens > (_GATED_TILES_UP_TO if gated else _FEW_ROWS_UP_TO if few_rows else _TILES_UP_TO):
         return None
     tile = _tile(tokens, num_out, width, gated=gated, in_parts=in_parts, num_sms=num_sms)
     if tile is None or _bytes_on_their_way(tile, tokens) + _SHARED_SLACK > shared_bytes:
@@ -123,7 +127,7 @@ def choose_tile(
 
 
 def _tile(tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool, num_sms: int) -> LinearTile | None:
-    if tokens > 64:
+    if gated and tokens > 64:
         return LinearTile(cols=256, depth=64, parts=1, num_warps=8, num_stages=4, turned=True, bulk=True)
     stages = 5 if tokens <= 32 else 4
     wide = LinearTile(cols=128, depth=128, parts=1, num_warps=4, num_stages=stages, turned=True, bulk=True)
@@ -136,6 +140,8 @@ def _tile(tokens: int, num_out: int, width: int, *, gated: bool, in_parts: bool,
         if tokens <= 16:
             return LinearTile(cols=64, depth=128, parts=parts, num_warps=4, num_stages=5, turned=False, bulk=True)
         return replace(wide, parts=parts, num_warps=8)
+    if in_parts and parts > 1 and num_out <= _FEW_ROWS:
+        return LinearTile(cols=64, depth=128 if tokens <= 64 else 64, parts=parts, num_warps=4, num_stages=4, turned=True, bulk=True)
     if tokens <= 32:
         return LinearTile(cols=64, depth=128, parts=1, num_warps=4, num_stages=5, turned=True, bulk=False)
     return None

@@ -18,7 +18,7 @@ from twostep.model.kernels import delta_trial, torch_delta_net, triton_elementwi
 from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, ExpertWeights, Routing
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
-from twostep.model.kernels.ops import Activation, Linear, LinearInParts, Ops
+from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
@@ -34,6 +34,7 @@ from twostep.model.kernels.triton_launch import DecodeWorkspace, num_sms_of
 from twostep.model.kernels.triton_linear import StreamedLinear, can_stream, exact_linear
 from twostep.model.kernels.triton_prefill import HOPPER_ROWS, num_leading_decodes, uses_hopper
 from twostep.model.kernels.triton_progress import StepProgress, note_layers
+from twostep.model.kernels.triton_quantized_input import RoundedBeside
 from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, QuantizedLinear, prepare
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
@@ -50,6 +51,9 @@ ChunkTile = triton_prefill.TileShape | LatentProgram | None
 
 class TritonOps(Ops):
     """The operations of one device, for one thread."""
+
+    # What is added to the chosen experts' sum would be three kernels more.
+    joins_shared_experts = True
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -107,9 +111,14 @@ class TritonOps(Ops):
         return super().prepare_quantized(weight, bias, dtype, gated=gated) if self._trouble.get(kind) else layer
 
     def route(
-        self, logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        router: ExpertRouter,
+        correction: torch.Tensor | None = None,
+        load: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> Routing:
-        return triton_routing.route(logits, router, correction, load)
+        return triton_routing.route(logits, router, correction, load, gate)
 
     def prepare_experts(self, weights: ExpertWeights, router: ExpertRouter, dtype: torch.dtype) -> Experts:
         if not weights.held:
@@ -169,12 +178,25 @@ class TritonOps(Ops):
             assert how is not None
             rounded = triton_elementwise.add_rms_norm_rounded(y, residual, weight, eps, how, first_weight=first)
             return then.of_rounded(rounded, residual.dtype)
+        if isinstance(then, RoundedBeside) and then.wants(len(residual)):
+            normed, rounded = triton_elementwise.add_rms_norm_beside(y, residual, weight, eps, then.how, first_weight=first)
+            then.leave(normed, rounded)
+            return then(normed)
         return then(self._add(y, residual, first, weight, eps))
 
-    def norm_heads(
-        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    def norm_rotate_and_write(
+        self,
+        plan: AttentionPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
     ) -> None:
-        triton_elementwise.norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
+        assert isinstance(plan, TritonAttentionPlan)
+        plan.rotate_and_write(layer, qkv, triton_elementwise.HeadNorms(q_weight, k_weight, eps))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return triton_elementwise.silu_mul(gate_up)
@@ -412,16 +434,22 @@ class TritonAttentionPlan:
         # For the Hopper kernel: the same for all layers.
         self._pool_blocks: Any = None
 
-    def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
+    def refresh(self) -> None:
+        """Shares out the decodes: before anything attends, in the first layer of each step."""
+        for plan in self.decode.values():
+            plan.refresh(self._step.seq_lens[: self.num_decodes])
+
+    def rotate_and_write(self, layer: int, qkv: torch.Tensor, norms: triton_elementwise.HeadNorms | None = None) -> None:
+        """`norms`: of each head of queries and keys, before it turns."""
         step, spec = self._step, self._spec
         if layer == 0:
-            for plan in self.decode.values():
-                plan.refresh(step.seq_lens[: self.num_decodes])
+            self.refresh()
             if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
         triton_elementwise.rotate_and_write(
-            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads, self.progress
-        )
+            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads,
+            progress=self.progress, norms=norms,
+        )  # fmt: skip
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         step, spec, head_dim = self._step, self._spec, self._cache.shape.head_dim
@@ -458,8 +486,7 @@ class TritonAttentionPlan:
         assert dims is not None
         assert scale is not None
         if layer == 0:
-            for plan in self.decode.values():
-                plan.refresh(step.seq_lens[: self.num_decodes])
+            self.refresh()
         tables, chunks = spec.rope[layer], self.expanded
         if chunks is None:
             absorbed = absorb(query, weights, dims)

@@ -1,6 +1,7 @@
 """Products of quantized experts with the tokens that go to them, as Triton kernels: the tiles of pairs of triton_expert_products.py, and
 weights in the forms of triton_quantized_linear_tiles.py.
 
+    rows    8-bit weights, of one token or two: rows in registers, and every program rounds the input itself
     eight   8-bit numbers on both sides
     unpack  weights of 4 or 8 bits, inputs of 16
 """
@@ -15,11 +16,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostep.model.kernels.triton_expert_products import ExpertTile, Pairs, expert_place, store_pairs
+from twostep.model.kernels.input_quantizer import InputQuantizer
+from twostep.model.kernels.triton_expert_products import ExpertRowTile, ExpertTile, Pairs, expert_place, gate_of, store_pairs
 from twostep.model.kernels.triton_launch import follow, overlaps
-from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput
+from twostep.model.kernels.triton_quantized_input import INPUT_GROUP, RoundedInput, rounded
+from twostep.model.kernels.triton_quantized_linear_rows import load_quantized_rows, to_float32
 from twostep.model.kernels.triton_quantized_linear_tiles import Packed, dot, load_rows, of_rows, of_tokens, unpack
-from twostep.model.kernels.triton_routing import ExpertTiles
+from twostep.model.kernels.triton_routing import ExpertTiles, pairs_of
 
 
 def stacked(experts: Sequence[Packed]) -> Packed:
@@ -52,9 +55,9 @@ def multiply_eight(
         source = TensorDescriptor.from_tensor(packed.values, [cols, tile.depth]) if tile.bulk else packed.values
         _eight_kernel[(triton.cdiv(num_out, cols) * tiles.places,)](
             values, values.stride(0), x.scales, source,
-            packed.scales, packed.scales.stride(0), packed.scales.stride(1), tiles.pairs, tiles.experts,
+            packed.scales, packed.scales.stride(0), packed.scales.stride(1), *tiles.arguments,
             *pairs.ends, out, len(pairs.chosen), len(values), tiles.places, num_out, width,
-            TOKENS=tile.tokens, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows, X_GROUPS=x.scales.dim() == 2,
+            TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, DEPTH=tile.depth, BLOCK_ROWS=packed.block_rows, X_GROUPS=x.scales.dim() == 2,
             W_GROUPS=bool(packed.group), IN_INT=not packed.is_float, EXACT=exact and packed.is_float, GATED=gated, TURNED=tile.turned,
             BULK=tile.bulk, EVEN=width % tile.depth == 0, **pairs.constants, PDL=pdl,
             num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
@@ -76,20 +79,103 @@ def multiply_unpacked(pairs: Pairs, tiles: ExpertTiles, packed: Packed, *, tile:
         _unpack_kernel[(triton.cdiv(num_out, cols) * tiles.places,)](
             x, x.stride(0), source, packed.scales, packed.scales if zeros is None else zeros, packed.scales.stride(0),
             packed.scales.stride(1), 0 if zeros is None else zeros.stride(0), 0 if zeros is None else zeros.stride(1),
-            tiles.pairs, tiles.experts, *pairs.ends, out, len(pairs.chosen), tiles.places,
-            num_out, packed.width, TOKENS=tile.tokens, COLS=cols, SLICE=packed.slice, BITS=packed.bits, IS_FLOAT=packed.is_float,
-            GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=zeros is not None, GATED=gated, BULK=tile.bulk,
-            EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl, ON_GPU=x.is_cuda,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+            *tiles.arguments, *pairs.ends, out, len(pairs.chosen), tiles.places,
+            num_out, packed.width, TOKENS=tile.tokens, AMONG=tiles.among, COLS=cols, SLICE=packed.slice, BITS=packed.bits,
+            IS_FLOAT=packed.is_float, GROUP=packed.group, BLOCK_ROWS=packed.block_rows, HAS_ZEROS=zeros is not None,
+            GATED=gated, BULK=tile.bulk, EVEN=packed.width % (packed.num_slices * packed.slice) == 0, **pairs.constants, PDL=pdl,
+            ON_GPU=x.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["tokens", "num_x", "places"])
+def multiply_eight_rows(pairs: Pairs, packed: Packed, how: InputQuantizer, *, tile: ExpertRowTile, gated: bool = False) -> torch.Tensor:
+    """multiply_eight of pairs.x in 16 bits, which `how` rounds."""
+    x, (num_rows, width) = pairs.x, (packed.num_out, packed.width)
+    assert x.shape[1] == width
+    num_out = num_rows // 2 if gated else num_rows
+    out = pairs.out(num_out)
+    if out.numel():
+        pdl, static = overlaps(x.device), packed.scales if how.scale is None else how.scale
+        # (Groups are whole: a row ends with the last one's zeros.)
+        block = triton.next_power_of_2(max(width, INPUT_GROUP))
+        _eight_rows_kernel[(triton.cdiv(num_out, tile.rows), pairs.chosen.numel())](
+            x, packed.values, packed.scales, packed.scales.stride(0), packed.scales.stride(1), static, pairs.chosen, *pairs.ends, out,
+            len(pairs.chosen), num_out, x.stride(0), pairs.held.start, len(pairs.held), WIDTH=width, BLOCK=block, ROWS=tile.rows,
+            BLOCK_ROWS=packed.block_rows, W_GROUPS=bool(packed.group), X_GROUPS=how.how.group > 0, FLOAT8=packed.is_float, GATED=gated,
+            STATIC=how.scale is not None, ON_GPU=x.is_cuda, **pairs.constants, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "first", "held"])
+def _eight_rows_kernel(
+    x_ptr, weight_ptr, scales_ptr, stride_expert, stride_scales, static_ptr, chosen_ptr, bias_ptr, alpha, limit, weights_ptr, out_ptr,
+    tokens, num_out, stride_x, first, held,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, W_GROUPS: tl.constexpr,
+    X_GROUPS: tl.constexpr, FLOAT8: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, ON_GPU: tl.constexpr, TOP: tl.constexpr,
+    OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    COUNT: tl.constexpr = BLOCK // 128 if X_GROUPS else 1
+    pair = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Rows past the end compute the last one again and store nothing.
+    at = tl.minimum(row, num_out - 1)
+    k = tl.arange(0, BLOCK)
+    if PDL:
+        follow()
+    expert = tl.load(chosen_ptr + pair) - first
+    if (expert < 0) | (expert >= held):
+        return
+    num_rows = num_out * (2 if GATED else 1)
+    of_expert = weight_ptr + expert.to(tl.int64) * num_rows * WIDTH
+    scales_ptr += expert.to(tl.int64) * stride_expert
+    weight = load_quantized_rows(of_expert, at + num_out * GATED, k, WIDTH, BLOCK)
+    gate = weight
+    if GATED:
+        gate = load_quantized_rows(of_expert, at, k, WIDTH, BLOCK)
+    source = pair if OF_PAIRS else pair // TOP
+    x = tl.load(x_ptr + source.to(tl.int64) * stride_x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    numbers, x_scale = rounded(tl.reshape(x, [COUNT, BLOCK // COUNT]), static_ptr, FLOAT8, STATIC, ON_GPU)
+    x = tl.reshape(to_float32(numbers, ON_GPU) * x_scale, [BLOCK])
+    y = _scaled_sums(weight, x, scales_ptr, stride_scales, at + num_out * GATED, WIDTH, BLOCK, ROWS, BLOCK_ROWS, W_GROUPS, ON_GPU)
+    g = y
+    if GATED:
+        g = _scaled_sums(gate, x, scales_ptr, stride_scales, at, WIDTH, BLOCK, ROWS, BLOCK_ROWS, W_GROUPS, ON_GPU)
+    if HAS_BIAS:
+        bias_ptr += expert.to(tl.int64) * num_rows + at
+        y += tl.load(bias_ptr + num_out * GATED).to(tl.float32)
+        if GATED:
+            g += tl.load(bias_ptr).to(tl.float32)
+    if GATED:
+        y = gate_of(g, y, alpha, limit, CLAMPED)
+    if WEIGHTED:
+        y *= tl.load(weights_ptr + pair)
+    to = (pair % TOP) * tokens + pair // TOP if IN_PARTS else pair
+    tl.store(out_ptr + to.to(tl.int64) * num_out + row, y.to(out_ptr.dtype.element_ty), mask=row < num_out)
+
+
+@triton.jit
+def _scaled_sums(
+    weight, x, scales_ptr, stride, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    W_GROUPS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Of rows [ROWS, BLOCK] with x [BLOCK], each times its scale or scales."""
+    product = to_float32(weight, ON_GPU) * x[None, :]
+    if W_GROUPS:
+        group = tl.arange(0, BLOCK // 128)[None, :]
+        sums = tl.sum(tl.reshape(product, [ROWS, BLOCK // 128, 128]), 2)
+        scale = tl.load(scales_ptr + group * stride + (row // BLOCK_ROWS)[:, None], mask=group * 128 < WIDTH, other=0.0)
+        return tl.sum(sums * scale, 1)
+    else:
+        return tl.sum(product, 1) * tl.load(scales_ptr + row // BLOCK_ROWS)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_x", "places", "first_held"])
 def _eight_kernel(
-    x_ptr, stride_x, x_scales_ptr, source, scales_ptr, stride_expert, stride_scales, pairs_ptr, experts_ptr, bias_ptr, alpha, limit,
-    weights_ptr, out_ptr, tokens, num_x, places, num_out, width,
-    TOKENS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, X_GROUPS: tl.constexpr,
+    x_ptr, stride_x, x_scales_ptr, source, scales_ptr, stride_expert, stride_scales, pairs_ptr, experts_ptr, first_held, bias_ptr, alpha,
+    limit, weights_ptr, out_ptr, tokens, num_x, places, num_out, width,
+    TOKENS: tl.constexpr, AMONG: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, X_GROUPS: tl.constexpr,
     W_GROUPS: tl.constexpr, IN_INT: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr,
     EVEN: tl.constexpr, TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, PDL: tl.constexpr,
@@ -97,10 +183,9 @@ def _eight_kernel(
     place, first = expert_place(places, num_out, COLS)
     if PDL:
         follow()
-    expert = tl.load(experts_ptr + place)
+    expert, pair = pairs_of(place, pairs_ptr, experts_ptr, first_held, tokens * TOP, TOKENS, AMONG)
     if expert < 0:
         return
-    pair = tl.load(pairs_ptr + place * TOKENS + tl.arange(0, TOKENS))
     there = pair < tokens * TOP
     # Where there is no pair, the first token is scaled, and nothing stored.
     token = tl.where(there, pair if OF_PAIRS else pair // TOP, 0)
@@ -160,23 +245,22 @@ def _eight_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "places"])
+@triton.jit(do_not_specialize=["tokens", "places", "first_held"])
 def _unpack_kernel(
     x_ptr, stride_x, source, scales_ptr, zeros_ptr, stride_expert, stride_scales, stride_expert_zeros, stride_zeros, pairs_ptr, experts_ptr,
-    bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, width,
-    TOKENS: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, TOP: tl.constexpr,
-    OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    first_held, bias_ptr, alpha, limit, weights_ptr, out_ptr, tokens, places, num_out, width,
+    TOKENS: tl.constexpr, AMONG: tl.constexpr, COLS: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr,
+    TOP: tl.constexpr, OF_PAIRS: tl.constexpr, WEIGHTED: tl.constexpr, IN_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 16 // BITS * SLICE
     place, first = expert_place(places, num_out, COLS)
     if PDL:
         follow()
-    expert = tl.load(experts_ptr + place)
+    expert, pair = pairs_of(place, pairs_ptr, experts_ptr, first_held, tokens * TOP, TOKENS, AMONG)
     if expert < 0:
         return
-    pair = tl.load(pairs_ptr + place * TOKENS + tl.arange(0, TOKENS))
     there = pair < tokens * TOP
     x_row = x_ptr + (pair if OF_PAIRS else pair // TOP).to(tl.int64) * stride_x
     row = first + tl.arange(0, COLS)

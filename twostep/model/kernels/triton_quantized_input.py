@@ -36,6 +36,30 @@ class RoundedInput:
         return RoundedInput(torch.empty(tokens, width, dtype=dtype, device=device), torch.empty(shape, dtype=torch.float32, device=device))
 
 
+class RoundedBeside:
+    """Passes an input on as it is. A kernel ahead that rounds it as well leaves that here, for the product that takes it so."""
+
+    def __init__(self, how: InputQuantizer, rows_up_to: int) -> None:
+        """`rows_up_to`: inputs of so few tokens are rounded where they are multiplied."""
+        self.how = how
+        self._rows_up_to = rows_up_to
+        self._last: tuple[torch.Tensor, RoundedInput] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def wants(self, tokens: int) -> bool:
+        return tokens > self._rows_up_to
+
+    def leave(self, x: torch.Tensor, rounded: RoundedInput) -> None:
+        self._last = x, rounded
+
+    def take(self, x: torch.Tensor) -> RoundedInput:
+        """Returns x, rounded: what was left of it, or else now."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] is x else round_input(x, self.how)
+
+
 def can_round(how: InputQuantizer, width: int) -> bool:
     """Returns whether round_input rounds so."""
     return how.how.symmetric and how.how.group in (0, INPUT_GROUP) and width <= _WIDEST_ROW
@@ -85,10 +109,20 @@ def store_rounded(
 ):  # fmt: skip
     """Rounds whole rows x [ROWS, BLOCK] of `tokens`, zeros past WIDTH; row [ROWS, 1], col [1, BLOCK]."""
     COUNT: tl.constexpr = BLOCK // 128 if GROUPS else 1
-    FLOAT8: tl.constexpr = values_ptr.dtype.element_ty != tl.int8
-    LIMIT: tl.constexpr = 448.0 if FLOAT8 else 127.0
     # A row for each scale.
     x = tl.reshape(x.to(tl.float32), [ROWS * COUNT, BLOCK // COUNT])
+    numbers, scale = rounded(x, static_ptr, values_ptr.dtype.element_ty != tl.int8, STATIC, HARDWARE)
+    mask = (row < tokens) & (col < WIDTH)
+    tl.store(values_ptr + row * WIDTH + col, tl.reshape(numbers, [ROWS, BLOCK]), mask=mask)
+    group = tl.arange(0, COUNT)[None, :]
+    at = group.to(tl.int64) * tokens + row
+    tl.store(scales_ptr + at, tl.reshape(scale, [ROWS, COUNT]), mask=(row < tokens) & (group * 128 < WIDTH))
+
+
+@triton.jit
+def rounded(x, static_ptr, FLOAT8: tl.constexpr, STATIC: tl.constexpr, HARDWARE: tl.constexpr):
+    """Rounds each row of x, float32, as one. Returns the numbers, and the scales, a column."""
+    LIMIT: tl.constexpr = 448.0 if FLOAT8 else 127.0
     peak = peak_of(x)
     scale = tl.load(static_ptr) if STATIC else tl.div_rn(peak, tl.full(peak.shape, LIMIT, tl.float32))
     scale = tl.where(peak == peak, tl.maximum(scale, _TINY), peak)
@@ -101,8 +135,4 @@ def store_rounded(
         # The nearest integer, ties to even, is left in the low digits.
         digits = (tl.clamp(scaled, -128.0, 127.0) + 12582912.0).to(tl.int32, bitcast=True)
         numbers = ((digits << 24) >> 24).to(tl.int8)
-    mask = (row < tokens) & (col < WIDTH)
-    tl.store(values_ptr + row * WIDTH + col, tl.reshape(numbers, [ROWS, BLOCK]), mask=mask)
-    group = tl.arange(0, COUNT)[None, :]
-    at = group.to(tl.int64) * tokens + row
-    tl.store(scales_ptr + at, tl.reshape(scale, [ROWS, COUNT]), mask=(row < tokens) & (group * 128 < WIDTH))
+    return numbers, scale

@@ -6,9 +6,9 @@
                         cuBLAS             (whole rows, no        dense, cuBLAS from 192 or 256 tokens on, where writing the
                         (blocks: eight)    zero points)           dense weight first costs less than unpacking in every tile
 
-Inputs of 8 bits are rounded by a kernel of their own or by the norm ahead (triton_elementwise.py). Where a format asks for another pair
-(4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes is made dense anew for every
-product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
+Inputs of 8 bits are rounded by a kernel of their own, by the norm ahead (triton_elementwise.py), or, for rows, by each program. Where a
+format asks for another pair (4-bit weights with fp8 inputs, say), the input is rounded first and stays in 16 bits. What no kernel takes is
+made dense anew for every product in torch (multiply_dense). Measured on an H200 (benchmarks/gpu_quantized_linear.py).
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ def quantized_linear(
     tokens, device = len(x if isinstance(x, torch.Tensor) else x.values), packed.values.device
     if tile is None:
         tile = choose_tile(packed, tokens, gated=gated, num_sms=num_sms_of(device), shared_bytes=shared_bytes_of(device))
+    if isinstance(tile, QuantizedRowTile):
+        assert how is not None
+        return multiply_rows(x, packed, bias, how=how, tile=tile, dtype=dtype, gated=gated)
     if isinstance(x, torch.Tensor) and how is not None:
         x = round_input(x, how) if weight.takes_rounded else how(x)
     if tile is None:
         y = _multiply_library(x, packed, bias, dtype)
         return silu_mul(y) if gated else y
-    if isinstance(tile, QuantizedRowTile):
-        assert isinstance(x, RoundedInput)
-        return multiply_rows(x, packed, bias, tile=tile, dtype=dtype, gated=gated)
     if isinstance(x, RoundedInput):
         return multiply_eight(x, packed, bias, tile=tile, dtype=dtype, gated=gated, in_parts=in_parts)
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:

@@ -1,9 +1,10 @@
 """Around the products of experts, as Triton kernels: which experts a token goes to, which tokens an expert has, and their terms' sum.
 
-    logits ─ route ─ experts, weights [T, k] ─ sort ─ tiles ─ products (triton_expert_tiles.py) ─ terms ─ add up ─ [T, H]
+    logits ─ route ─ experts, weights [T, k] ─ sort ─ tiles ─ products (triton_expert_products.py) ─ terms ─ add up ─ [T, H]
 
-A tile is up to TOKENS pairs of one expert. How many tiles there are depends on what was chosen, which stays on the device: there are places
-for as many as there can be, and empty ones say so. An expert's tiles begin at place
+A tile is up to TOKENS pairs of one expert. Where there are no more tokens than that, each expert has one tile at most: its place is the
+expert's number, and programs find its pairs themselves; nothing is sorted. Else how many tiles there are depends on what was chosen, which
+stays on the device: there are places for as many as there can be, and empty ones say so. An expert's tiles begin at place
 
     pairs of experts before it / TOKENS + experts before it that may have pairs
 
@@ -22,6 +23,8 @@ from twostep.model.kernels.experts import HASH_FACTORS, Beside, ExpertRouter, Gr
 from twostep.model.kernels.triton_elementwise import sum_parts
 from twostep.model.kernels.triton_launch import follow, overlaps
 
+# Pairs among which programs of a product find their own.
+_MOST_LOOKED_AT = 256
 # Pairs that a program looks at together, the fewest that fit.
 _SORTED_TOGETHER = (256, 4096)
 _FILLED_TOGETHER = tl.constexpr(64)
@@ -29,23 +32,31 @@ _TERM_TILE = 1024
 _FACTOR_0, _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for factor in HASH_FACTORS)
 
 
-def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor | None = None, load: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    router: ExpertRouter,
+    correction: torch.Tensor | None = None,
+    load: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> Routing:
     """Chooses experts as experts.route does; of equal scores the expert with the lower number. logits: rows dense; in parts all of it."""
     tokens, experts = logits.shape[-2:]
     assert logits.stride(-1) == 1
     assert logits.dim() == 2 or (logits.is_contiguous() and logits.dtype == torch.float32)
     assert experts == router.num_experts
+    assert gate is None or (router.num_shared and gate.shape == (tokens, 1))
+    columns = router.top_k + router.num_shared
     routing = Routing(
-        torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device),
-        torch.empty(tokens, router.top_k, dtype=torch.float32, device=logits.device),
+        torch.empty(tokens, columns, dtype=torch.int32, device=logits.device),
+        torch.empty(tokens, columns, dtype=torch.float32, device=logits.device),
     )
     if tokens:
         pdl = overlaps(logits.device)
         _route_kernel[(tokens,)](
             logits, logits.stride(-2), tokens * experts, logits if correction is None else correction, routing.experts, routing.weights,
-            routing.experts if load is None else load, router.scale,
+            routing.experts if load is None else load, *((logits, 0) if gate is None else (gate, gate.stride(0))), router.scale,
             PARTS=len(logits) if logits.dim() == 3 else 1, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
-            TOP=router.top_k, BLOCK_TOP=triton.next_power_of_2(router.top_k),
+            TOP=router.top_k, SHARED=router.num_shared, GATED=gate is not None, BLOCK_TOP=triton.next_power_of_2(columns),
             SOFTMAX=router.scores is Scores.SOFTMAX, CHOSEN=router.scores is Scores.CHOSEN, RENORMALIZE=router.renormalize,
             GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, BLOCK_GROUPS=triton.next_power_of_2(router.num_groups),
             BEST_TWO=router.group_score is GroupScore.BEST_TWO, CORRECTED=correction is not None,
@@ -57,9 +68,10 @@ def route(logits: torch.Tensor, router: ExpertRouter, correction: torch.Tensor |
 
 @triton.jit(do_not_specialize=["numel"])
 def _route_kernel(
-    logits_ptr, stride, numel, correction_ptr, experts_ptr, weights_ptr, load_ptr, scale,
-    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr,
-    CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    logits_ptr, stride, numel, correction_ptr, experts_ptr, weights_ptr, load_ptr, gate_ptr, stride_gate, scale,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_TOP: tl.constexpr, SOFTMAX: tl.constexpr, CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     BEST_TWO: tl.constexpr, CORRECTED: tl.constexpr, SCATTERED: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -97,9 +109,16 @@ def _route_kernel(
         weight = weight / tl.sum(weight, 0)
     if RENORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    at = token * TOP + slot
-    tl.store(experts_ptr + at, chosen, mask=slot < TOP)
-    tl.store(weights_ptr + at, weight * scale, mask=slot < TOP)
+    weight *= scale
+    if SHARED > 0:
+        of_shared = 1.0
+        if GATED:
+            of_shared = tl.sigmoid(tl.load(gate_ptr + token * stride_gate).to(tl.float32))
+        chosen = tl.where(slot < TOP, chosen, EXPERTS + slot - TOP)
+        weight = tl.where(slot < TOP, weight, of_shared)
+    at = token * (TOP + SHARED) + slot
+    tl.store(experts_ptr + at, chosen, mask=slot < TOP + SHARED)
+    tl.store(weights_ptr + at, weight, mask=slot < TOP + SHARED)
     if COUNTS:
         tl.atomic_add(load_ptr + chosen, tl.full([BLOCK_TOP], 1, tl.int64), mask=slot < TOP, sem="relaxed")
 
@@ -144,19 +163,36 @@ class ExpertTiles:
     pairs    int32 [places * tokens]: of each tile the pairs, by number; past its last, and in no empty tile, the number of all pairs
     experts  int32 [places]: whose tile it is, counted from the first that is held; -1: it is empty
     tokens   of a tile at most
+    first    the first expert that is held
+    among    0; or pairs and experts are what was chosen, int32 [T * k], place is expert, and programs look at up to so many
     """
 
     pairs: torch.Tensor
     experts: torch.Tensor
     tokens: int
+    places: int
+    first: int
+    among: int = 0
 
     @property
-    def places(self) -> int:
-        return len(self.experts)
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """What pairs_of asks of a kernel, and AMONG."""
+        return self.pairs, self.experts, self.first
+
+
+def tiles_of(chosen: torch.Tensor, held: range, tokens: int) -> ExpertTiles:
+    """Tiles of up to `tokens` pairs; chosen int32 [T, k], dense, a token's experts differ. Experts that are not held have none."""
+    # The same for all steps that small: they are captured at start-up, each with its programs.
+    among = triton.next_power_of_2(tokens * chosen.shape[1])
+    if len(chosen) > tokens or among > _MOST_LOOKED_AT:
+        return sort_by_expert(chosen, held, tokens)
+    assert chosen.is_contiguous()
+    flat = chosen.view(-1)
+    return ExpertTiles(pairs=flat, experts=flat, tokens=tokens, places=len(held), first=held.start, among=among)
 
 
 def sort_by_expert(chosen: torch.Tensor, held: range, tokens: int) -> ExpertTiles:
-    """chosen int32 [T, k], dense: those that are not held are left out. Waits for nothing: it can be captured."""
+    """The same, listed. Waits for nothing: it can be captured."""
     num_pairs = chosen.numel()
     assert chosen.is_contiguous()
     places = num_pairs // tokens + min(len(held), num_pairs) if held else 0
@@ -164,6 +200,8 @@ def sort_by_expert(chosen: torch.Tensor, held: range, tokens: int) -> ExpertTile
         pairs=torch.empty(places * tokens, dtype=torch.int32, device=chosen.device),
         experts=torch.empty(places, dtype=torch.int32, device=chosen.device),
         tokens=tokens,
+        places=places,
+        first=held.start,
     )
     if places:
         pdl = overlaps(chosen.device)
@@ -207,6 +245,23 @@ def _sort_kernel(
         done += tl.sum(ones, 0)
     rest = count + tl.arange(0, TOKENS)
     tl.store(to + rest, tl.zeros([TOKENS], tl.int32) + num_pairs, mask=rest < tl.cdiv(count, TOKENS) * TOKENS)
+
+
+@triton.jit
+def pairs_of(place, pairs_ptr, experts_ptr, first, num_pairs, TOKENS: tl.constexpr, AMONG: tl.constexpr):
+    """Whose tile lies at `place`, -1: nobody's, and its pairs [TOKENS], `num_pairs` where there is none."""
+    t = tl.arange(0, TOKENS)
+    if AMONG == 0:
+        expert = tl.load(experts_ptr + place)
+        pair = tl.load(pairs_ptr + place * TOKENS + t)
+    else:
+        i = tl.arange(0, AMONG)
+        mine = (tl.load(pairs_ptr + i, mask=i < num_pairs, other=-1) == first + place).to(tl.int32)
+        # The pair that so many of the expert's come before.
+        rank = tl.where(mine > 0, tl.cumsum(mine, 0) - 1, -1)
+        pair = tl.min(tl.where(rank[:, None] == t[None, :], i[:, None], num_pairs), 0)
+        expert = tl.where(tl.sum(mine, 0) > 0, place, -1)
+    return expert, pair
 
 
 def add_up(terms: torch.Tensor, chosen: torch.Tensor, held: range, beside: Beside | None, dtype: torch.dtype) -> torch.Tensor:

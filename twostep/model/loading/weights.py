@@ -296,6 +296,8 @@ def fill_random(model: Decoder, seed: int = 0) -> None:
         weight.normal_(0.0, 0.02, generator=generator)
         if place.middle:
             weight.add_(place.middle)
+        # A checkpoint has no more digits, whatever the weight is kept in (a router's in float32): kernels count on it.
+        weight.copy_(weight.to(model.dtype))
         if part is not None:
             part.fill(quantize(weight, part.format))
     model.finish_loading()

@@ -426,7 +426,9 @@ def captured_bytes(config: ModelConfig, dtype: str, max_num_seqs: int, max_graph
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     row = 3 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
     if (experts := config.experts) is not None:
-        row += experts.router.top_k * (config.hidden_size + experts.intermediate_size) + 3 * experts.shared_size
+        # Shared experts are an MLP, or some of the others.
+        of_one, shared = config.hidden_size + experts.intermediate_size, experts.shared_size
+        row += experts.router.top_k * of_one + max(3 * shared, shared // max(1, experts.intermediate_size) * of_one)
     states = 0 if config.gated_delta is None else config.gated_delta.row_bytes(item_bytes)
     logits_bytes = (logits or config.vocab_size) * item_bytes
     row_bytes = row * item_bytes + states
