@@ -47,8 +47,9 @@ async def test_answers_are_those_without_drafts(method: str, model: DraftedModel
     print(f"\n{method}: {tally}")
     assert tally.seen["requests"] == NUM_REQUESTS
     assert 0.1 * sum(tally.drafted) < sum(tally.accepted) < sum(tally.drafted)
-    seldom = ("preemptions", "with reused blocks") if NUM_REQUESTS > 500 else ()
-    assert all(tally.seen[name] for name in ("hand-overs", "prompts in chunks", "moved", "resumed", "workers that gain", *seldom)), tally
+    # Of an answer that moved to another worker, and then lost its router, the client hears of the last part only.
+    seldom = ("preemptions", "with reused blocks", "moved") if NUM_REQUESTS > 500 else ()
+    assert all(tally.seen[name] for name in ("hand-overs", "prompts in chunks", "resumed", "workers that gain", *seldom)), tally
     assert tally.seen["near-ties"] <= max(1, 0.002 * tally.seen["answers"])
 
 
