@@ -68,7 +68,6 @@ def test_a_pace_that_only_drafts_can_keep_does_not_bound_them() -> None:
     assert bound_of((too_quick, 1), (kept, 1), drafts=True) == bound_of((None, 1), (kept, 1)), "it is another's, too"
 
 
-
 def test_a_gap_is_for_two_steps_and_holds_for_one_that_is_to_come() -> None:
     assert bound_of((Promise(gap_s=0.06), 1), (Promise(gap_s=0.09), 1)) == pytest.approx(0.06 * FIRST_GAP_SHARE)
     assert bound_of((Promise(gap_s=0.06), 1), coming_gap_s=0.03) == pytest.approx(0.03 * FIRST_GAP_SHARE)
