@@ -1,0 +1,124 @@
+"""Heads that come with a model or beside it: what they propose is what transformers' modules do, and answers are those without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from head_cases import NUM_MEDUSA, PlainMedusa, as_the_model, asked_requests, drafting, head_case, listen
+from safetensors.torch import load_file, save_file
+
+from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.generate import generate
+from twostep.errors import SetupError
+from twostep.model.runner.model_runner import ModelRunner
+from twostep.worker.config import WorkerConfig
+from twostep.worker.local_engine import LocalEngine
+from twostep.worker.model import load_model, settle
+
+MOST = 4
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return [[token.token_id for token in answer] for answer in generate(engine, asked_requests())]
+
+
+@pytest.mark.parametrize("method", ["mtp", "medusa"])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_proposals_are_a_plain_reading_s(method: str, block_size: int, tmp_path: Path) -> None:
+    case = head_case(method, tmp_path, MOST)
+    pool: dict[str, Any] = {"num_blocks": 60, "block_size": block_size, "dtype": "float32"}
+    bounds = EngineConfig(max_num_batched_tokens=24, max_num_seqs=24, hash_unit=16)
+    want = answers(Engine(ModelRunner(case.model_dir, **pool), bounds))
+    engine, proposer = drafting(ModelRunner(case.model_dir, **pool, head=case.source), case.source)
+    told = listen(proposer, MOST)
+    assert answers(engine) == want
+    assert not proposer.failed
+    assert {each.sequence.seq_id for each, _, proposed in told if proposed} == {f"r{number}" for number in range(5)}
+    assert max(len(proposed) for _, _, proposed in told) == (min(MOST, NUM_MEDUSA) if method == "medusa" else MOST)
+    for each, tokens, proposed in told:
+        assert list(proposed) == case.plain(tokens, len(proposed), as_the_model(each, tokens))
+
+
+def test_what_an_mtp_s_layer_leaves_is_in_the_blocks(tmp_path: Path) -> None:
+    """They have a layer more than the model; without the head that is not there, and its weights are passed over."""
+    case = head_case("mtp", tmp_path)
+    plain, with_head = (ModelRunner(case.model_dir, num_blocks=4, head=head) for head in (None, case.source))
+    assert with_head.kv_shape.num_layers == plain.kv_shape.num_layers + 1
+    assert plain.model.next_token is None
+
+
+def test_weights_as_the_authors_of_medusa_write_them_are_read(tmp_path: Path) -> None:
+    case = head_case("medusa", tmp_path)
+    path = case.source.head_dir / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for n in range(NUM_MEDUSA):
+            name = name.replace(f"lm_heads.{n}.", f"{n}.2.")  # noqa: PLW2901
+            for j in range(2):
+                name = name.replace(f"blocks.{n}.layers.{j}.", f"{n}.{j}.linear.")  # noqa: PLW2901
+        tensors[name] = tensor
+    assert "0.1.linear.bias" in tensors
+    save_file(tensors, path)
+    config = json.loads((case.source.head_dir / "config.json").read_text())
+    for key, other in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")):
+        config[other] = config.pop(key)
+    for key in ("architectures", "model_type", "hidden_size", "vocab_size"):
+        del config[key]
+    (case.source.head_dir / "config.json").write_text(json.dumps(config))
+    engine, proposer = drafting(ModelRunner(case.model_dir, num_blocks=60, dtype="float32", head=case.source), case.source)
+    told = listen(proposer, 3)
+    answers(engine)
+    assert told
+    for each, tokens, proposed in told:
+        assert list(proposed) == case.plain(tokens, len(proposed), as_the_model(each, tokens))
+
+
+def worker_config(model: Path, method: dict[str, Any], **changes: Any) -> WorkerConfig:
+    usual: dict[str, Any] = {"role": "decode", "device": "cpu", "dtype": "float32", "num_blocks": 60, "calibrate": False}
+    return WorkerConfig(model=str(model), speculative_config=json.dumps(method), **(usual | changes))
+
+
+@pytest.mark.parametrize("method", ["mtp", "medusa"])
+def test_a_worker_drafts_with_the_head_that_it_is_asked_for(method: str, tmp_path: Path, tiny_llama_dir: Path) -> None:
+    case = head_case(method, tmp_path)
+    shutil.copy(tiny_llama_dir / "tokenizer.json", case.model_dir)
+    asked: dict[str, Any] = {"method": method} if method == "mtp" else {"method": method, "model": str(case.source.head_dir)}
+    config = settle(worker_config(case.model_dir, asked))
+    engine = LocalEngine(config, load_model(config)).engine
+    assert answers(engine) == answers(Engine(ModelRunner(case.model_dir, num_blocks=60, dtype="float32"), EngineConfig(hash_unit=16)))
+    assert sum(engine.stats().num_drafted) > 5
+
+
+def test_what_cannot_draft_for_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    case = head_case("medusa", tmp_path)
+    medusa = {"method": "medusa", "model": str(case.source.head_dir)}
+    with pytest.raises(SetupError, match="num_nextn_predict_layers"):
+        load_model(worker_config(case.model_dir, {"method": "mtp"}))
+    with pytest.raises(SetupError, match="is not there"):
+        load_model(worker_config(case.model_dir, medusa | {"model": str(tmp_path / "nowhere")}))
+    with pytest.raises(SetupError, match="tensor-parallel-size"):
+        load_model(worker_config(case.model_dir, medusa, tensor_parallel_size=2))
+    for changes, named in (({"vocab_size": 7}, "vocab_size"), ({"hidden_size": 7}, "hidden_size"), ({"some_key": 1}, "some_key")):
+        PlainMedusa(_model_of(case.plain), case.source.head_dir, **changes)
+        with pytest.raises(SetupError, match=named):
+            load_model(worker_config(case.model_dir, medusa))
+    for changes, named in (({"num_heads": 4}, "blocks.3"), ({"num_heads": 2}, "blocks.2"), ({"truncated_vocab_size": None}, "token_map")):
+        PlainMedusa(_model_of(case.plain), case.source.head_dir, **changes)
+        with pytest.raises(SetupError, match=named):
+            load_model(worker_config(case.model_dir, medusa))
+
+
+def _model_of(propose: Any) -> Any:
+    return propose.__self__._model
+
+
+def test_a_model_that_keeps_states_has_no_head(tmp_path: Path) -> None:
+    from forward_helpers import save_model  # noqa: PLC0415
+
+    save_model("qwen3-next", tmp_path)
+    with pytest.raises(SetupError, match="states"):
+        load_model(worker_config(tmp_path, {"method": "mtp"}))
