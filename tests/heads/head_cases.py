@@ -1,4 +1,4 @@
-"""Small models with heads, and what those propose by a straightforward reading: transformers' own modules, no cache, one row after the other."""
+"""Small models with heads, and what those propose by a straightforward reading: transformers' own modules, no cache."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ def test_weights_as_the_authors_of_medusa_write_them_are_read(tmp_path: Path) ->
     tensors = {}
     for name, tensor in load_file(path).items():
         for n in range(NUM_MEDUSA):
-            name = name.replace(f"lm_heads.{n}.", f"{n}.2.")  # noqa: PLW2901
+            name = name.replace(f"lm_heads.{n}.", f"{n}.2.")
             for j in range(2):
-                name = name.replace(f"blocks.{n}.layers.{j}.", f"{n}.{j}.linear.")  # noqa: PLW2901
+                name = name.replace(f"blocks.{n}.layers.{j}.", f"{n}.{j}.linear.")
         tensors[name] = tensor
     assert "0.1.linear.bias" in tensors
     save_file(tensors, path)

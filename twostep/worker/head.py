@@ -44,6 +44,7 @@ class Head:
             self.later_bytes += num_scratch_blocks(config.block_size, config.max_num_seqs, most_tokens) * shape.block_bytes
         if config.device != "cpu":
             self.later_bytes += captured_bytes(served, dtype, min(MOST_ROWS, config.max_num_seqs), 0)
-        # Of rope tables, float32 of every position.
+        # MTP's weights are among the model's.
         weights = 0 if speculative.method == MTP else weight_bytes(head_dir, dtype)
-        self.fixed_bytes = weights + self.later_bytes
+        tables = self.source.table_bytes(served, config.max_model_len or served.max_model_len)
+        self.fixed_bytes = weights + tables + self.later_bytes

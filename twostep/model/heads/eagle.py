@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from twostep.model.eagle.config import EagleConfig
 from twostep.model.eagle.head import EagleHead
+from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.rope import rope_tables
 from twostep.model.heads.head import Drafted, DraftHead
 from twostep.model.kernels.ops import AttentionPlan, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
+
+
+def shares_rope(head: EagleConfig, target: ModelConfig) -> bool:
+    """Returns whether heads of both turn alike, by the same tables."""
+    return not target.layer_ropes and head.rope == target.rope and head.head_dim == target.head_dim
 
 
 class EagleDrafts(DraftHead):
@@ -19,7 +26,8 @@ class EagleDrafts(DraftHead):
         keys that it sees, 0: all."""
         c, layer = head.config, head.midlayer
         device = str(head.fc.weight.device)
-        tables = rope_tables(c.rope, c.head_dim, model.config.max_model_len, device)
+        shares = shares_rope(c, model.config)
+        tables = model.attention.rope[0] if shares else rope_tables(c.rope, c.head_dim, model.config.max_model_len, device)
         self.layers = c.layers_of(model.config)
         self.state_size = c.hidden_size
         self.vocab_size = c.vocab_size

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -84,9 +85,11 @@ class DeviceRounds:
         self._captured = {}
 
     def run(self, batches: Sequence[Batch]) -> Sequence[Sequence[int]]:
-        drafted = self._replayed(batches) if self._captured else self._launched(batches)
-        if self._cache.tensor.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        device = self._cache.tensor.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            drafted = self._replayed(batches) if self._captured else self._launched(batches)
+            if device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
         return [tokens.tolist() for tokens in drafted]
 
     def _replayed(self, batches: Sequence[Batch]) -> list[torch.Tensor]:

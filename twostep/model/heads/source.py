@@ -10,7 +10,7 @@ from twostep.model.eagle.config import parse_eagle_config
 from twostep.model.eagle.files import load_head
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
-from twostep.model.heads.eagle import EagleDrafts
+from twostep.model.heads.eagle import EagleDrafts, shares_rope
 from twostep.model.heads.head import DraftHead
 from twostep.model.heads.medusa import MedusaDrafts, parse_medusa_config
 from twostep.model.heads.mtp import MtpDrafts
@@ -64,13 +64,22 @@ class HeadSource:
             )
         return head.hidden_size
 
+    def table_bytes(self, target: ModelConfig, max_model_len: int) -> int:
+        """Returns what the head's own rope tables take."""
+        if self.method != EAGLE3:
+            return 0
+        head = parse_eagle_config(self.head_dir)
+        # cos and sin, float32 of each pair.
+        return 0 if shares_rope(head, target) else 4 * head.head_dim * max_model_len
+
     def load(self, model: Decoder, config: ModelConfig, ops: Ops, device: str) -> DraftHead:
         """`config`: the model's. Raises SetupError."""
         if self.method == MTP:
             return MtpDrafts(model)
         if self.method == MEDUSA:
             return MedusaDrafts(self.head_dir, config, model.dtype, device, ops)
-        head = load_head(self.head_dir, config, model.embedding, model.dtype)
+        # It turns nothing itself.
+        head = load_head(self.head_dir, config, model.embedding, model.dtype, num_positions=1)
         # Blocks behind every layer's window are given away.
         window = max(config.windows) if all(config.windows) else 0
         return EagleDrafts(head, model, ops, config.num_layers + 1, window)

@@ -462,7 +462,8 @@ class TritonAttentionPlan:
         self._note(layer)
 
     def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
-        dims, tables = self._spec.latent, self._spec.rope[layer]
+        # Of latent attention all layers turn alike, a head's among them.
+        dims, tables = self._spec.latent, self._spec.rope[0]
         assert dims is not None
         # No query turns.
         turned = kv.new_empty(len(kv), 0, dims.rope)

@@ -48,7 +48,7 @@ class LayerStates:
         if layer not in self._layers:
             return
         num_rows, size = residual.shape
-        if self._joined is None or layer == min(self._layers):
+        if self._joined is None or len(self._joined) != num_rows:
             self._joined = residual.new_empty(num_rows, len(self._layers) * size)
         for place, wanted in enumerate(self._layers):
             if wanted == layer:
@@ -58,6 +58,7 @@ class LayerStates:
         """Nothing is read."""
 
     def joined(self) -> torch.Tensor:
-        """Returns [T, len(layers) * hidden_size] of the last step, layer by layer in the order that was asked for."""
-        assert self._joined is not None
-        return self._joined
+        """Returns [T, len(layers) * hidden_size] of the last step, layer by layer in the order that was asked for, and lets go of it."""
+        joined, self._joined = self._joined, None
+        assert joined is not None
+        return joined
