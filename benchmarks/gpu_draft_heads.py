@@ -43,11 +43,11 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.heads.eagle import EagleDrafts
 from twostep.model.heads.head import DraftHead
-from twostep.model.heads.proposer import HeadProposer
-from twostep.model.heads.rounds import DraftRow
 from twostep.model.heads.source import HeadSource
 from twostep.model.kernels.ops import Ops
 from twostep.model.loading.store import default_cache_dir
+from twostep.model.runner.head_proposer import HeadProposer
+from twostep.model.runner.head_rounds import DraftRow
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
@@ -119,7 +119,7 @@ def main() -> None:
 
 def check_tokens(device: str) -> None:
     options: dict[str, Any] = {"num_blocks": 200, "max_num_seqs": 64, "max_model_len": 512, "device": device}
-    bounds = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "hash_unit": BLOCK_SIZE}
+    bounds: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "hash_unit": BLOCK_SIZE}
     rng = np.random.default_rng(1)
     requests = [
         request(f"{i}", rng.integers(0, 5000, 5 + 9 * i).tolist(), 40, temperature=0.0 if i % 3 else 0.7, seed=i) for i in range(12)
@@ -153,8 +153,7 @@ def measure_steps(batches: Sequence[int], num_steps: int, device: str, *, tiny: 
         "max_model_len": 2048,
         "device": device,
     }
-    bounds = {"max_num_batched_tokens": 8192, "max_num_seqs": rows, "max_waiting": largest, "hash_unit": BLOCK_SIZE}
-    bounds |= {"look_ahead": False}
+    bounds: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": rows, "max_waiting": largest, "hash_unit": BLOCK_SIZE}
     random = RandomHead(method="eagle3", head_dir=Path(), most_tokens=DRAFTS, num_tokens=2000 if tiny else 32000)
     plain, with_head = make(shape, **options), make(shape, **options, head=random)
     proposer = HeadProposer(with_head)

@@ -26,11 +26,11 @@ from twostep.lab.eagle.training import Trainer, TrainingPlan
 from twostep.lab.one_prompt import prompt_batch
 from twostep.model.eagle.files import save_head
 from twostep.model.eagle.head import EagleHead
-from twostep.model.heads.proposer import HeadProposer
+from twostep.model.families.layer_states import LayerStates
 from twostep.model.heads.source import HeadSource
+from twostep.model.runner.head_proposer import HeadProposer
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.sampler import sample
-from twostep.model.step.layer_states import LayerStates
 from twostep.process.startup import NoProgress
 from twostep.sampling_params import SamplingParams
 from twostep.settings.speculative import SpeculativeConfig

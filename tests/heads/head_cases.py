@@ -20,8 +20,8 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
 from twostep.lab.eagle.target import new_head
 from twostep.model.eagle.files import save_head
-from twostep.model.heads.proposer import HeadProposer
 from twostep.model.heads.source import HeadSource
+from twostep.model.runner.head_proposer import HeadProposer
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.sampler import sample
 from twostep.sampling_params import SamplingParams

@@ -19,15 +19,14 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.model.families.registry import build_model
-from twostep.model.heads import graphs
-from twostep.model.heads.graphs import DeviceRounds
-from twostep.model.heads.rounds import HeadRounds, num_scratch_blocks
 from twostep.model.heads.source import HeadSource
 from twostep.model.heads.tap import HeadTap
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.loading.weights import load_weights
-from twostep.model.runner import step_graphs
+from twostep.model.runner import head_graphs, step_graphs
 from twostep.model.runner.device_steps import DeviceSteps
+from twostep.model.runner.head_graphs import DeviceRounds
+from twostep.model.runner.head_rounds import HeadRounds, num_scratch_blocks
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.step_graphs import StepGraphs
 from twostep.model.step.graph_ladder import StepShape
@@ -112,7 +111,7 @@ def test_proposals_are_the_cpu_s(method: str, captured: bool, tmp_path: Path, mo
     if DEVICE != "cuda":
         # They only take time where nothing is captured.
         monkeypatch.setattr(step_graphs, "_WARM_UPS", 0)
-        monkeypatch.setattr(graphs, "_WARM_UPS", 0)
+        monkeypatch.setattr(head_graphs, "_WARM_UPS", 0)
     case = head_case(method, tmp_path, MOST)
     pool = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
     bounds = EngineConfig(max_num_batched_tokens=24, max_num_seqs=MOST_SEQS, hash_unit=16)

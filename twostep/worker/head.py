@@ -25,8 +25,8 @@ class Head:
 
     def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, served: ModelConfig) -> None:
         """`config` is settled. Raises SetupError where the head cannot draft for the served model."""
-        from twostep.model.heads.rounds import MOST_ROWS, num_scratch_blocks  # noqa: PLC0415
         from twostep.model.heads.source import HeadSource  # noqa: PLC0415
+        from twostep.model.runner.head_rounds import MOST_ROWS, num_scratch_blocks  # noqa: PLC0415
         from twostep.model.runner.model_runner import captured_bytes, kv_shape  # noqa: PLC0415
         from twostep.model.step.kv_cache import DTYPES  # noqa: PLC0415
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def _proposer(model: ServedModel, config: WorkerConfig) -> Proposer | None:
     """None: none is asked for, or the engine has it itself."""
     if model.has_head:
-        from twostep.model.heads.proposer import HeadProposer  # noqa: PLC0415
+        from twostep.model.runner.head_proposer import HeadProposer  # noqa: PLC0415
         from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
         assert isinstance(model.runner, ModelRunner)

@@ -6,5 +6,5 @@ arXiv 2503.01840): one decoder layer that drafts what a model will say next, fro
     files.py      its directory: read with checks, and written
     unrolled.py   what it proposes at all positions of a sequence at once: what training and its measure go through
 
-How it drafts for an engine: twostep/model/heads.
+How it drafts: twostep/model/heads.
 """

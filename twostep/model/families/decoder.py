@@ -20,6 +20,7 @@ from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.experts import ExpertsMlp
 from twostep.model.families.fused import Fused
+from twostep.model.families.layer_states import Reads, StepTap
 from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.modules import Cut, Maker, Norm, Place, Places
 from twostep.model.families.next_token import NextTokenLayer
@@ -28,7 +29,6 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.layer_states import Reads, StepTap
 from twostep.model.step.prompt_readout import PromptReadout
 
 

@@ -18,6 +18,7 @@ from twostep.errors import SetupError
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, EncoderConfig, ModelConfig
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.layer_states import StepTap
 from twostep.model.families.layers import DecoderLayer, LayerPart
 from twostep.model.families.mlp import GatedMlp, Mlp, PlainMlp
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
@@ -25,7 +26,6 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_encoder import EncoderStep
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.layer_states import StepTap
 from twostep.model.step.prompt_readout import PromptReadout
 
 _MAX_BUCKETS = 1024

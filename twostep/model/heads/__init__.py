@@ -1,13 +1,14 @@
 """Heads that draft what the served model will say next, from what it sees half-way or at its end.
 
     head.py      what a head computes: the contract
+    source.py    where one comes from, and whether it is one of a model
     tap.py       what each step of the model leaves for it: states by slot, and its own keys and values
-    rounds.py    tokens drafted for many sequences at once, round after round
-    graphs.py    the rounds on a GPU, captured
-    proposer.py  the engine's Proposer
     eagle.py     EAGLE-3: a layer over three of the model's states (its weights and their training: twostep/model/eagle)
     mtp.py       multi-token prediction: a layer that comes with the model (DeepSeek-V3)
     medusa.py    Medusa: a small network for each of the next tokens, which see none of those before them
+
+How they draft for an engine: twostep/model/runner/head_rounds.py (for many sequences at once, round after round), head_graphs.py (on a
+GPU) and head_proposer.py.
 
 What is where, of a sequence of tokens 5 7 2, whose next one, 9, has just been sampled:
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from twostep.model.families.layer_states import Reads
 from twostep.model.kernels.ops import AttentionPlan
 from twostep.model.kernels.torch_attention import AttentionSpec
-from twostep.model.step.layer_states import Reads
 
 
 class Drafted(NamedTuple):

@@ -23,11 +23,11 @@ from twostep.checkpoint.directory import FLOAT_DTYPES, read_json
 from twostep.checkpoint.fields import Fields
 from twostep.errors import SetupError
 from twostep.model.families.config import MAX_HEADS, MAX_LAYERS, ModelConfig
+from twostep.model.families.layer_states import Reads
 from twostep.model.families.modules import Place
 from twostep.model.heads.head import Drafted, DraftHead
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.loading.weight_files import StoredTensor, read_weights, stored_tensors
-from twostep.model.step.layer_states import Reads
 
 _TOKENS = "token_map"
 _BLOCK, _HEAD = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"), re.compile(r"(\d+)\.(\d+)\.weight")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.latent_attention import LatentAttention
+from twostep.model.families.layer_states import Reads
 from twostep.model.heads.head import Drafted, DraftHead
 from twostep.model.kernels.ops import AttentionPlan
-from twostep.model.step.layer_states import Reads
 
 
 class MtpDrafts(DraftHead):

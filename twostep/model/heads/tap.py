@@ -14,10 +14,10 @@ import logging
 
 import torch
 
+from twostep.model.families.layer_states import LayerStates
 from twostep.model.heads.head import DraftHead
 from twostep.model.kernels.ops import AttentionPlan
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.layer_states import LayerStates
 
 log = logging.getLogger(__name__)
 

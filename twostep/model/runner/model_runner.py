@@ -29,10 +29,10 @@ from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, K
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.layer_states import LayerStates
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import with_whole_experts
 from twostep.model.heads.head import DraftHead
-from twostep.model.heads.rounds import MOST_ROWS, CpuRounds, HeadRounds, num_scratch_blocks
 from twostep.model.heads.source import HeadSource
 from twostep.model.heads.tap import HeadTap
 from twostep.model.kernels.ops import KEYS_TOGETHER, Ops
@@ -40,19 +40,19 @@ from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
+from twostep.model.runner.head_rounds import MOST_ROWS, CpuRounds, HeadRounds, num_scratch_blocks
 from twostep.model.runner.sampler import sample
 from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
-from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_readout import PromptReadout
 from twostep.process.startup import NoProgress, Progress
 from twostep.settings.worker import QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from twostep.model.heads.graphs import DeviceRounds
+    from twostep.model.runner.head_graphs import DeviceRounds
 
 LOAD_FORMATS = ("auto", "dummy")
 # Bytes of the largest number in a state.
@@ -240,8 +240,8 @@ class ModelRunner:
         head, bounds = tap.head, {"max_num_seqs": max_num_seqs or MOST_ROWS, "most_tokens": most_tokens}
         if self._device.type == "cpu":
             return HeadRounds(head, self._cache, CpuRounds(tap, self._cache, ops), **bounds)
-        from twostep.model.heads.graphs import DeviceRounds  # noqa: PLC0415 - as in _device_steps
         from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
+        from twostep.model.runner.head_graphs import DeviceRounds  # noqa: PLC0415 - as in _device_steps
 
         assert isinstance(ops, TritonOps)
         self._device_rounds = rounds = DeviceRounds(

@@ -11,7 +11,7 @@ from twostep.engine.batch import SamplingRow
 from twostep.engine.drafts import WantedDrafts
 from twostep.engine.model_proposer import ModelProposer
 from twostep.engine.sequence import EngineSequence
-from twostep.model.heads.rounds import DraftRow
+from twostep.model.runner.head_rounds import DraftRow
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 

@@ -20,7 +20,6 @@ import torch
 
 from twostep.engine.batch import Batch
 from twostep.model.heads.head import DraftHead
-from twostep.model.heads.rounds import asks_for_tokens, plan_of
 from twostep.model.heads.tap import HeadTap
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.torch_attention import slots_before
@@ -28,6 +27,7 @@ from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_tokens import carry_tokens, pick_greedy
 from twostep.model.runner.captured_step import CapturedStep
 from twostep.model.runner.device_sampler import DeviceSampler
+from twostep.model.runner.head_rounds import asks_for_tokens, plan_of
 from twostep.model.step.graph_ladder import StepShape, ladder
 from twostep.model.step.kv_cache import KvCache
 

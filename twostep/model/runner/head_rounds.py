@@ -4,8 +4,8 @@
     round 1    5 of them       the tokens drafted, and what the head made of the round before
     round 2    3 of them       those that more is wanted of stand first
 
-On a GPU the tokens stay there from round to round; the host waits once, for all of them. Rounds are captured (graphs.py) up to the most
-rows that they are made for. What is written behind a sequence's blocks goes to scratch blocks of the pool; what lies in its own is
+On a GPU the tokens stay there from round to round; the host waits once, for all of them. Rounds are captured (head_graphs.py) up to the
+most rows that they are made for. What is written behind a sequence's blocks goes to scratch blocks of the pool; what lies in its own is
 written again by the step that comes next.
 """
 
@@ -46,7 +46,7 @@ def num_scratch_blocks(block_size: int, max_num_seqs: int, most_tokens: int) -> 
 
 
 class Rounds(Protocol):
-    """How rounds run on a device: CpuRounds, or DeviceRounds (graphs.py)."""
+    """How rounds run on a device: CpuRounds, or DeviceRounds (head_graphs.py)."""
 
     def run(self, batches: Sequence[Batch]) -> Sequence[Sequence[int]]:
         """Returns the tokens of each round, those of its batch's rows in order, negative where there is none. Of every batch but the first,
