@@ -9,7 +9,7 @@ one output to the next, the median: `plain` without the head; `idle` with it, wh
 where three tokens of each sequence are drafted and computed in every step. `rounds` is what drafting them takes, the host's wait included,
 and `round 1` what one token of each does.
 
-First, right tokens: of a small model in float32, greedy and drawn answers with the head's drafts in every step, and without. DIR is of
+Then, right tokens: of a small model in float32, greedy and drawn answers with the head's drafts in every step, and without. DIR is of
 `twostep lab eagle`, with its folder `training`, whose held back prompts are asked one by one; how much is drafted is then the engine's
 choice.
 """
@@ -108,10 +108,10 @@ def main() -> None:
         torch.set_num_threads(1)
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    check_tokens(args.device)
     if args.tiny:
         args.batch, args.steps, args.prompts = [1, 3], 6, 2
     measure_steps(args.batch, args.steps, args.device, tiny=args.tiny)
+    check_tokens(args.device)
     if args.head is not None:
         serve_trained(args.head, args.prompts, args.device)
     print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
@@ -148,12 +148,14 @@ def measure_steps(batches: Sequence[int], num_steps: int, device: str, *, tiny: 
     rows = (1 + DRAFTS) * largest
     length = context + (2 + DRAFTS) * num_steps + 64
     options: dict[str, Any] = {
-        "num_blocks": 2 * largest * (-(-length // BLOCK_SIZE) + 1) + 64,
+        "num_blocks": largest * (-(-length // BLOCK_SIZE) + 2) + 64,
         "max_num_seqs": rows,
         "max_model_len": 2048,
         "device": device,
     }
     bounds: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": rows, "max_waiting": largest, "hash_unit": BLOCK_SIZE}
+    # Two engines have one pool, one after the other.
+    bounds["enable_prefix_caching"] = False
     random = RandomHead(method="eagle3", head_dir=Path(), most_tokens=DRAFTS, num_tokens=2000 if tiny else 32000)
     plain, with_head = make(shape, **options), make(shape, **options, head=random)
     proposer = HeadProposer(with_head)

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from head_cases import NUM_MEDUSA, PlainMedusa, as_the_model, asked_requests, drafting, head_case, listen
+import torch
+from head_cases import NUM_MEDUSA, PlainMedusa, as_the_model, asked_requests, drafting, head_case, listen, save_model
 from safetensors.torch import load_file, save_file
 
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
+from twostep.lab.eagle.target import new_head
+from twostep.model.eagle.files import save_head
+from twostep.model.heads.source import HeadSource
 from twostep.model.runner.model_runner import ModelRunner
+from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import load_model, settle
@@ -41,6 +47,34 @@ def test_proposals_are_a_plain_reading_s(method: str, block_size: int, tmp_path:
     assert max(len(proposed) for _, _, proposed in told) == (min(MOST, NUM_MEDUSA) if method == "medusa" else MOST)
     for each, tokens, proposed in told:
         assert list(proposed) == case.plain(tokens, len(proposed), as_the_model(each, tokens))
+
+
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("mistral-window", "auto"), ("llama", "int8")])
+def test_answers_are_those_without_whatever_the_blocks_are_like(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Those behind every window are given away; those of fewer bits hold the head's keys in them, too."""
+    model_dir, head_dir = tmp_path / "model", tmp_path / "head"
+    model_dir.mkdir()
+    save_model(family, model_dir, head_dim=16)
+    pool: dict[str, Any] = {"num_blocks": 40, "dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
+    runner = ModelRunner(model_dir, **pool)
+    save_head(new_head(runner, torch.arange(runner.vocab_size), 1), head_dir)
+    source = HeadSource(method="eagle3", head_dir=head_dir, most_tokens=3)
+    prompt = list(range(3, 33))
+    asked = [
+        EngineRequest(
+            seq_id=f"r{number}",
+            token_ids=prompt[number:],
+            num_prompt_tokens=len(prompt) - number,
+            sampling=SamplingParams(max_tokens=170, temperature=0.0, ignore_eos=True),
+        )
+        for number in range(2)
+    ]
+    engine, proposer = drafting(ModelRunner(model_dir, **pool, head=source), source)
+    plain = Engine(runner, EngineConfig(hash_unit=16))
+    got, want = ([[token.token_id for token in answer] for answer in generate(each, asked)] for each in (engine, plain))
+    assert got == want
+    assert not proposer.failed
+    assert sum(engine.stats().num_drafted) > 50
 
 
 def test_what_an_mtp_s_layer_leaves_is_in_the_blocks(tmp_path: Path) -> None:
@@ -106,7 +140,12 @@ def test_what_cannot_draft_for_the_model_is_refused_by_name(tmp_path: Path) -> N
         PlainMedusa(_model_of(case.plain), case.source.head_dir, **changes)
         with pytest.raises(SetupError, match=named):
             load_model(worker_config(case.model_dir, medusa))
-    for changes, named in (({"num_heads": 4}, "blocks.3"), ({"num_heads": 2}, "blocks.2"), ({"truncated_vocab_size": None}, "token_map")):
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"num_heads": 4}, "blocks.3"),
+        ({"num_heads": 2}, "blocks.2"),
+        ({"truncated_vocab_size": None}, "token_map"),
+    ]
+    for changes, named in others:
         PlainMedusa(_model_of(case.plain), case.source.head_dir, **changes)
         with pytest.raises(SetupError, match=named):
             load_model(worker_config(case.model_dir, medusa))
@@ -117,8 +156,6 @@ def _model_of(propose: Any) -> Any:
 
 
 def test_a_model_that_keeps_states_has_no_head(tmp_path: Path) -> None:
-    from forward_helpers import save_model  # noqa: PLC0415
-
     save_model("qwen3-next", tmp_path)
     with pytest.raises(SetupError, match="states"):
         load_model(worker_config(tmp_path, {"method": "mtp"}))

@@ -55,7 +55,8 @@ class Rounds(Protocol):
 
 
 class HeadRounds:
-    """Belongs to a runner and its thread. The pool has `num_scratch_blocks`."""
+    """Belongs to a runner and its thread. The pool has `num_scratch_blocks`. A sequence may lose its blocks to another one while it is
+    drafted for: then some keys of that one's in the head's layer are wrong, and its proposals worse."""
 
     def __init__(self, head: DraftHead, cache: KvCache, rounds: Rounds, *, max_num_seqs: int, most_tokens: int) -> None:
         self.max_rows = min(MOST_ROWS, max_num_seqs)
