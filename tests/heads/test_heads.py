@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from head_cases import NUM_MEDUSA, PlainMedusa, as_the_model, asked_requests, drafting, head_case, listen, save_model
@@ -19,9 +21,12 @@ from twostep.errors import SetupError
 from twostep.lab.eagle.target import new_head
 from twostep.model.eagle.files import save_head
 from twostep.model.heads.source import HeadSource
+from twostep.model.heads.tap import HeadTap
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
+from twostep.worker.draft import find_draft
+from twostep.worker.head import Head
 from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import load_model, settle
 
@@ -47,6 +52,31 @@ def test_proposals_are_a_plain_reading_s(method: str, block_size: int, tmp_path:
     assert max(len(proposed) for _, _, proposed in told) == (min(MOST, NUM_MEDUSA) if method == "medusa" else MOST)
     for each, tokens, proposed in told:
         assert list(proposed) == case.plain(tokens, len(proposed), as_the_model(each, tokens))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+def test_rows_that_are_only_read_are_those_without(method: str, tmp_path: Path) -> None:
+    """Log probabilities of a prompt's tokens, beside what a step leaves for the head; of chunks in which nothing is sampled, too."""
+    case, found = head_case(method, tmp_path), []
+    for head in (None, case.source):
+        engine = Engine(
+            ModelRunner(case.model_dir, num_blocks=20, dtype="float32", head=head),
+            EngineConfig(max_num_batched_tokens=7, max_num_seqs=4, hash_unit=16),
+        )
+        params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2, ignore_eos=True)
+        prompt = list(range(3, 23))
+        engine.submit(EngineRequest(seq_id="r", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=params))
+        engine.submit(EngineRequest(seq_id="s", token_ids=prompt[5:], num_prompt_tokens=15, sampling=replace(params, prompt_logprobs=None)))
+        tokens, scores = [], []
+        while engine.stats().num_running or engine.stats().num_waiting:
+            output = engine.step()
+            tokens += [(token.seq_id, token.token_id) for token in output.tokens]
+            scores += [each.values for each in output.scores]
+        found.append((tokens, np.concatenate(scores)))
+    (want, want_scores), (got, got_scores) = found
+    assert got == want
+    assert got_scores == pytest.approx(want_scores, abs=1e-4)
+    assert len(got_scores) == 19
 
 
 @pytest.mark.parametrize(("family", "kv_cache_dtype"), [("mistral-window", "auto"), ("llama", "int8")])
@@ -114,6 +144,26 @@ def test_weights_as_the_authors_of_medusa_write_them_are_read(tmp_path: Path) ->
 def worker_config(model: Path, method: dict[str, Any], **changes: Any) -> WorkerConfig:
     usual: dict[str, Any] = {"role": "decode", "device": "cpu", "dtype": "float32", "num_blocks": 60, "calibrate": False}
     return WorkerConfig(model=str(model), speculative_config=json.dumps(method), **(usual | changes))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+def test_what_a_head_takes_is_reckoned(method: str, tmp_path: Path) -> None:
+    """States by slot, scratch blocks, weights; before anything is loaded."""
+    case = head_case(method, tmp_path)
+    given = {"method": method, "num_speculative_tokens": 3} | ({} if method == "mtp" else {"model": str(case.source.head_dir)})
+    config = settle(worker_config(case.model_dir, given, max_num_seqs=5))
+    head = find_draft(config, case.model_dir)
+    assert isinstance(head, Head)
+    pool: dict[str, Any] = {"num_blocks": 10, "block_size": config.block_size, "dtype": "float32", "max_num_seqs": 5}
+    runner = ModelRunner(case.model_dir, **pool, head=head.source)
+    assert runner.kv_shape.num_layers == runner.config.num_layers + head.num_layers
+    tap, cache = runner.model.tap, runner.kv_cache
+    assert isinstance(tap, HeadTap)
+    assert tap.by_slot.nbytes == 10 * head.block_bytes + tap.by_slot[0].nbytes
+    assert cache.with_scratch().tensor.nbytes - cache.tensor.nbytes == head.later_bytes
+    files = sum(path.stat().st_size for path in case.source.head_dir.glob("*.safetensors"))
+    # Of EAGLE-3 and Medusa, maps of the vocabulary are in the files in other types, and the files have headers.
+    assert head.fixed_bytes - head.later_bytes == pytest.approx(files, rel=0.1)
 
 
 @pytest.mark.parametrize("method", ["mtp", "medusa"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostep.errors import SetupError
-from twostep.lab.plan.model import weight_bytes
 from twostep.settings.speculative import MTP, SpeculativeConfig
 from twostep.worker.config import WorkerConfig
 
@@ -26,6 +26,7 @@ class Head:
     def __init__(self, config: WorkerConfig, speculative: SpeculativeConfig, served: ModelConfig) -> None:
         """`config` is settled. Raises SetupError where the head cannot draft for the served model."""
         from twostep.model.heads.source import HeadSource  # noqa: PLC0415
+        from twostep.model.loading.weight_files import stored_tensors  # noqa: PLC0415
         from twostep.model.runner.head_rounds import MOST_ROWS, num_scratch_blocks  # noqa: PLC0415
         from twostep.model.runner.model_runner import captured_bytes, kv_shape  # noqa: PLC0415
         from twostep.model.step.kv_cache import DTYPES  # noqa: PLC0415
@@ -45,6 +46,7 @@ class Head:
         if config.device != "cpu":
             self.later_bytes += captured_bytes(served, dtype, min(MOST_ROWS, config.max_num_seqs), 0)
         # MTP's weights are among the model's.
-        weights = 0 if speculative.method == MTP else weight_bytes(head_dir, dtype)
+        tensors = () if speculative.method == MTP else stored_tensors(head_dir)
+        weights = sum(math.prod(tensor.shape) for tensor in tensors) * DTYPES[dtype].itemsize
         tables = self.source.table_bytes(served, config.max_model_len or served.max_model_len)
         self.fixed_bytes = weights + tables + self.later_bytes
