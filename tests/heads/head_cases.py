@@ -43,13 +43,15 @@ class HeadCase:
     plain: Callable[[Sequence[int], int, Choice], list[int]]
 
 
-def head_case(method: str, directory: Path, most_tokens: int = 3) -> HeadCase:
+def head_case(method: str, directory: Path, most_tokens: int = 3, *, dense: bool = False) -> HeadCase:
+    """`dense`: without a mixture of experts."""
     model_dir, head_dir = directory / "model", directory / "head"
     for each in (model_dir, head_dir):
         each.mkdir()
     source = HeadSource(method=method, head_dir=head_dir, most_tokens=most_tokens)
     if method == "mtp":
-        model = save_model("deepseek-v3-moe", model_dir, num_nextn_predict_layers=1)
+        changes = {"first_k_dense_replace": 9} if dense else {}
+        model = save_model("deepseek-v3" if dense else "deepseek-v3-moe", model_dir, num_nextn_predict_layers=1, **changes)
         return HeadCase(model_dir, source, PlainMtp(model, model_dir).propose)
     model = save_model("llama", model_dir)
     if method == "medusa":

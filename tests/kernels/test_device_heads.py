@@ -35,7 +35,7 @@ from twostep.model.step.kv_cache import KvCache
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
 from head_cases import asked_requests, drafting, head_case, listen
 
-NUM_BLOCKS, BLOCK_SIZE, MOST, MOST_SEQS = 40, 16, 2, 8
+NUM_BLOCKS, BLOCK_SIZE, MOST, MOST_SEQS = 40, 16, 2, 9
 
 # Nothing attends for rows of padding: what the memory held before is multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -67,7 +67,7 @@ class DeviceRunner(ModelRunner):
         steps = None
         with no_capture(), torch.inference_mode():
             if captured:
-                steps = StepGraphs(model, cache, ops, [8], mixed=[StepShape(32, 0, 8), StepShape(32, 8, 8)])
+                steps = StepGraphs(model, cache, ops, [MOST_SEQS], mixed=[StepShape(16, 0, 3), StepShape(16, 9, 3)])
             rounds = DeviceRounds(
                 tap,
                 cache,
@@ -86,13 +86,13 @@ class DeviceRunner(ModelRunner):
 
 def few_requests() -> list[EngineRequest]:
     """One greedy, one drawn, one with a bias."""
-    return [replace(each, sampling=replace(each.sampling, max_tokens=5)) for each in itemgetter(0, 1, 4)(asked_requests())]
+    return [replace(each, sampling=replace(each.sampling, max_tokens=4)) for each in itemgetter(0, 1, 4)(asked_requests())]
 
 
 def proposals(runner: ModelRunner, source: HeadSource) -> tuple[dict[tuple[str, int], Sequence[int]], list[list[int]]]:
     """Returns what is proposed, by sequence and how many of its tokens were known; and the answers."""
     requests = few_requests()
-    engine, proposer = drafting(runner, source, max_num_seqs=MOST_SEQS)
+    engine, proposer = drafting(runner, source, max_num_batched_tokens=16, max_num_seqs=MOST_SEQS)
     told = listen(proposer, MOST)
     answers = [[token.token_id for token in answer] for answer in generate(engine, requests)]
     assert not proposer.failed
@@ -112,13 +112,16 @@ def test_proposals_are_the_cpu_s(method: str, captured: bool, tmp_path: Path, mo
         # They only take time where nothing is captured.
         monkeypatch.setattr(step_graphs, "_WARM_UPS", 0)
         monkeypatch.setattr(head_graphs, "_WARM_UPS", 0)
-    case = head_case(method, tmp_path, MOST)
+    case = head_case(method, tmp_path, MOST, dense=True)
     pool = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
-    bounds = EngineConfig(max_num_batched_tokens=24, max_num_seqs=MOST_SEQS, hash_unit=16)
+    bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=MOST_SEQS, hash_unit=16)
     requests = few_requests()
     plain = generate(Engine(ModelRunner(case.model_dir, **pool), bounds), requests)
     want, _ = proposals(ModelRunner(case.model_dir, **pool, head=case.source), case.source)
     got, answers = proposals(DeviceRunner(case.model_dir, case.source, captured=captured), case.source)
     assert answers == [[token.token_id for token in answer] for answer in plain]
-    assert {seq_id for seq_id, _ in got} == {"r0", "r1", "r4"}
-    assert got == want
+    # How many are wanted differs with the steps that are planned.
+    both = {each: list(zip(got[each], want[each], strict=False)) for each in got.keys() & want.keys()}
+    assert {seq_id for seq_id, _ in both} == {"r0", "r1", "r4"}
+    assert all(ours == theirs for pairs in both.values() for ours, theirs in pairs)
+    assert max(map(len, both.values())) == MOST
