@@ -74,7 +74,7 @@ def main() -> None:
     method = {"method": "eagle3", "model": str(args.head)} if args.head else {"method": "ngram"}
     drafting = json.dumps(method | {"num_speculative_tokens": args.tokens})
     engines = {name: _engine(replace(config, speculative_config=given)) for name, given in (("plain", ""), ("drafts", drafting))}
-    asked = _held_back(args.head)[: args.prompts or None] if args.head else _objects(engines["plain"][1])
+    asked = held_back(args.head)[: args.prompts or None] if args.head else _objects(engines["plain"][1])
     eos = ModelCard.load(engines["plain"][1]).eos_token_ids
     if (curve := engines["drafts"][2]) is not None:
         works = [StepWorkload(prompt_tokens=0, pairs=0, decodes=1 + drafts, context=150 * (1 + drafts)) for drafts in range(4)]
@@ -123,7 +123,7 @@ class AskedRequest:
     grammar: GrammarState | None = None
 
 
-def _held_back(head: Path) -> list[AskedRequest]:
+def held_back(head: Path) -> list[AskedRequest]:
     lines = (head / "training" / "answers.jsonl").read_text().splitlines()
     return [AskedRequest(each["prompt"], SamplingParams(**each["sampling"])) for each in map(json.loads, lines) if each["held_back"]]
 

@@ -35,6 +35,7 @@ from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.lab.bench.roofline import measure_limits
 from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.heads.source import HeadSource
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
@@ -257,7 +258,15 @@ def check(device: str) -> None:
         sys.exit("more streams differ than near-ties explain")
 
 
-def make(config: dict[str, Any], *, num_blocks: int, max_num_seqs: int, device: str, max_model_len: int | None = None) -> ModelRunner:
+def make(
+    config: dict[str, Any],
+    *,
+    num_blocks: int,
+    max_num_seqs: int,
+    device: str,
+    max_model_len: int | None = None,
+    head: HeadSource | None = None,
+) -> ModelRunner:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         return ModelRunner(
@@ -268,6 +277,7 @@ def make(config: dict[str, Any], *, num_blocks: int, max_num_seqs: int, device: 
             load_format="dummy",
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            head=head,
         )
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from twostep.engine.batch import SamplingRow
 from twostep.model.eagle.config import EagleConfig
 from twostep.model.eagle.head import EagleHead
 from twostep.model.families.rope import Rope
+from twostep.model.runner.sampler import sample
+from twostep.sampling_params import SamplingParams
 
 VOCAB = 61
 
@@ -53,15 +56,46 @@ def random_sequence(head: EagleHead, length: int, seed: int = 0) -> tuple[torch.
     return states, torch.randint(head.config.vocab_size, (length + 1,), generator=generator).tolist()
 
 
+Choice = Callable[[torch.Tensor, int], int]
+
+
+def likeliest(logits: torch.Tensor, number: int) -> int:
+    return int(logits.argmax())
+
+
+def drawn(params: SamplingParams, position: int) -> Choice:
+    """A Choice that picks as the model's sampler does, the first proposal being at `position` of the answer."""
+
+    def choose(logits: torch.Tensor, number: int) -> int:
+        return int(sample(logits[None], [SamplingRow(params, position + number, (), 0, frozenset())]).token_ids[0])
+
+    return choose
+
+
+def propose(head: EagleHead, states: torch.Tensor, token_ids: Sequence[int], count: int, choose: Choice = likeliest) -> list[int]:
+    return PlainHead(head.state_dict(), head.embedding, head.config).propose(states, token_ids, count, choose)
+
+
 class PlainHead:
     """Reads the weights as a checkpoint has them."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], embedding: torch.Tensor, c: EagleConfig) -> None:
         self.w, self.embedding, self.c = weights, weights.get("embed_tokens.weight", embedding), c
 
-    def propose(self, states: torch.Tensor, token_ids: Sequence[int], count: int, choose: Callable[[torch.Tensor, int], int]) -> list[int]:
-        """`choose`: a token out of logits over the model's vocabulary, the n-th."""
+    def propose(
+        self,
+        states: torch.Tensor,
+        token_ids: Sequence[int],
+        count: int,
+        choose: Choice = likeliest,
+        *,
+        served: bool = False,
+    ) -> list[int]:
+        """`choose`: a token out of logits over the model's vocabulary, the n-th. `served`: a sequence's first token is seen, too, with its
+        own state, as it is when the head serves."""
         rows = [(token, self.w["fc.weight"] @ state) for token, state in zip(token_ids[1:], states, strict=True)]
+        if served:
+            rows.insert(0, (token_ids[0], self.w["fc.weight"] @ states[0]))
         proposed: list[int] = []
         for number in range(count):
             last = self._last_row(rows)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cases import VOCAB, random_head, random_sequence
+from eagle_cases import VOCAB, propose, random_head, random_sequence
 from safetensors.torch import load_file, save_file
 
 from twostep.errors import SetupError
 from twostep.model.eagle.config import EagleConfig, parse_eagle_config, usual_layers
 from twostep.model.eagle.files import load_head, save_head
 from twostep.model.eagle.head import EagleHead
-from twostep.model.eagle.proposals import propose
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.rope import Rope
 

@@ -6,14 +6,14 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from eagle_cases import random_head
+from eagle_cases import PlainHead, random_head
 
+from twostep.engine.batch import SamplingRow
 from twostep.engine.drafts import WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
@@ -26,10 +26,11 @@ from twostep.lab.eagle.training import Trainer, TrainingPlan
 from twostep.lab.one_prompt import prompt_batch
 from twostep.model.eagle.files import save_head
 from twostep.model.eagle.head import EagleHead
-from twostep.model.eagle.proposals import likeliest, propose
-from twostep.model.eagle.proposer import EagleProposer
+from twostep.model.families.layer_states import LayerStates
+from twostep.model.heads.source import HeadSource
+from twostep.model.runner.head_proposer import HeadProposer
 from twostep.model.runner.model_runner import ModelRunner
-from twostep.model.step.layer_states import LayerStates
+from twostep.model.runner.sampler import sample
 from twostep.process.startup import NoProgress
 from twostep.sampling_params import SamplingParams
 from twostep.settings.speculative import SpeculativeConfig
@@ -41,12 +42,17 @@ K = 3
 BOUNDS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 24, "hash_unit": 8}
 
 
-def new_runner(directory: Path, num_blocks: int = 120) -> ModelRunner:
-    return ModelRunner(directory, dtype="float32", num_blocks=num_blocks, block_size=8, num_threads=1)
+def new_runner(directory: Path, num_blocks: int = 120, head: EagleHead | None = None) -> ModelRunner:
+    """With a head, through a directory of its own, if one is given."""
+    with TemporaryDirectory() as head_dir:
+        if head is not None:
+            save_head(head, Path(head_dir))
+        source = None if head is None else HeadSource(method="eagle3", head_dir=Path(head_dir), most_tokens=K)
+        return ModelRunner(directory, dtype="float32", num_blocks=num_blocks, block_size=8, num_threads=1, head=source)
 
 
-def drafting(runner: ModelRunner, head: EagleHead, **bounds: Any) -> tuple[Engine, EagleProposer]:
-    proposer = EagleProposer(runner, head)
+def drafting(runner: ModelRunner, **bounds: Any) -> tuple[Engine, HeadProposer]:
+    proposer = HeadProposer(runner)
     config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=K)
     return Engine(runner, EngineConfig(**(BOUNDS | bounds), speculative=config), proposer=proposer), proposer
 
@@ -104,51 +110,97 @@ def learned(tiny_llama_dir: Path) -> tuple[EagleHead, EngineRequest, list[int]]:
 
 def test_a_head_that_knows_the_answer_saves_steps(tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]]) -> None:
     head, asked, want = learned
-    runner = new_runner(tiny_llama_dir)
-    engine, proposer = drafting(runner, head)
+    engine, _ = drafting(new_runner(tiny_llama_dir, head=head))
     assert tokens_of(engine, [asked]) == [want]
     assert engine.steps < len(want) / 2
     stats = engine.stats()
     assert len(stats.num_accepted) == K
     assert sum(stats.num_accepted) > 0.7 * sum(stats.num_drafted)
-    # What has ended is forgotten with the next step.
-    assert proposer.num_held > 0
-    proposer.prepare([], 0)
-    assert proposer.num_held == 0
 
 
-def test_proposals_are_the_head_s_own(tiny_llama_dir: Path) -> None:
-    """Those of the plain function over the states that the model has, of prompts in chunks, too."""
-    runner = new_runner(tiny_llama_dir)
-    head = new_head(runner, torch.arange(0, runner.vocab_size, 2), 3).requires_grad_(False)
-    engine, proposer = drafting(runner, head, max_num_batched_tokens=5)
-    told: list[tuple[list[int], Sequence[int]]] = []
+def listen(proposer: HeadProposer) -> list[tuple[WantedDrafts, list[int], Sequence[int]]]:
+    """Returns what will be proposed: of whom, after what tokens."""
+    told: list[tuple[WantedDrafts, list[int], Sequence[int]]] = []
     prepare = proposer.prepare
 
     def listening(wanted: Sequence[WantedDrafts], most_rows: int) -> None:
         prepare(wanted, most_rows)
-        told.extend((list(each.sequence.tokens), proposer.propose(each.sequence.seq_id, each.sequence.tokens, K)) for each in wanted)
+        for each in wanted:
+            tokens = list(each.sequence.tokens)
+            told.append((each, tokens, proposer.propose(each.sequence.seq_id, tokens, K)))
 
     proposer.prepare = listening  # type: ignore[method-assign]
-    tokens_of(engine, [request(0, [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], max_tokens=12)])
-    assert len(told) > 4
-    oracle, states = new_runner(tiny_llama_dir), LayerStates(head.config.layers_of(runner.config))
-    for tokens, proposed in told:
+    return told
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "all tokens": {"draft_vocab_size": None},
+    "norm before residual": {"norm_before_residual": True},
+    "another width": {"hidden_size": 40, "has_embedding": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "more heads": {"num_heads": 12},
+}
+
+
+def plain_head(directory: Path, kind: str) -> tuple[EagleHead, PlainHead]:
+    """A random head of a model, and its straightforward reading."""
+    runner = new_runner(directory)
+    c, options = runner.config, dict(HEADS[kind])
+    size = {"num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim, "num_heads": c.num_heads, "hidden_size": c.hidden_size}
+    draft = options.pop("draft_vocab_size", 60) or c.vocab_size
+    has_embedding = options.pop("has_embedding", False)
+    changes = {"vocab_size": c.vocab_size, "target_hidden_size": c.hidden_size, "draft_vocab_size": draft, **(size | options)}
+    head = random_head(has_embedding=True, **changes)
+    if not has_embedding:
+        head.embed_tokens = None
+        head.use_embedding(runner.model.embedding)
+    return head, PlainHead(head.state_dict(), head.embedding, head.config)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_proposals_are_the_head_s_own(tiny_llama_dir: Path, kind: str) -> None:
+    """Of several sequences at once, greedy and drawn, of prompts in chunks: those of a plain reading over the states that the model has."""
+    head, plain = plain_head(tiny_llama_dir, kind)
+    engine, proposer = drafting(new_runner(tiny_llama_dir, head=head), max_num_batched_tokens=24)
+    told = listen(proposer)
+    asked = [
+        request(0, [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], max_tokens=9),
+        request(1, [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5, 31, 32, 33], max_tokens=8, temperature=0.8, top_p=0.9, seed=7),
+        request(2, [40], max_tokens=9, temperature=1.5, seed=-3),
+        request(3, [50, 51, 52], max_tokens=9, repetition_penalty=1.3, frequency_penalty=0.4),
+        request(4, [60, 61], max_tokens=9, temperature=1.0, logit_bias=((5, 3.0),), seed=2),
+    ]
+    tokens_of(engine, asked)
+    assert not proposer.failed
+    oracle, states = new_runner(tiny_llama_dir), LayerStates(head.config.layers_of(new_runner(tiny_llama_dir).config))
+    assert {each.sequence.seq_id for each, _, proposed in told if proposed} == {f"r{number}" for number in range(5)}
+    assert max(len(proposed) for _, _, proposed in told) == K
+    for each, tokens, proposed in told:
+        sequence = each.sequence
+        num_prompt = sequence.request.num_prompt_tokens
         oracle.forward(prompt_batch(tokens[:-1], oracle.kv_shape), states)
-        assert list(proposed) == propose(head, states.joined(), tokens, len(proposed), likeliest)
-        assert proposed
+        drafted: list[int] = []
+
+        def choose(logits: torch.Tensor, number: int) -> int:
+            history = [*tokens, *drafted]  # noqa: B023 - called at once
+            row = SamplingRow(sequence.request.sampling, len(history) - num_prompt, history, num_prompt, frozenset())  # noqa: B023
+            drafted.append(int(sample(logits[None], [row]).token_ids[0]))  # noqa: B023
+            return drafted[-1]  # noqa: B023
+
+        assert list(proposed) == plain.propose(states.joined(), tokens, len(proposed), choose, served=True)
 
 
 def test_of_a_prompt_that_was_handed_over_the_answer_is_seen(
     tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]]
 ) -> None:
-    """The KV comes from another worker, whose states nobody has: drafts begin all the same, and answers stay what they are."""
+    """The head's KV comes with the model's from another worker; the last state does not, and after one step there is another."""
     head, asked, want = learned
-    elsewhere, runner = new_runner(tiny_llama_dir), new_runner(tiny_llama_dir)
+    elsewhere, runner = new_runner(tiny_llama_dir, head=head), new_runner(tiny_llama_dir, head=head)
     prefill = Engine(elsewhere, EngineConfig(**BOUNDS))
     prefill.submit(asked, hold=True)
     got = [token.token_id for token in prefill.step().tokens]
-    engine, _ = drafting(runner, head)
+    engine, _ = drafting(runner)
     reservation = engine.reserve(asked)
     blocks = prefill.block_ids("r0")
     data = elsewhere.new_host_blocks(len(blocks))
@@ -158,19 +210,20 @@ def test_of_a_prompt_that_was_handed_over_the_answer_is_seen(
     while len(got) < len(want):
         got += [token.token_id for token in engine.step().tokens]
     assert got == want
-    assert sum(engine.stats().num_drafted) > 10
+    assert engine.steps < len(want) / 2
 
 
-def test_a_head_that_breaks_leaves_requests_alone(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = new_runner(tiny_llama_dir)
-    asked = requests(runner.vocab_size)
-    want = tokens_of(Engine(runner, EngineConfig(**BOUNDS)), asked)
-    engine, _ = drafting(runner, new_head(runner, torch.arange(runner.vocab_size), 0).requires_grad_(False))
+def test_a_head_that_breaks_leaves_requests_alone(
+    tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(new_runner(tiny_llama_dir).vocab_size)
+    want = tokens_of(Engine(new_runner(tiny_llama_dir), EngineConfig(**BOUNDS)), asked)
+    engine, _ = drafting(new_runner(tiny_llama_dir, head=learned[0]))
 
     def broken(*args: Any) -> None:
         raise RuntimeError("as it was told to")
 
-    monkeypatch.setattr("twostep.model.eagle.proposer.DraftedSequence.extend_fused", broken)
+    monkeypatch.setattr("twostep.model.heads.eagle.EagleDrafts.step", broken)
     assert tokens_of(engine, asked) == want
     assert engine.stats().drafting_failed
 
@@ -180,20 +233,19 @@ def test_a_sequence_that_is_cancelled_while_the_head_computes_breaks_nothing(
 ) -> None:
     """Its blocks are gone between two looks at it, and others are drafted for as before."""
     head, asked, _ = learned
-    engine, proposer = drafting(new_runner(tiny_llama_dir), head)
+    engine, proposer = drafting(new_runner(tiny_llama_dir, head=head))
     others = [request(number, asked.token_ids, max_tokens=40) for number in range(1, 5)]
     for each in others:
         engine.submit(each)
-    real, cancelled = proposer._slots, list[str]()
+    prepare, cancelled = proposer.prepare, list[str]()
 
-    def slots(blocks: Sequence[int], end: int) -> npt.NDArray[np.int64]:
-        if engine.steps == 4 and not cancelled:
+    def preparing(wanted: Sequence[WantedDrafts], most_rows: int) -> None:
+        if wanted and not cancelled:
             cancelled.append(others[0].seq_id)
             engine.cancel(others[0].seq_id)
-            blocks = ()
-        return real(blocks, end)
+        prepare(wanted, most_rows)
 
-    monkeypatch.setattr(proposer, "_slots", slots)
+    monkeypatch.setattr(proposer, "prepare", preparing)
     while engine.stats().num_running or engine.stats().num_waiting:
         engine.step()
     assert cancelled
@@ -205,12 +257,12 @@ def test_a_head_that_cannot_take_a_step_s_states_leaves_requests_alone(
     tiny_llama_dir: Path, learned: tuple[EagleHead, EngineRequest, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, asked, answer = learned
-    engine, proposer = drafting(new_runner(tiny_llama_dir), head)
+    engine, proposer = drafting(new_runner(tiny_llama_dir, head=head))
 
-    def fuse(states: torch.Tensor) -> torch.Tensor:
+    def state(self: object, seen: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("as it was told to")
 
-    monkeypatch.setattr(head, "fuse", fuse)
+    monkeypatch.setattr("twostep.model.heads.eagle.EagleDrafts.state", state)
     assert tokens_of(engine, [asked]) == [answer]
     assert proposer.failed
     assert engine.stats().drafting_failed
@@ -234,11 +286,21 @@ def test_a_worker_drafts_with_the_head_that_it_is_given(
     assert engine.steps < len(want) / 1.5
 
 
+def _shape_of(head: EagleHead) -> dict[str, Any]:
+    c = head.config
+    names = ("vocab_size", "hidden_size", "target_hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    return {name: getattr(c, name) for name in names}
+
+
 def test_what_is_no_head_of_the_model_is_refused_by_name(tiny_llama_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="nothing-here"):
         load_model(worker_config(tiny_llama_dir, tmp_path / "nothing-here"))
     save_head(random_head(), tmp_path)
     with pytest.raises(SetupError, match="vocab_size"):
+        load_model(worker_config(tiny_llama_dir, tmp_path))
+    head, _ = plain_head(tiny_llama_dir, "usual")
+    save_head(random_head(**(_shape_of(head) | {"num_kv_heads": head.config.num_heads})), tmp_path)
+    with pytest.raises(SetupError, match="num_key_value_heads"):
         load_model(worker_config(tiny_llama_dir, tmp_path))
     with pytest.raises(SetupError, match="architectures"):
         load_model(worker_config(tiny_llama_dir, tiny_llama_dir))

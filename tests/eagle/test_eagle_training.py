@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cases import VOCAB, random_head
+from eagle_cases import VOCAB, drawn, likeliest, propose, random_head
 
 from twostep.lab.eagle.acceptance import measure
 from twostep.lab.eagle.answers import LearntAnswer
@@ -17,7 +17,6 @@ from twostep.lab.eagle.target import Looked, Target, new_head
 from twostep.lab.eagle.training import Trainer, TrainingPlan, loss_of, rate_at
 from twostep.model.eagle.files import load_head
 from twostep.model.eagle.head import EagleHead
-from twostep.model.eagle.proposals import drawn, likeliest, propose
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.process.startup import NoProgress
 from twostep.sampling_params import SamplingParams

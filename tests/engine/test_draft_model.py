@@ -11,9 +11,10 @@ from engine_helpers import HookedRunner, answer_of, assert_idle, drain, engine_o
 
 from twostep.engine import scheduler
 from twostep.engine.batch import Batch, Sampled
-from twostep.engine.draft_model import DraftModel, RoundTime
+from twostep.engine.draft_model import DraftModel
 from twostep.engine.drafts import LEAST_CAUGHT_UP, MOST_CAUGHT_UP
 from twostep.engine.engine import Engine
+from twostep.engine.model_proposer import RoundTime
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.settings.speculative import SpeculativeConfig

@@ -9,8 +9,8 @@ import pytest
 import torch
 from forward_helpers import make_batch, save_model, scattered_sequences
 
+from twostep.model.families.layer_states import LayerStates
 from twostep.model.runner.model_runner import ModelRunner
-from twostep.model.step.layer_states import LayerStates
 
 # One of each way in which layers, embeddings and norms stand around the residual.
 KINDS = ["llama", "gemma2", "olmo2", "gpt2", "falcon", "opt", "deepseek-v3-moe", "qwen3-next"]

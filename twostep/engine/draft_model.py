@@ -16,48 +16,24 @@ a long prompt) is computed from its tokens, so much in a step.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from twostep.engine.batch import Batch, Runner, SamplingRow
-from twostep.engine.drafts import LEAST_CAUGHT_UP, DraftTime, Proposer, WantedDrafts
+from twostep.engine.drafts import LEAST_CAUGHT_UP, WantedDrafts
+from twostep.engine.model_proposer import ModelProposer
 from twostep.engine.sequence import EngineSequence
 from twostep.sampling_params import SamplingParams
 
-log = logging.getLogger(__name__)
-
-# Of what a round took, so much is believed at once.
-_LEARNT = 0.1
-# From so many rows on, a round tells what a row takes; with fewer, what it takes at all.
-_MANY_ROWS = 16
 # Rows of the rounds that are measured at the start: the first of a size may touch memory for the first time.
 _FIRST_ROUNDS = (1, 1, 64, 64)
 # So few tokens of a sequence are computed as rows of a decode step, which is what graphs of a GPU are captured for.
 _MOST_ROWS_EACH = 8
-
-
-class RoundTime:
-    """Learns what a step of the draft model takes: fixed_s + per_row_s * rows."""
-
-    def __init__(self, least: Sequence[tuple[int, float]]) -> None:
-        """`least`: rows and seconds of the smallest step that was measured, and of the largest; they may be the same."""
-        (few, few_s), (many, many_s) = least[0], least[-1]
-        per_row_s = max(0.0, (many_s - few_s) / max(1, many - few))
-        self.time = DraftTime(max(0.0, few_s - per_row_s * few), per_row_s)
-
-    def saw(self, rows: int, seconds: float) -> None:
-        fixed_s, per_row_s = self.time
-        if rows < _MANY_ROWS:
-            fixed_s += _LEARNT * (max(0.0, seconds - per_row_s * rows) - fixed_s)
-        else:
-            per_row_s += _LEARNT * (max(0.0, seconds - fixed_s) / rows - per_row_s)
-        self.time = DraftTime(fixed_s, per_row_s)
 
 
 @dataclass(slots=True)
@@ -69,21 +45,18 @@ class _Held:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     drafted: Sequence[int] = ()
-    # What was proposed last, after so many tokens.
-    proposed: Sequence[int] = ()
-    after: int = 0
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Counts what has come of the drafts that were computed; what was proposed is of no use any more."""
+        """Counts what has come of the drafts that were computed."""
         for draft in self.drafted:
             if self.num_computed >= len(tokens) or tokens[self.num_computed] != draft:
                 break
             self.num_computed += 1
-        self.drafted = self.proposed = ()
+        self.drafted = ()
 
     def lose(self) -> list[int]:
         """Returns its blocks, which it has no more."""
-        blocks, self.blocks, self.num_computed, self.drafted, self.proposed = self.blocks, [], 0, (), ()
+        blocks, self.blocks, self.num_computed, self.drafted = self.blocks, [], 0, ()
         return blocks
 
 
@@ -104,8 +77,8 @@ class _Job:
     tokens: list[int] = field(default_factory=list)
 
 
-class DraftModel(Proposer):
-    """A Proposer. `prepare` and what is asked of missing tokens belong to the engine's thread."""
+class DraftModel(ModelProposer):
+    """A Proposer over a runner of its own."""
 
     def __init__(self, runner: Runner, *, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """`runner`: of a model with the served one's vocabulary, whose layers keep no states, and that nobody else uses. `max_num_seqs`:
@@ -118,10 +91,7 @@ class DraftModel(Proposer):
         self._free = list(range(runner.kv_shape.num_blocks))
         # The one used longest ago first.
         self._held: OrderedDict[str, _Held] = OrderedDict()
-        # Those that have ended since the last `prepare`: other threads say so, while this one computes.
-        self._ended: deque[str] = deque()
-        self._failed = False
-        self._time = RoundTime(self._first_rounds())
+        super().__init__("the draft model", self._first_rounds)
 
     def _first_rounds(self) -> Sequence[tuple[int, float]]:
         """Returns sizes and times, the quickest of each; in blocks that are nobody's yet."""
@@ -135,43 +105,17 @@ class DraftModel(Proposer):
         return sorted(seconds.items())
 
     @property
-    def time(self) -> DraftTime:
-        return self._time.time
-
-    @property
     def max_len(self) -> int:
         return self._runner.max_model_len
-
-    @property
-    def failed(self) -> bool:
-        return self._failed
 
     def num_missing(self, sequence: EngineSequence) -> int:
         held = self._held.get(sequence.seq_id)
         if held is None:
             return len(sequence.tokens) - 1
-        if held.proposed and held.after == len(sequence.tokens):
+        if self._num_proposed(sequence):
             return 0
         held.follow(sequence.tokens)
         return max(0, len(sequence.tokens) - 1 - held.num_computed)
-
-    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
-        if self._failed:
-            return
-        try:
-            self._prepare(wanted, most_rows)
-        except Exception:
-            # Requests are none the worse for it.
-            log.exception("the draft model failed: nothing is drafted by it any more until the worker is restarted")
-            self._failed = True
-
-    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
-        held = self._held.get(seq_id)
-        return held.proposed[:most] if held is not None and held.after == len(tokens) and not self._failed else ()
-
-    def forget(self, seq_id: str) -> None:
-        if not self._failed:
-            self._ended.append(seq_id)
 
     @property
     def num_blocks(self) -> int:
@@ -212,12 +156,12 @@ class DraftModel(Proposer):
             parts = [_Part(job.held, job.tokens[-1:], len(job.sequence.tokens) + len(job.tokens) - 1) for job in drafting]
         for job in jobs:
             if job.tokens:
-                held = job.held
-                held.proposed, held.after, held.drafted = job.tokens, len(job.sequence.tokens), job.tokens[:-1]
-        # Last: one of the wanted may have ended before it was known here.
-        while self._ended:
-            if (ended := self._held.pop(self._ended.popleft(), None)) is not None:
-                self._free += ended.blocks
+                self._keep(job.sequence, len(job.sequence.tokens), job.tokens)
+                job.held.drafted = job.tokens[:-1]
+
+    def _drop(self, seq_id: str) -> None:
+        if (ended := self._held.pop(seq_id, None)) is not None:
+            self._free += ended.blocks
 
     def _jobs(self, wanted: Sequence[WantedDrafts]) -> list[_Job]:
         """Returns what is to be done: nothing for what was proposed before and not looked at, or is beyond the model's context."""
@@ -230,7 +174,7 @@ class DraftModel(Proposer):
                 # What it thinks of the tokens is nobody's business.
                 held = self._held[sequence.seq_id] = _Held(replace(sequence.request.sampling, logprobs=None, prompt_logprobs=None))
             self._held.move_to_end(sequence.seq_id)
-            if count < 1 or (held.after == num_tokens and len(held.proposed) >= count):
+            if count < 1 or self._num_proposed(sequence) >= count:
                 continue
             held.follow(sequence.tokens)
             jobs.append(_Job(sequence, held, count))

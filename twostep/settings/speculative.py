@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 
 from twostep.errors import SetupError
 
-NGRAM, DRAFT_MODEL, EAGLE3 = METHODS = ("ngram", "draft_model", "eagle3")
+NGRAM, DRAFT_MODEL, EAGLE3, MEDUSA, MTP = METHODS = ("ngram", "draft_model", "eagle3", "medusa", "mtp")
+# What drafts from the states of the served model.
+HEADS = (EAGLE3, MEDUSA, MTP)
 _MOST_TOKENS, _LONGEST = 7, 32
 _USUAL_SHORTEST, _USUAL_LONGEST = 2, 5
 
@@ -15,7 +17,8 @@ _USUAL_SHORTEST, _USUAL_LONGEST = 2, 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """How tokens are drafted. `method` ngram: what followed the last tokens where they came before, in prompt or answer; draft_model: what
-    `model`, a smaller one of the same vocabulary, says; eagle3: what `model`, the directory of an EAGLE-3 head of the served one, says."""
+    `model`, a smaller one of the same vocabulary, says; eagle3, medusa: what `model`, the directory of such heads of the served one, says;
+    mtp: what the layer says that comes with the served model."""
 
     method: str
     model: str = ""
@@ -26,10 +29,10 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise SetupError(f"method is {self.method!r}; give {' or '.join(METHODS)}")
-        if not isinstance(self.model, str) or bool(self.model) != (self.method != NGRAM):
+        if not isinstance(self.model, str) or bool(self.model) != (self.method not in (NGRAM, MTP)):
             raise SetupError(
                 f"method {self.method} with model {self.model!r}; give {DRAFT_MODEL} the directory or name of a smaller model, {EAGLE3} "
-                f"the directory of a head, and {NGRAM} none"
+                f"and {MEDUSA} the directory of a head, and {NGRAM} and {MTP} none"
             )
         for name, most in (("num_speculative_tokens", _MOST_TOKENS), ("prompt_lookup_min", _LONGEST), ("prompt_lookup_max", _LONGEST)):
             value = getattr(self, name)

@@ -115,7 +115,8 @@ class WorkerSettings(TracedServiceSettings):
         "",
         'drafts several tokens a step where that pays, and keeps those that are right: {"method": "ngram", "num_speculative_tokens": 4} '
         'looks up what followed the last tokens where they came before; {"method": "draft_model", "model": "PATH"} asks a smaller model of '
-        'the same vocabulary; {"method": "eagle3", "model": "PATH"} an EAGLE-3 head of the model, on CPUs. Answers are those without',
+        'the same vocabulary; {"method": "eagle3", "model": "PATH"} an EAGLE-3 head of the model, as medusa and mtp ask other heads. '
+        "Answers are those without",
         speculative_config,
         metavar="JSON",
     )

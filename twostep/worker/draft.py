@@ -11,10 +11,10 @@ from twostep.engine.self_test import gives_tokens
 from twostep.errors import SetupError
 from twostep.lab.plan.model import weight_bytes
 from twostep.model.loading.store import resolve
-from twostep.settings.speculative import EAGLE3, NGRAM, SpeculativeConfig
+from twostep.settings.speculative import HEADS, NGRAM, SpeculativeConfig
 from twostep.text.tokenizer_files import read_tokenizer
 from twostep.worker.config import WorkerConfig
-from twostep.worker.eagle import EagleDraft
+from twostep.worker.head import Head
 
 if TYPE_CHECKING:
     from twostep.model.families.config import ModelConfig
@@ -27,7 +27,7 @@ _LEAVE_OUT = "or leave --speculative-config out"
 
 class Draft:
     """A draft model that was found, and not loaded yet. `block_bytes`: its KV of as many tokens as a block of the served model's has.
-    `fixed_bytes`: what it takes besides, whatever the pool."""
+    `fixed_bytes`: what it takes besides, whatever the pool, all of it later than the served model's weights (`later_bytes`)."""
 
     def __init__(self, config: WorkerConfig, model_dir: Path, served: ModelConfig, served_dir: Path) -> None:
         """Raises SetupError where it cannot draft for the served model."""
@@ -44,6 +44,7 @@ class Draft:
         self.fixed_bytes = weight_bytes(model_dir, dtype)
         if config.device != "cpu":
             self.fixed_bytes += captured_bytes(model, dtype, config.max_num_seqs, 0)
+        self.later_bytes = self.fixed_bytes
 
     def load(self, num_blocks: int) -> ModelRunner:
         """Blocks until the weights are there. Raises SetupError."""
@@ -77,13 +78,13 @@ class Draft:
         return runner
 
 
-def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | EagleDraft | None:
+def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | Head | None:
     """Returns the draft model or the head that is asked for; None: none is. `config` is settled, `served_dir` the served model's; None:
     there is none. Raises SetupError."""
     speculative = SpeculativeConfig.parse(config.speculative_config) if config.speculative_config else None
     if speculative is None or speculative.method == NGRAM:
         return None
-    name = speculative.model
+    name = speculative.model or speculative.method
     if config.runner == "fake" or served_dir is None:
         raise SetupError(f"{name} needs a model to draft for, and --runner fake has none; give --runner model, {_LEAVE_OUT}")
     if config.tensor_parallel_size > 1:
@@ -96,12 +97,12 @@ def find_draft(config: WorkerConfig, served_dir: Path | None) -> Draft | EagleDr
         served = parse_config(served_dir, config.architecture)
         if served.encoder is not None:
             raise SetupError("nothing but method ngram drafts for a model with an encoder; give that, or leave --speculative-config out")
-        if speculative.method == EAGLE3:
-            return EagleDraft(config, Path(name), served)
+        if speculative.method in HEADS:
+            return Head(config, speculative, served)
         model_dir = resolve(name, weights=not config.dummy_weights, cache_dir=config.cache_dir, progress=log.info)
         return Draft(config, model_dir, served, served_dir)
     except SetupError as error:
-        raise SetupError(f"--speculative-config, model {name}: {error.message}") from error
+        raise SetupError(f"--speculative-config, {'model ' if speculative.model else 'method '}{name}: {error.message}") from error
 
 
 def check_fit(model: ModelConfig, model_dir: Path, served: ModelConfig, served_dir: Path) -> None:

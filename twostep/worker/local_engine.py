@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 def _proposer(model: ServedModel, config: WorkerConfig) -> Proposer | None:
     """None: none is asked for, or the engine has it itself."""
-    if model.head is not None:
-        from twostep.model.eagle.proposer import EagleProposer  # noqa: PLC0415
+    if model.has_head:
+        from twostep.model.runner.head_proposer import HeadProposer  # noqa: PLC0415
         from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
         assert isinstance(model.runner, ModelRunner)
-        return EagleProposer(model.runner, model.head)
+        return HeadProposer(model.runner)
     return None if model.draft is None else DraftModel(model.draft, max_num_seqs=config.max_num_seqs)
 
 

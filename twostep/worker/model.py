@@ -26,10 +26,9 @@ from twostep.text.model_card import ModelCard
 from twostep.worker.calibration import calibrate
 from twostep.worker.config import WorkerConfig
 from twostep.worker.draft import Draft, find_draft
-from twostep.worker.eagle import EagleDraft
+from twostep.worker.head import Head
 
 if TYPE_CHECKING:
-    from twostep.model.eagle.head import EagleHead
     from twostep.model.runner.model_runner import ModelRunner
     from twostep.model.runner.parallel_runner import ParallelRunner
     from twostep.model.step.pool_sizing import PoolSizing
@@ -55,7 +54,7 @@ class ServedModel:
     gpu_ids: tuple[str, ...] = ()  # UUIDs of the GPUs that it is computed on, by rank
     captured: CapturedSteps = field(default_factory=CapturedSteps)
     draft: Runner | None = None  # a smaller model that drafts its tokens
-    head: EagleHead | None = None  # one on the model itself that does
+    has_head: bool = False  # the runner has a head that does
 
     def grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer_dir, vocab_size=self.runner.vocab_size, eos_token_ids=self.eos_token_ids)
@@ -71,7 +70,6 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         model_dir = resolve(config.model, revision=revision, weights=weights, cache_dir=cache_dir, progress=log.info, bar=progress)
     ranks: ParallelRunner | None = None
     captured = CapturedSteps()
-    alone: ModelRunner | None = None
     draft = find_draft(config, model_dir)
     if config.runner == "fake" or model_dir is None:
         runner = _fake_runner(config, model_dir)
@@ -82,8 +80,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
             runner = ranks = _parallel_runner(config, model_dir, progress)
             captured = ranks.captured
         else:
-            runner = alone = _model_runner(config, model_dir, progress, draft)
-            captured = alone.captured
+            alone = _model_runner(config, model_dir, progress, draft)
+            runner, captured = alone, alone.captured
     if not gives_tokens(runner):
         if ranks is not None:
             ranks.close()
@@ -106,7 +104,6 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         runner.max_model_len,
     )
     draft_runner = draft.load(shape.num_blocks) if isinstance(draft, Draft) else None
-    head = draft.load(alone) if isinstance(draft, EagleDraft) and alone is not None else None
     if config.calibrate:
         progress.phase("curve")
         curve = calibrate(
@@ -126,7 +123,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         gpu_ids=_gpu_ids(config),
         captured=captured,
         draft=draft_runner,
-        head=head,
+        has_head=isinstance(draft, Head),
     )
 
 
@@ -213,13 +210,14 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
     )
 
 
-def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress, draft: Draft | EagleDraft | None) -> ModelRunner:
+def _model_runner(config: WorkerConfig, model_dir: Path, progress: Progress, draft: Draft | Head | None) -> ModelRunner:
     from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
 
     # What others read out of this worker's memory is summed as it is written; what they are sent is summed on its way.
     one_sided = not {"cuda_ipc", "nixl", "auto"}.isdisjoint(config.kv_transfer.split(","))
     options = _runner_options(config, model_dir, draft)
-    return ModelRunner(model_dir, progress=progress, keep_kv_sums=config.hands_over and one_sided, **options)
+    head = draft.source if isinstance(draft, Head) else None
+    return ModelRunner(model_dir, progress=progress, keep_kv_sums=config.hands_over and one_sided, head=head, **options)
 
 
 def _parallel_runner(config: WorkerConfig, model_dir: Path, progress: Progress) -> ParallelRunner:
@@ -246,7 +244,7 @@ def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
     return f"weights as {method}, " if method else ""
 
 
-def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None) -> None:
+def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | Head | None) -> None:
     """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import kv_shape  # noqa: PLC0415
@@ -257,17 +255,18 @@ def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDra
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     num_blocks = _pool(config, model_dir, draft)
     assert isinstance(num_blocks, int), "only a GPU's pool is measured"
+    shape = kv_shape(model, dtype, 1, config.block_size, config.kv_cache_dtype, num_head_layers=_head_layers(draft))
     what = {
         "weights": weight_bytes(model_dir, dtype, config.quantization),
-        "KV cache": num_blocks * kv_shape(model, dtype, 1, config.block_size, config.kv_cache_dtype).block_bytes,
+        "KV cache": num_blocks * shape.block_bytes,
         "--prefix-cache-space": int(config.prefix_cache_space * (1 << 30)),
-        "draft model": 0 if draft is None else draft.fixed_bytes + num_blocks * draft.block_bytes,
+        "draft model or head": 0 if draft is None else draft.fixed_bytes + num_blocks * draft.block_bytes,
     }
     flag = "--num-blocks" if config.num_blocks else "--kv-cache-memory-bytes"
     check_memory(what, f"lower {flag}, take a smaller model or another --dtype, or end other processes")
 
 
-def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None = None) -> dict[str, Any]:
+def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | Head | None = None) -> dict[str, Any]:
     return {
         "num_blocks": _pool(config, model_dir, draft),
         "block_size": config.block_size,
@@ -285,7 +284,12 @@ def _runner_options(config: WorkerConfig, model_dir: Path, draft: Draft | EagleD
     }
 
 
-def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | None) -> int | PoolSizing:
+def _head_layers(draft: Draft | Head | None) -> int:
+    """Returns how many layers of the pool are a head's."""
+    return draft.num_layers if isinstance(draft, Head) else 0
+
+
+def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | Head | None) -> int | PoolSizing:
     """Blocks of the KV pool, or how to find out once the weights are loaded. Of memory that is given, a draft model's pool is a part."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import num_blocks_for  # noqa: PLC0415
@@ -297,7 +301,7 @@ def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | Non
             # In whichever role: a step of the other one must not run out of memory.
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.other_step_tokens),
             max_num_seqs=config.max_num_seqs,
-            draft_bytes=0 if draft is None else draft.fixed_bytes,
+            draft_bytes=0 if draft is None else draft.later_bytes,
             draft_block_bytes=0 if draft is None else draft.block_bytes,
         )
     num_blocks, num_bytes = config.num_blocks, config.kv_cache_memory_bytes or _CPU_CACHE_BYTES
@@ -309,6 +313,7 @@ def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | EagleDraft | Non
             num_bytes,
             config.kv_cache_dtype,
             beside_block=0 if draft is None else draft.block_bytes,
+            num_head_layers=_head_layers(draft),
         )
     check_pool(num_blocks, config.block_size, config.max_model_len)
     return num_blocks

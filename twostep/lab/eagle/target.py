@@ -11,10 +11,10 @@ from twostep.lab.one_prompt import prompt_batch
 from twostep.model.eagle.config import EagleConfig, usual_layers
 from twostep.model.eagle.head import EagleHead
 from twostep.model.families.config import ModelConfig
+from twostep.model.families.layer_states import LayerStates
 from twostep.model.families.modules import RmsNorm
 from twostep.model.families.rope import Rope
 from twostep.model.runner.model_runner import ModelRunner
-from twostep.model.step.layer_states import LayerStates
 
 # Of a position's distribution; what is less likely than so many others is hardly ever said.
 NUM_LABELS = 64

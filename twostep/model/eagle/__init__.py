@@ -4,6 +4,7 @@ arXiv 2503.01840): one decoder layer that drafts what a model will say next, fro
     config.py     a head's shape, out of its config.json
     head.py       its weights and what it computes of a position
     files.py      its directory: read with checks, and written
-    proposals.py  tokens that it proposes after a sequence, one after the other
-    unrolled.py   the same at all positions of a sequence at once: what training and its measure go through
+    unrolled.py   what it proposes at all positions of a sequence at once: what training and its measure go through
+
+How it drafts: twostep/model/heads.
 """

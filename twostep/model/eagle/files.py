@@ -33,10 +33,11 @@ _SHOWN_NAMES = 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_head(head_dir: Path, target: ModelConfig, embedding: torch.Tensor, dtype: torch.dtype) -> EagleHead:
-    """Returns the head of a directory for a model, in `dtype` and where the model's embedding [vocab_size, hidden_size] is. Raises
-    SetupError, naming the file, the key or the tensor: before anything is read for what is missing, not known or of the wrong shape or
-    type, or made for another model; later for maps of the vocabulary that contradict themselves."""
+def load_head(head_dir: Path, target: ModelConfig, embedding: torch.Tensor, dtype: torch.dtype, *, num_positions: int = 0) -> EagleHead:
+    """Returns the head of a directory for a model, in `dtype` and where the model's embedding [vocab_size, hidden_size] is, for so many
+    positions; 0: the model's context. Raises SetupError, naming the file, the key or the tensor: before anything is read for what is
+    missing, not known or of the wrong shape or type, or made for another model; later for maps of the vocabulary that contradict
+    themselves."""
     config = parse_eagle_config(head_dir)
     stored = {_name_here(tensor.name): tensor for tensor in stored_tensors(head_dir)}
     has_embedding = _EMBEDDING in stored
@@ -44,7 +45,7 @@ def load_head(head_dir: Path, target: ModelConfig, embedding: torch.Tensor, dtyp
     with torch.device("meta"):
         wanted = EagleHead(replace(config, max_model_len=1), has_embedding=has_embedding).state_dict()
     _check(stored, {name: tuple(tensor.shape) for name, tensor in wanted.items()}, config)
-    head = EagleHead(config, has_embedding=has_embedding, num_positions=target.max_model_len).to(dtype)
+    head = EagleHead(config, has_embedding=has_embedding, num_positions=num_positions or target.max_model_len).to(dtype)
     work = [(stored[name], Place.whole(tensor)) for name, tensor in head.state_dict().items() if name != _D2T]
     read_weights(work)
     if _D2T in stored:

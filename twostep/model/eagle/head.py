@@ -72,8 +72,12 @@ class EagleHead(nn.Module):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[..., T, hidden_size] of the model's token ids, int64 [..., T]."""
-        weight = self._embedding[0] if self.embed_tokens is None else self.embed_tokens.weight
-        return F.embedding(token_ids, weight).to(self.fc.weight.dtype)
+        return F.embedding(token_ids, self.embedding).to(self.fc.weight.dtype)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size], its own or the model's."""
+        return self._embedding[0] if self.embed_tokens is None else self.embed_tokens.weight
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """[..., T, hidden_size] of the model's states at T positions, [..., T, 3 * target_hidden_size]."""

@@ -123,6 +123,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None  # of the prompt; None: the decoder reads it
     gated_attention: bool = False  # the queries' product has a gate beside each head's numbers: sigmoid of it multiplies the result
     kv_scheme: KvScheme | None = None  # how the checkpoint wants its KV held; None: it does not say
+    num_mtp_layers: int = 0  # behind the last one in the checkpoint: they predict further tokens (families/next_token.py)
+    uses_mtp: bool = False  # the first of them is loaded, to draft with
     generates: bool = True  # False: the checkpoint has no output layer, and the embedding stands in its place
 
     @property

@@ -20,14 +20,15 @@ from twostep.engine.batch import Batch
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.experts import ExpertsMlp
 from twostep.model.families.fused import Fused
+from twostep.model.families.layer_states import Reads, StepTap
 from twostep.model.families.layers import DecoderLayer
 from twostep.model.families.modules import Cut, Maker, Norm, Place, Places
+from twostep.model.families.next_token import NextTokenLayer
 from twostep.model.families.rope import rope_tables
 from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_attention import AttentionSpec
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.prompt_readout import PromptReadout
 
 
@@ -68,6 +69,10 @@ class Decoder(ABC):
         rows = self._head_rows
         self._head = make.linear(rows.stop - rows.start, config.hidden_size, bias=False)
         self.attention = self._attention_spec(device)
+        # Who is told of every step; None: nobody is.
+        self.tap: StepTap | None = None
+        # A layer of the checkpoint that predicts further tokens, if it is to be used.
+        self.next_token: NextTokenLayer | None = None
 
     @classmethod
     @abstractmethod
@@ -149,35 +154,45 @@ class Decoder(ABC):
     def last_norm(self) -> Norm:
         return self._norm
 
-    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None, states: LayerStates | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None, tap: StepTap | None = None) -> torch.Tensor:
         """Writes the KV of the batch's T tokens and returns the logits of its R sample rows, [R, vocab_size] in the model's dtype.
-        `reader`: of the batch's rows that are not sampled; `states`: of what all rows look like half-way."""
-        return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader, states)
+        `reader`: of the batch's rows that are not sampled; `tap`: is told of this step in place of the one that is told of all."""
+        return self.compute(self._ops.plan_attention(batch, cache, self.attention), reader, tap)
 
-    def compute(self, plan: AttentionPlan, reader: PromptReadout | None = None, states: LayerStates | None = None) -> torch.Tensor:
+    def compute(self, plan: AttentionPlan, reader: PromptReadout | None = None, tap: StepTap | None = None) -> torch.Tensor:
         """forward of a planned step. All it takes is on the device already: it can be captured."""
         rows = plan.sample_rows
+        tap = tap or self.tap
+        reads = Reads.NOTHING if tap is None else tap.reads
         if reader is not None:
             assert rows is not None, "captured steps are only sampled"
             rows = torch.cat((reader.rows, rows))
         residual = self._embed(plan)
         projected = self._layers[0].attention.enter(self._layers[0].input_norm(residual))
-        last: Linear = self._head.run if reader is None else _as_it_is
+        last: Linear = self._head.run if reader is None and reads is Reads.NOTHING else _as_it_is
         following = [(layer.input_norm, layer.attention.enter) for layer in self._layers[1:]] + [(self._norm, last)]
         for layer, (next_norm, next_linear) in zip(self._layers, following, strict=True):
-            if states is not None:
-                states.enter(layer.index, residual)
+            if tap is not None:
+                tap.enter(layer.index, residual)
             attended = layer.attention.attend(plan, layer.among_its_kind, projected)
-            if layer is self._layers[-1] and rows is not None:
+            if layer is self._layers[-1] and rows is not None and reads is not Reads.ALL:
                 # Past the last attention, only the rows to sample matter.
                 if not len(rows):
+                    if tap is not None and reads is Reads.NOTHING:
+                        tap.leave(plan, None, None)
                     return residual.new_empty(0, self.config.vocab_size)
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
             projected = layer.finish(attended, residual, next_norm, next_linear)
-        if reader is None:
+        if tap is not None:
+            tap.leave(plan, None if reads is Reads.NOTHING else projected, rows if reads is Reads.SAMPLED else None)
+        if last is not _as_it_is:
             return self._whole(projected)
-        num_read = len(reader.rows)
-        reader.read(projected[:num_read], self.logits, self.config.vocab_size)
+        if reads is Reads.ALL and rows is not None:
+            projected = projected.index_select(0, rows)
+        num_read = 0
+        if reader is not None:
+            num_read = len(reader.rows)
+            reader.read(projected[:num_read], self.logits, self.config.vocab_size)
         return self.logits(projected[num_read:]) if len(projected) > num_read else residual.new_empty(0, self.config.vocab_size)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import torch
+
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
@@ -13,9 +15,14 @@ from twostep.model.families.config import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, 
 from twostep.model.families.experts import ExpertNames, parse_router
 from twostep.model.families.latent_attention import LatentAttention
 from twostep.model.families.llama import Llama
+from twostep.model.families.mlp import Mlp
+from twostep.model.families.modules import Places
+from twostep.model.families.next_token import NextTokenLayer
 from twostep.model.families.rope import YarnScaling, parse_rope
+from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.experts import ExpertRouter, GroupScore, Scores
 from twostep.model.kernels.latent import LatentDims
+from twostep.model.kernels.ops import Ops
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OF_EXPERTS = (
@@ -42,18 +49,44 @@ class DeepseekV2(Llama):
 
 
 class DeepseekV3(DeepseekV2):
-    """Differs in its experts' router, and brings layers of its own that predict several tokens, which are not used."""
+    """Differs in its experts' router, and brings a layer of its own that predicts further tokens, which drafts if it is asked for."""
 
     architecture = "deepseek_v3"
-    supported = "as V2, `rope_interleave`, experts chosen by sigmoids in groups; layers that predict further tokens are passed over"
+    supported = (
+        "as V2, `rope_interleave`, experts chosen by sigmoids in groups; the layer that predicts further tokens "
+        "[drafts](speculative.md#heads) if it is asked for, and is passed over else"
+    )
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, ops: Ops, device: str = "cpu", part: ModelPart | None = None) -> None:
+        super().__init__(config, dtype, ops, device, part)
+        if config.uses_mtp:
+            self.next_token = NextTokenLayer(self._make, config.hidden_size, self._layer(config.num_layers))
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
-        for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-            fields.take(key, None)
-        return _parse(cls.architecture, fields, dtype, interleaved=fields.boolean("rope_interleave", True))
+        counts = [fields.take(key, None) or 0 for key in ("num_nextn_predict_layers", "num_mtp_layers")]
+        if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
+            fields.refuse("num_nextn_predict_layers", counts, "it must be a whole number from 0 on")
+        config = _parse(cls.architecture, fields, dtype, interleaved=fields.boolean("rope_interleave", True))
+        return replace(config, num_mtp_layers=max(counts))
+
+    def _mlp(self, index: int) -> Mlp:
+        # What stands behind the last layer is as that is.
+        return super()._mlp(min(index, self.config.num_layers - 1))
+
+    def places(self) -> Places:
+        places = super().places()
+        if self.next_token is not None:
+            self.next_token.place(places, f"{self.layers_name}.{self.config.num_layers}")
+        return places
+
+    def finish_loading(self) -> None:
+        if self.next_token is not None:
+            self.next_token.finish_loading(self._ops)
+        super().finish_loading()
 
     def is_unused(self, name: str) -> bool:
+        # Of the layer that predicts tokens the embedding and the output layer are the model's, which are stored again.
         found = _LAYER.match(name)
         return found is not None and int(found[1]) >= self.config.num_layers
 

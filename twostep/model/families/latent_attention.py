@@ -68,6 +68,10 @@ class LatentAttention:
         """[T, hidden_size] from what `attend` gave; of one of several ranks, its term of their sum."""
         return self._o.run
 
+    def write(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> None:
+        """The part of `attend` that writes what the tokens keep."""
+        plan.write_latent(layer, projected[:, self._first_rows :], self._weights)
+
     def attend(self, plan: AttentionPlan, layer: int, projected: torch.Tensor) -> torch.Tensor:
         """[T, num_heads * dims.value] from what `enter` gave; writes what the tokens keep."""
         query, kv = projected[:, : self._first_rows], projected[:, self._first_rows :]

@@ -18,6 +18,7 @@ from twostep.errors import SetupError
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, EncoderConfig, ModelConfig
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.layer_states import StepTap
 from twostep.model.families.layers import DecoderLayer, LayerPart
 from twostep.model.families.mlp import GatedMlp, Mlp, PlainMlp
 from twostep.model.families.modules import Cut, LinearLayer, Maker, Norm, Place, Places
@@ -25,7 +26,6 @@ from twostep.model.families.sharding import ModelPart
 from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, Ops
 from twostep.model.kernels.torch_encoder import EncoderStep
 from twostep.model.step.kv_cache import KvCache
-from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.prompt_readout import PromptReadout
 
 _MAX_BUCKETS = 1024
@@ -223,10 +223,10 @@ class T5(Decoder):
         self._encoder_norm.finish_loading(self._ops)
         super().finish_loading()
 
-    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None, states: LayerStates | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KvCache, reader: PromptReadout | None = None, tap: StepTap | None = None) -> torch.Tensor:
         """The encoder takes the prompts that begin in the step, and leaves keys and values of them for each of the decoder's layers; then
         the decoder takes all other tokens."""
-        assert (reader, states) == (None, None), "an encoder's prompt has no logits, and its states are not asked for"
+        assert (reader, tap) == (None, None), "an encoder's prompt has no logits, and its states are not asked for"
         step = EncoderStep(batch, cache, self.config.num_heads, self._prompt_bias, self._answer_bias)
         if step.prompts is not None:
             encoded = self._encode(step.prompts)

@@ -20,7 +20,7 @@ from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.experts import EveryExpert, ExpertLoop, ExpertRouter, Experts, ExpertWeights, Routing, apply_gate, route
 from twostep.model.kernels.latent import LatentWeights
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
-from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan
+from twostep.model.kernels.torch_attention import AttentionSpec, StatePlaces, TorchAttentionPlan
 from twostep.model.kernels.torch_latent import TorchLatentPlan
 from twostep.model.step.kv_cache import KvCache
 
@@ -68,6 +68,11 @@ class AttentionPlan(Protocol):
         """int64 [R] on the device, the batch's; None: all T rows, in order."""
         ...
 
+    @property
+    def places(self) -> StatePlaces:
+        """Where the T tokens' states go, of a model whose AttentionSpec asks for it."""
+        ...
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         """Applies RoPE (if the model has it) to the query and key heads of `qkv` in place, and writes keys and values to the step's
         slots.
@@ -92,6 +97,14 @@ class AttentionPlan(Protocol):
         kv     [T, dims.kept], rows dense: latents, then rope parts, likewise
         Returns [T, num_heads * dims.value].
         """
+        ...
+
+    def write_beside(self, layer: int, qkv: torch.Tensor, spec: AttentionSpec) -> None:
+        """rotate_and_write of the pool's last layer, a head's (twostep/model/heads), whose attention is another one's: `spec`."""
+        ...
+
+    def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
+        """The same of a pool of latents: the part of attend_latent that writes."""
         ...
 
     def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:

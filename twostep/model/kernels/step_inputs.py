@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from twostep.engine.batch import Batch
+from twostep.model.kernels.torch_attention import slots_before
 from twostep.model.kernels.triton_delta_net import owners
 from twostep.model.kernels.triton_prefill import plan_tiles
 from twostep.model.step.graph_ladder import StepShape
@@ -30,6 +31,10 @@ class StepInputs:
         seq_lens                     [num_seqs]
         number                       [1], the step's, for its progress (triton_progress.py)
 
+    where a head drafts (StatePlaces):
+
+        before                       [rows]
+
     where layers keep states:
 
         sequences, offsets           [rows], as StateRows has them (triton_delta_net.py)
@@ -42,14 +47,25 @@ class StepInputs:
     """
 
     def __init__(
-        self, shape: StepShape, tile_tokens: int, device: torch.device, *, padding_length: int = -1, has_states: bool = False
+        self,
+        shape: StepShape,
+        tile_tokens: int,
+        device: torch.device,
+        *,
+        padding_length: int = -1,
+        has_states: bool = False,
+        placed: int = 0,
     ) -> None:
-        """`tile_tokens`: of a tile of the kernel that attends the chunks. `padding_length`: of decodes."""
+        """`tile_tokens`: of a tile of the kernel that attends the chunks. `padding_length`: of decodes. `placed`: slots of a block, where a
+        head drafts."""
         self.shape = shape
         self._tile_tokens = tile_tokens
+        self._block_size = placed
         sizes = dict.fromkeys(("token_ids", "positions", "slots", "carried"), shape.rows) | {"seq_lens": shape.num_seqs, "number": 1}
         if has_states:
             sizes |= {"sequences": shape.rows, "offsets": shape.rows}
+        if placed:
+            sizes |= {"before": shape.rows}
         if shape.chunks:
             most_tiles = shape.rows // tile_tokens + shape.chunks
             sizes |= {"query_start": shape.num_seqs + 1, "sample_rows": shape.num_seqs, "tiles": 2 * (1 + most_tiles)}
@@ -82,6 +98,8 @@ class StepInputs:
         part("slots")[:num_rows] = batch.slots
         if batch.carried is not None:
             part("carried")[:num_rows] = batch.carried
+        if "before" in self._places:
+            part("before")[:num_rows] = slots_before(batch, self._block_size)
         part("seq_lens")[:num_decodes] = batch.seq_lens[:num_decodes]
         part("number")[0] = number
         if batch.state_tables is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,8 @@ class AttentionSpec:
     sinks    of each layer, float32 [num_heads]: one more logit of each head, which takes its part of the softmax and adds nothing; empty:
              there are none (gpt-oss)
     latent   the numbers of latent attention, which has no windows; None: the pool has keys and values
+    first    the layer that a step begins with
+    placed   steps say where their tokens' states go (StatePlaces)
     """
 
     num_heads: int
@@ -68,11 +71,36 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: Sequence[torch.Tensor] = ()
     latent: LatentDims | None = None
+    first: int = 0
+    placed: bool = False
 
     @property
     def rotated(self) -> int:
         """Dimensions of a head that RoPE turns."""
         return 2 * self.rope[0].cos.shape[1]
+
+
+class StatePlaces(NamedTuple):
+    """Where the states of T tokens go that a head drafts from, by slot as their KV does.
+
+    slots   integer [T], the batch's; negative: nowhere
+    before  integer [T], slots of the tokens before them; of a sequence's first one its own
+    """
+
+    slots: torch.Tensor
+    before: torch.Tensor
+
+
+def slots_before(batch: Batch, block_size: int) -> Ints:
+    """Returns StatePlaces.before, int64 [T]."""
+    owners = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
+    before = np.maximum(batch.positions - 1, 0)
+    slots: Ints = batch.block_tables[owners, before // block_size].astype(np.int64) * block_size + before % block_size
+    return slots
+
+
+def state_places(batch: Batch, cache: KvCache) -> StatePlaces:
+    return StatePlaces(torch.from_numpy(batch.slots), torch.from_numpy(slots_before(batch, cache.shape.block_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +144,7 @@ class TorchAttentionPlan:
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
         self._states = None if batch.state_tables is None else SequenceStates(batch, cache)
+        self._places = state_places(batch, cache) if spec.placed else None
         self._cache = cache
         self._num_heads = spec.num_heads
         self._num_kv_heads = shape.num_kv_heads
@@ -135,16 +164,30 @@ class TorchAttentionPlan:
         c, s = tables.cos.index_select(0, self.positions), tables.sin.index_select(0, self.positions)
         return torch.cat((c, c), -1).to(dtype).unsqueeze(1), torch.cat((-s, s), -1).to(dtype).unsqueeze(1)
 
+    @property
+    def places(self) -> StatePlaces:
+        assert self._places is not None
+        return self._places
+
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
-        d, half = self._head_dim, self._spec.rotated // 2
+        self.write_beside(layer, qkv, self._spec)
+
+    def write_beside(self, layer: int, qkv: torch.Tensor, spec: AttentionSpec) -> None:
+        d, half = self._head_dim, spec.rotated // 2
         heads = qkv.view(qkv.shape[0], -1, d)
         if half:
             # x * [cos cos] + [x2 x1] * [-sin sin], with x = [x1 x2]
-            cos, sin = self._turns[self._spec.rope[layer]]
-            turning = heads[:, : self._num_heads + self._num_kv_heads, : 2 * half]
+            tables = spec.rope[layer]
+            if tables not in self._turns:
+                self._turns[tables] = self._turns_of(tables, self._cache.dtype)
+            cos, sin = self._turns[tables]
+            turning = heads[:, : spec.num_heads + self._num_kv_heads, : 2 * half]
             swapped = torch.cat((turning[..., half:], turning[..., :half]), -1)
             turning.mul_(cos).addcmul_(swapped, sin)
-        self._cache.write_rows(layer, self._write_index, heads[:, self._num_heads :].reshape(-1, d))
+        self._cache.write_rows(layer, self._write_index, heads[:, spec.num_heads :].reshape(-1, d))
+
+    def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
+        raise AssertionError("the pool keeps keys and values")
 
     def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
         assert self._states is not None

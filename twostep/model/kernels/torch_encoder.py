@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch
 from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.latent import LatentWeights
-from twostep.model.kernels.torch_attention import Ints, block_rows, write_index
+from twostep.model.kernels.torch_attention import AttentionSpec, Ints, StatePlaces, block_rows, write_index
 from twostep.model.step.kv_cache import KvCache
 
 # [..., num_heads] from int64 [...]: a key's position less its query's.
@@ -96,6 +96,16 @@ class EncoderPlan(ABC):
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor: ...
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        raise AssertionError("the pool keeps keys and values")
+
+    @property
+    def places(self) -> StatePlaces:
+        raise AssertionError("no head drafts for a model with an encoder")
+
+    def write_beside(self, layer: int, qkv: torch.Tensor, spec: AttentionSpec) -> None:
+        raise AssertionError("no head drafts for a model with an encoder")
+
+    def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
         raise AssertionError("the pool keeps keys and values")
 
     def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from twostep.engine.batch import Batch
 from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.latent import LatentWeights, absorb, expands, values_of
-from twostep.model.kernels.torch_attention import AttentionSpec, TorchAttentionPlan, write_index
+from twostep.model.kernels.torch_attention import AttentionSpec, StatePlaces, TorchAttentionPlan, state_places, write_index
 from twostep.model.step.kv_cache import KvCache
 
 _TILE = 256
@@ -41,6 +41,7 @@ class TorchLatentPlan:
         self.token_ids = torch.from_numpy(batch.token_ids)
         self.positions = torch.from_numpy(batch.positions)
         self.sample_rows: torch.Tensor | None = torch.from_numpy(batch.sample_rows)
+        self._places = state_places(batch, cache) if spec.placed else None
         self._cache = cache
         self._spec = spec
         self._dims, self._scale = spec.latent, spec.scale
@@ -54,7 +55,15 @@ class TorchLatentPlan:
         rest = np.flatnonzero(~expanded)
         rows = np.flatnonzero(np.repeat(~expanded, num_queries))
         self._rows = torch.from_numpy(rows)
-        self._absorbed = TorchAttentionPlan(_part(batch, rest, rows), cache, spec) if len(rest) else None
+        self._absorbed = TorchAttentionPlan(_part(batch, rest, rows), cache, replace(spec, placed=False)) if len(rest) else None
+
+    @property
+    def places(self) -> StatePlaces:
+        assert self._places is not None
+        return self._places
+
+    def write_beside(self, layer: int, qkv: torch.Tensor, spec: AttentionSpec) -> None:
+        raise AssertionError("the pool keeps latents")
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:
         raise AssertionError("the pool keeps latents")
@@ -67,8 +76,7 @@ class TorchLatentPlan:
 
     def attend_latent(self, layer: int, query: torch.Tensor, kv: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         dims = self._dims
-        latent = F.rms_norm(kv[:, : dims.latent], (dims.latent,), weights.norm, weights.eps)
-        self._cache.write_rows(layer, self._write_index, torch.cat((latent, self._turned(kv[:, dims.latent :])), -1))
+        self.write_latent(layer, kv, weights)
         heads = query.view(len(query), -1, dims.query)
         turned = self._turned(heads[..., dims.nope :])
         out = query.new_empty(len(query), heads.shape[1] * dims.value)
@@ -85,6 +93,11 @@ class TorchLatentPlan:
                 return values
             out.index_copy_(0, self._rows, values)
         return out
+
+    def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
+        dims = self._dims
+        latent = F.rms_norm(kv[:, : dims.latent], (dims.latent,), weights.norm, weights.eps)
+        self._cache.write_rows(layer, self._write_index, torch.cat((latent, self._turned(kv[:, dims.latent :])), -1))
 
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, ..., rope], rotated, its pairs as halves."""

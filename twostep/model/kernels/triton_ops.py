@@ -22,7 +22,7 @@ from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, LinearI
 from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.step_inputs import StepInputs
 from twostep.model.kernels.step_upload import StepUpload
-from twostep.model.kernels.torch_attention import AttentionSpec
+from twostep.model.kernels.torch_attention import AttentionSpec, StatePlaces, slots_before
 from twostep.model.kernels.triton_decode import decode_attention
 from twostep.model.kernels.triton_decode_plan import DecodePlan
 from twostep.model.kernels.triton_delta_net import StateRows, delta_net, most_chunks, owners
@@ -233,6 +233,9 @@ class TritonOps(Ops):
             plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
         if batch.state_tables is not None:
             plan.states = self._state_rows(batch) if self.has_delta_kernels else SequenceStates(batch, cache)
+        if spec.placed:
+            (before,) = self.upload.send((slots_before(batch, kv.block_size),))
+            plan.placed_at = StatePlaces(plan.slots, before)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
@@ -326,7 +329,14 @@ class TritonOps(Ops):
         """Returns the inputs of a captured step, for `plan_captured`."""
         tile_tokens = self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[1]
         padding_length = -1 if _decodes_apart(cache) else 1
-        return StepInputs(shape, tile_tokens, self._device, padding_length=padding_length, has_states=cache.shape.num_state_blocks > 0)
+        return StepInputs(
+            shape,
+            tile_tokens,
+            self._device,
+            padding_length=padding_length,
+            has_states=cache.shape.num_state_blocks > 0,
+            placed=cache.shape.block_size if spec.placed else 0,
+        )
 
     def plan_captured(
         self,
@@ -366,6 +376,8 @@ class TritonOps(Ops):
             tiles=tiles,
         )
         plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
+        if spec.placed:
+            plan.placed_at = StatePlaces(step.slots, inputs.tensor("before"))
         if states:
             sources, tables = states
             plan.states = StateRows(
@@ -416,6 +428,7 @@ class TritonAttentionPlan:
     def __init__(self, step: StepTensors, cache: KvCache, spec: AttentionSpec, tile_shape: ChunkTile) -> None:
         self.token_ids = step.token_ids
         self.positions = step.positions
+        self.slots = step.slots
         self.sample_rows = step.sample_rows
         self._step = step
         self._cache = cache
@@ -424,6 +437,8 @@ class TritonAttentionPlan:
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
         self.num_decodes = 0
+        # See `places`; None: nobody asks.
+        self.placed_at: StatePlaces | None = None
         # What layers without KV keep; None: there are none.
         self.states: StateRows | SequenceStates | None = None
         self.shared: SharedPrefix | None = None
@@ -434,6 +449,35 @@ class TritonAttentionPlan:
         # For the Hopper kernel: the same for all layers.
         self._pool_blocks: Any = None
 
+    @property
+    def places(self) -> StatePlaces:
+        assert self.placed_at is not None
+        return self.placed_at
+
+    def write_beside(self, layer: int, qkv: torch.Tensor, spec: AttentionSpec) -> None:
+        step, tables = self._step, spec.rope[layer]
+        triton_elementwise.rotate_and_write(
+            qkv, step.positions, step.slots, tables.cos, tables.sin, self._cache, layer, spec.num_heads, self.progress
+        )
+        self._note(layer)
+
+    def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
+        # Of latent attention all layers turn alike, a head's among them.
+        dims, tables = self._spec.latent, self._spec.rope[0]
+        assert dims is not None
+        # No query turns.
+        turned = kv.new_empty(len(kv), 0, dims.rope)
+        write_latent(
+            kv, turned, kv, self._step.positions, self._step.slots, tables.cos, tables.sin, self._cache, layer, weights=weights, dims=dims,
+            progress=self.progress,
+        )  # fmt: skip
+        self._note(layer)
+
+    def _note(self, layer: int) -> None:
+        """The layer's KV is written; of the last one nothing else would tell."""
+        if self.progress is not None and layer == self._cache.shape.num_layers - 1:
+            note_layers(*self.progress, layer + 1)
+
     def refresh(self) -> None:
         """Shares out the decodes: before anything attends, in the first layer of each step."""
         for plan in self.decode.values():
@@ -442,7 +486,7 @@ class TritonAttentionPlan:
     def rotate_and_write(self, layer: int, qkv: torch.Tensor, norms: triton_elementwise.HeadNorms | None = None) -> None:
         """`norms`: of each head of queries and keys, before it turns."""
         step, spec = self._step, self._spec
-        if layer == 0:
+        if layer == spec.first:
             self.refresh()
             if self._tile_shape is None and self._cache.quantized is None:
                 triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
@@ -470,8 +514,7 @@ class TritonAttentionPlan:
             )
         if self.num_decodes < len(step.seq_lens):
             self._attend_chunks(layer, qkv, out)
-        if self.progress is not None and layer == self._cache.shape.num_layers - 1:
-            note_layers(*self.progress, layer + 1)
+        self._note(layer)
         return out
 
     def attend_delta(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
@@ -485,7 +528,7 @@ class TritonAttentionPlan:
         step, spec, cache, dims, scale = self._step, self._spec, self._cache, self._spec.latent, self._spec.scale
         assert dims is not None
         assert scale is not None
-        if layer == 0:
+        if layer == spec.first:
             self.refresh()
         tables, chunks = spec.rope[layer], self.expanded
         if chunks is None:

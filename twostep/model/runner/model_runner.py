@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,33 +29,36 @@ from twostep.engine.batch import Batch, CapturedSteps, FinishedStep, InFlight, K
 from twostep.errors import SetupError
 from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
+from twostep.model.families.layer_states import LayerStates
 from twostep.model.families.registry import build_model, parse_config
 from twostep.model.families.sharding import with_whole_experts
+from twostep.model.heads.head import DraftHead
+from twostep.model.heads.source import HeadSource
+from twostep.model.heads.tap import HeadTap
 from twostep.model.kernels.ops import KEYS_TOGETHER, Ops
 from twostep.model.loading.kv_scales import read_kv_scales
 from twostep.model.loading.weights import as_stored, fill_random, load_weights
 from twostep.model.parallel.member import Member, ops_of
 from twostep.model.runner.device import device_of
+from twostep.model.runner.head_rounds import MOST_ROWS, CpuRounds, HeadRounds, num_scratch_blocks
 from twostep.model.runner.sampler import sample
 from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
-from twostep.model.step.layer_states import LayerStates
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_readout import PromptReadout
 from twostep.process.startup import NoProgress, Progress
 from twostep.settings.worker import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from twostep.model.runner.head_graphs import DeviceRounds
 
 LOAD_FORMATS = ("auto", "dummy")
 # Bytes of the largest number in a state.
 _STATE_NUMBER = 4
 
 log = logging.getLogger(__name__)
-
-
-# Told of a step of which token ids are known, whose states are there until the next.
-Watcher = Callable[[Batch, LayerStates], None]
 
 
 class Steps(Protocol):
@@ -88,16 +91,9 @@ class CpuSteps:
         self._cache = cache
         self._last_token_ids: Sequence[int] = ()
         self._experts = ExpertLoadMeter(model.expert_loads)
-        # What each launched step's tokens look like half-way, and who is told; None: nobody asks.
-        self.watched: tuple[LayerStates, Watcher] | None = None
 
     def forward(self, batch: Batch, reader: PromptReadout | None = None) -> torch.Tensor:
-        if self.watched is None:
-            return self._model.forward(batch, self._cache, reader)
-        states, watcher = self.watched
-        logits = self._model.forward(batch, self._cache, reader, states)
-        watcher(batch, states)
-        return logits
+        return self._model.forward(batch, self._cache, reader)
 
     def launch(self, batch: Batch) -> InFlight:
         batch = batch.with_carried(self._last_token_ids)
@@ -139,6 +135,7 @@ class ModelRunner:
         max_num_seqs: int = 0,
         max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
+        head: HeadSource | None = None,
         progress: Progress | None = None,
         member: Member | None = None,
     ) -> None:
@@ -148,8 +145,9 @@ class ModelRunner:
         as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `architecture`: in place of config.json's.
         `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to
         `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the
-        model's shape allow it. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner
-        makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
+        model's shape allow it. `head`: what drafts from what steps leave for it. `num_threads` sets torch's, for the whole
+        process. `member`: this is one of several ranks (ParallelRunner makes them), and holds its part of the model and of every block.
+        Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -167,8 +165,19 @@ class ModelRunner:
             config = replace(config, experts=replace(experts, router=replace(experts.router, scattered=True)))
         if load_format != "dummy":
             config = as_stored(config, model_dir, DTYPES[chosen])
+        if head is not None:
+            assert member is None, "no head drafts for a model on several devices"
+            head.state_size(config)
+            config = replace(config, uses_mtp=head.uses_mtp)
         self._config = config
         self._member = member
+        # What drafts, once it is loaded, and what steps leave for it.
+        self._head: DraftHead | None = None
+        self._tap: HeadTap | None = None
+        self.head: HeadRounds | None = None
+        self._device_rounds: DeviceRounds | None = None
+        head_layers = 0 if head is None else head.num_layers
+        most_drafted = 0 if head is None else head.most_tokens
         self._keep_sums = keep_kv_sums
         self._max_graph_tokens = max_graph_tokens
         part = None if member is None else member.part(config)
@@ -192,24 +201,59 @@ class ModelRunner:
                 raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
             if member is not None:
                 member.meeting.exchange(b"loaded")
+            if head is not None:
+                self._head = head.load(self._model, config, ops, str(self._device))
+                self._model.attention = replace(self._model.attention, placed=True)
             scales = _kv_scales(config, model_dir, kv_cache_dtype, load_format)
             if scales is not None and part is not None:
                 scales = scales[..., part.shard.kv_heads.slice]
+            if scales is not None and head_layers:
+                # Nobody has measured the head's: the largest of the model's.
+                scales = torch.cat((scales, scales.amax(0, keepdim=True)))
             new_cache = partial(KvCache, device=str(self._device), scales=scales)
+            new_shape = partial(kv_shape, local, chosen, block_size=block_size, kv_cache_dtype=kv_cache_dtype, num_head_layers=head_layers)
             if isinstance(num_blocks, PoolSizing):
-                self._cache = new_cache(kv_shape(local, chosen, 1, block_size, kv_cache_dtype))
+                self._set_cache(new_cache(new_shape(1)))
                 self._steps = self._device_steps(ops, 0, progress)
                 num_blocks = self._measured_blocks(num_blocks, local, free_at_start, max_num_seqs, progress)
             if member is not None:
                 num_blocks = member.meeting.least(num_blocks)
             progress.phase("pool")
-            self._cache = new_cache(kv_shape(local, chosen, num_blocks, block_size, kv_cache_dtype))
+            scratch = num_scratch_blocks(block_size, max_num_seqs or MOST_ROWS, most_drafted) if head_layers else 0
+            tap = self._set_cache(new_cache(new_shape(num_blocks), num_scratch=scratch))
             self._cache.sums = self._make_sums(local)
             if self._device.type == "cuda":
                 progress.phase("graphs")
                 self._steps = self._device_steps(ops, max_num_seqs, progress)
             else:
                 self._steps = CpuSteps(self._model, self._cache)
+            if tap is not None:
+                self.head = self._head_rounds(tap, ops, max_num_seqs, most_drafted)
+
+    def _set_cache(self, cache: KvCache) -> HeadTap | None:
+        self._cache = cache
+        if self._head is not None:
+            self._model.tap = self._tap = HeadTap(self._head, cache)
+        return self._tap
+
+    def _head_rounds(self, tap: HeadTap, ops: Ops, max_num_seqs: int, most_tokens: int) -> HeadRounds:
+        head, bounds = tap.head, {"max_num_seqs": max_num_seqs or MOST_ROWS, "most_tokens": most_tokens}
+        if self._device.type == "cpu":
+            return HeadRounds(head, self._cache, CpuRounds(tap, self._cache, ops), **bounds)
+        from twostep.model.kernels.triton_ops import TritonOps  # noqa: PLC0415
+        from twostep.model.runner.head_graphs import DeviceRounds  # noqa: PLC0415 - as in _device_steps
+
+        assert isinstance(ops, TritonOps)
+        self._device_rounds = rounds = DeviceRounds(
+            tap,
+            self._cache,
+            ops,
+            max_rows=min(MOST_ROWS, max_num_seqs),
+            most_tokens=min(most_tokens, head.most_tokens),
+            max_model_len=self.max_model_len,
+        )
+        log.info("%d rounds of the head captured as CUDA graphs", rounds.count)
+        return HeadRounds(head, self._cache, rounds, **bounds)
 
     @property
     def config(self) -> ModelConfig:
@@ -241,14 +285,12 @@ class ModelRunner:
         """Writes the KV of all T tokens; returns the logits of the sample rows, [R, vocab_size] in the model's dtype, valid until the
         next step. `states`: takes what the tokens look like half-way; captured steps, which do not tell, are not used then."""
         with torch.inference_mode(), self._on_device():
-            return self._steps.forward(batch) if states is None else self._model.forward(batch, self._cache, states=states)
+            return self._steps.forward(batch) if states is None else self._model.forward(batch, self._cache, tap=states)
 
-    def watch(self, states: LayerStates, watcher: Watcher) -> None:
-        """From now on each step tells `watcher` what its tokens look like half-way. Raises SetupError on a GPU: steps that are captured do
-        not tell."""
-        if not isinstance(self._steps, CpuSteps):
-            raise SetupError("steps on a GPU do not tell what their tokens look like half-way; give --device cpu")
-        self._steps.watched = states, watcher
+    @property
+    def head_failed(self) -> bool:
+        """Returns whether steps leave nothing for the head any more."""
+        return self._tap is not None and self._tap.failed
 
     @property
     def generates(self) -> bool:
@@ -279,6 +321,8 @@ class ModelRunner:
     def close(self) -> None:
         """Frees captured steps; nothing is launched any more. A library that takes part in them cannot end before."""
         self._steps.close()
+        if self._device_rounds is not None:
+            self._device_rounds.close()
         gc.collect()
 
     def run(self, batch: Batch) -> Sampled:
@@ -334,6 +378,10 @@ class ModelRunner:
         """Bytes that checksums take for each block of the pool; 0 where steps cannot keep them."""
         if not self._keep_sums or self._device.type == "cpu":
             return 0
+        head = None if self._head is None else self._head.attention
+        if head is not None and (head.num_heads, head.rotated) != (config.num_heads, self._model.attention.rotated):
+            # What writes a token's KV sums it, program by program: of another number of heads they are others.
+            return 0
         shape, rotated = self._cache.shape, self._model.attention.rotated
         return bytes_beside_block(shape, config.num_heads) if can_keep(shape, rotated, self._cache.tensor.element_size()) else 0
 
@@ -385,14 +433,16 @@ def with_quantization(config: ModelConfig, name: str) -> ModelConfig:
     return replace(config, quantization=quantization_at_load(name))
 
 
-def kv_shape(config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
-    """The pool's shape for a model; `dtype` is a name, not auto. Raises SetupError."""
+def kv_shape(
+    config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto", *, num_head_layers: int = 0
+) -> KvShape:
+    """The pool's shape for a model, and for the layers of a head; `dtype` is a name, not auto. Raises SetupError."""
     if num_blocks < 1 or block_size < 1:
         raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
     shape = KvShape(
         num_blocks=num_blocks,
         block_size=block_size,
-        num_layers=config.num_kv_layers,
+        num_layers=config.num_kv_layers + num_head_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
@@ -436,11 +486,19 @@ def captured_bytes(config: ModelConfig, dtype: str, max_num_seqs: int, max_graph
 
 
 def num_blocks_for(
-    config: ModelConfig, dtype: str, block_size: int, memory_bytes: int, kv_cache_dtype: str = "auto", *, beside_block: int = 0
+    config: ModelConfig,
+    dtype: str,
+    block_size: int,
+    memory_bytes: int,
+    kv_cache_dtype: str = "auto",
+    *,
+    beside_block: int = 0,
+    num_head_layers: int = 0,
 ) -> int:
     """How many blocks fit a budget, each with `beside_block` bytes more. Raises SetupError if none does."""
     chosen = config.dtype if dtype == "auto" else dtype
-    per_block = kv_shape(config, chosen, 1, block_size, kv_cache_dtype).block_bytes + beside_block
+    shape = kv_shape(config, chosen, 1, block_size, kv_cache_dtype, num_head_layers=num_head_layers)
+    per_block = shape.block_bytes + beside_block
     if memory_bytes < per_block:
         raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
     return memory_bytes // per_block

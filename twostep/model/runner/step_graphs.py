@@ -13,10 +13,8 @@ The graphs take turns in one memory, their logits too: those of a step are there
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_prefill import num_leading_decodes
 from twostep.model.kernels.triton_shared_prefix import serves_shared
 from twostep.model.kernels.triton_tokens import carry_tokens, pick_greedy
+from twostep.model.runner.captured_step import CapturedStep
 from twostep.model.step.graph_ladder import StepShape, sharing_ladder
 from twostep.model.step.kv_cache import KvCache
 
@@ -252,10 +251,8 @@ class StepGraphs:
                     kept[num_decode_places : num_decode_places + num_seqs - num_decodes, :width].copy_(tables[num_decodes:])
 
 
-class _Captured:
-    """One graph, once it is captured."""
-
-    logits: torch.Tensor
+class _Captured(CapturedStep):
+    """A step of the model."""
 
     def __init__(
         self,
@@ -268,59 +265,17 @@ class _Captured:
         *,
         sharing: bool,
     ) -> None:
+        super().__init__()
         self.shape = shape
         self.inputs = ops.captured_inputs(shape, cache, model.attention)
-        self.graph = torch.cuda.CUDAGraph()
         self._model = model
         self._tokens = ops.tokens
         # Kept: the graph reads and writes its buffers at every replay, and they are not of the graph's own memory.
         self.plan = ops.plan_captured(self.inputs, tables, cache, model.attention, states=states, sharing=sharing)
         self.shared = self.plan.shared
 
-    def warm_up(self, stream: torch.cuda.Stream, count: int) -> None:
-        """Compiles kernels and makes the libraries' workspaces, which a capture must not. The same stream for all: its memory is theirs."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(count):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def capture(self, pool: Any) -> None:
-        # Only this thread is kept from calls that a capture forbids: those of libraries (NCCL's watchdog) may go on.
-        with _nothing_collected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            logits = self.step()
-        self.logits = _lent(logits)
-
     def step(self) -> torch.Tensor:
         carry_tokens(self.inputs.tensor("token_ids"), self.inputs.tensor("carried"), self._tokens)
         logits = self._model.compute(self.plan)
         pick_greedy(logits, self._tokens[: len(logits)])
         return logits
-
-
-class _Memory:
-    """Memory of the device as numba and others describe it: CUDA Array Interface, version 3."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
-
-
-def _lent(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the same memory without keeping it from the graphs that are captured next: logits of all of them would be a gigabyte."""
-    if not logits.is_cuda:
-        return logits
-    assert logits.is_contiguous()
-    return torch.as_tensor(_Memory(logits), device=logits.device).view(logits.dtype).view(logits.shape)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """A garbage collection may free an older graph or its memory, which this thread must not do while it captures."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

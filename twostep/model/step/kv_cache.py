@@ -11,6 +11,7 @@ Of quantized KV (twostep/model/step/kv_quantization.py) it is uint8 [block, laye
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +31,21 @@ class KvCache:
     """Owns the tensor. Reading and writing whole blocks is safe from any thread for blocks that no step writes."""
 
     def __init__(
-        self, shape: KvShape, device: str = "cpu", *, tensor: torch.Tensor | None = None, scales: torch.Tensor | None = None
+        self,
+        shape: KvShape,
+        device: str = "cpu",
+        *,
+        tensor: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        num_scratch: int = 0,
     ) -> None:
         """`tensor`: memory to use instead of own, of the right shape, whose blocks are not moved. `scales`: of a layer's heads, keys' and
-        values' [num_layers, 2, num_kv_heads], if the checkpoint brings some for this format. Raises SetupError if the memory is not
-        there."""
+        values' [num_layers, 2, num_kv_heads], if the checkpoint brings some for this format. `num_scratch`: blocks behind the shape's, for
+        steps that write what nobody keeps; no other method knows of them. Raises SetupError if the memory is not there."""
         self.shape = shape
-        self.tensor = _allocate(shape, device) if tensor is None else tensor
+        whole = _allocate(replace(shape, num_blocks=shape.num_blocks + num_scratch), device) if tensor is None else tensor
+        self.tensor = whole[: shape.num_blocks]
+        self._whole = whole
         self._bytes = self.tensor.view(shape.num_blocks, -1).view(torch.uint8)
         self._staging = PinnedStaging(self._bytes) if self.tensor.is_cuda and tensor is None else None
         if self._staging is not None:
@@ -45,15 +54,24 @@ class KvCache:
         self.sums: KvSums | None = None
         # Of quantized KV; else rows of numbers.
         static = None if scales is None else static_scales(scales).flatten(1).to(self.tensor.device)
-        self.quantized = QuantizedRows(shape, self.tensor, static) if shape.quantization != "none" else None
+        self.quantized = None
+        if shape.quantization != "none":
+            self.quantized = QuantizedRows(replace(shape, num_blocks=len(whole)), whole, static)
         self._slot_rows: list[torch.Tensor] = []
         self._block_rows: list[torch.Tensor] = []
         if self.quantized is None:
-            flat = self.tensor.view(-1)
+            flat = whole.view(-1)
             per_layer = shape.vectors * shape.block_size * shape.head_dim
             layers = [flat[layer * per_layer :] for layer in range(shape.num_layers)]
             self._slot_rows = [x.view(-1, shape.head_dim) for x in layers]
             self._block_rows = [x.view(-1, shape.block_size * shape.head_dim) for x in layers]
+
+    def with_scratch(self) -> KvCache:
+        """Returns the same memory with the scratch blocks as the last of its own. What is written through it is in no checksum: it is to be
+        told to `sums.overwritten`."""
+        view = KvCache(replace(self.shape, num_blocks=len(self._whole)), tensor=self._whole)
+        view.quantized = self.quantized
+        return view
 
     @property
     def dtype(self) -> torch.dtype:

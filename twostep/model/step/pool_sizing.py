@@ -130,7 +130,7 @@ def measured_blocks(
     )
     if sizing.draft_bytes:
         kv_bytes = num_blocks * sizing.draft_block_bytes
-        log.info("and a draft model of about %.2f GiB, with a KV pool of %.2f", profile.draft / 2**30, kv_bytes / 2**30)
+        log.info("what drafts takes about %.2f GiB more, and %.2f beside the pool", profile.draft / 2**30, kv_bytes / 2**30)
     if num_blocks * shape.block_size < max_model_len:
         log.warning(
             "the KV pool holds %d tokens, less than the context of %d: longer requests are refused",
