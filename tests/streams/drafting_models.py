@@ -21,7 +21,9 @@ from twostep.engine.types import EngineRequest
 from twostep.lab.eagle.answers import LearntAnswer
 from twostep.lab.eagle.target import Target, new_head
 from twostep.lab.eagle.training import Trainer, TrainingPlan
+from twostep.model.eagle.files import save_head
 from twostep.model.eagle.head import EagleHead
+from twostep.model.heads.source import HeadSource
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.process.startup import NoProgress
 from twostep.sampling_params import SamplingParams
@@ -39,11 +41,13 @@ class DraftedModel:
 
     model_dir: Path
     draft_dir: Path
-    head: EagleHead
+    head_dir: Path
     usual: list[int]
 
-    def runner(self, num_blocks: int, block_size: int) -> ModelRunner:
-        return runner_of(self.model_dir, num_blocks, block_size)
+    def runner(self, num_blocks: int, block_size: int, method: str = NGRAM, most: int = 0) -> ModelRunner:
+        """`method`, `most`: those of `drafting`."""
+        head = HeadSource(method=EAGLE3, head_dir=self.head_dir, most_tokens=most) if method == EAGLE3 else None
+        return runner_of(self.model_dir, num_blocks, block_size, head)
 
     def drafting(self, method: str, most: int, draft_blocks: int) -> dict[str, Any]:
         """Returns the options of a whole system whose workers draft like that, at most `most` tokens."""
@@ -52,13 +56,11 @@ class DraftedModel:
         options: dict[str, Any] = {"worker_options": {"speculative_config": json.dumps(config)}}
         if method == DRAFT_MODEL:
             options["make_draft"] = lambda: runner_of(self.draft_dir, draft_blocks, 16)
-        if method == EAGLE3:
-            options["head"] = self.head
-        return options
+        return options | {"has_head": method == EAGLE3}
 
 
-def runner_of(directory: Path, num_blocks: int, block_size: int) -> ModelRunner:
-    return ModelRunner(directory, dtype="float32", num_blocks=num_blocks, block_size=block_size, num_threads=1)
+def runner_of(directory: Path, num_blocks: int, block_size: int, head: HeadSource | None = None) -> ModelRunner:
+    return ModelRunner(directory, dtype="float32", num_blocks=num_blocks, block_size=block_size, num_threads=1, head=head)
 
 
 def save_drafted_model(directory: Path) -> DraftedModel:
@@ -81,7 +83,9 @@ def save_drafted_model(directory: Path) -> DraftedModel:
     for path in (model_dir, draft_dir):
         _change(path, settle)
     _change(draft_dir, shake)
-    return DraftedModel(model_dir, draft_dir, _learned(runner_of(model_dir, 300, 16)), usual)
+    head_dir = directory / "head"
+    save_head(_learned(runner_of(model_dir, 300, 16)), head_dir)
+    return DraftedModel(model_dir, draft_dir, head_dir, usual)
 
 
 def _change(model_dir: Path, change: Callable[[Mapping[str, torch.Tensor]], None]) -> None:

@@ -81,12 +81,13 @@ class DraftingWorld:
 
     async def run(self, tmp_path: Path) -> Tally:
         rng, model = self._rng, self._model
-        options = model.drafting(self._method, rng.choice([1, 2, 3, 4, 4, 5, 7]), draft_blocks=rng.choice([12, 60, 200]))
+        most = rng.choice([1, 2, 3, 4, 4, 5, 7])
+        options = model.drafting(self._method, most, draft_blocks=rng.choice([12, 60, 200]))
 
         def runner() -> ModelRunner:
             """Each worker has blocks of its own size, for one sequence at least, and for no more than some."""
             block_size = rng.choice([4, 8, 16])
-            return model.runner(-(-_LONGEST // block_size) * rng.choice([2, 3, 5]) + 1, block_size)
+            return model.runner(-(-_LONGEST // block_size) * rng.choice([2, 3, 5]) + 1, block_size, self._method, most)
 
         options["worker_options"] |= {"max_num_seqs": rng.choice([4, 8, 16])}
         system_options = {"num_decode": 2, "num_routers": 2, "aggregated": self._seed % 3 == 2, "step_tokens": self._step_tokens}

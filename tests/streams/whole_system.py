@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bare_deployment import MAX_MODEL_LEN, SECRET, RedisServer, until
 from brake import Brake
@@ -37,9 +37,6 @@ from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, settle
 from twostep.worker.worker import Worker
 
-if TYPE_CHECKING:
-    from twostep.model.eagle.head import EagleHead
-
 BLOCK = 16
 
 
@@ -63,12 +60,12 @@ async def start_worker(
     make_edge: Callable[[EdgeParts], Edge],
     runner: Runner,
     draft: Runner | None = None,
-    head: EagleHead | None = None,
+    has_head: bool = False,
     **options: Any,
 ) -> Worker:
     card, layout = ModelCard.load(model_dir), layout_of(runner.kv_shape, model_fingerprint(model_dir))
     model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
-    model = replace(model, draft=draft, head=head)
+    model = replace(model, draft=draft, has_head=has_head)
     config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
     settled = settle(config)
     worker = Worker(settled, LocalEngine(settled, model), SECRET, make_edge, await first_epoch(redis_url))
@@ -173,12 +170,13 @@ async def whole_system(
     limits: SequencesConfig | None = None,
     step_tokens: int = 0,
     make_draft: Callable[[], Runner] | None = None,
-    head: EagleHead | None = None,
+    has_head: bool = False,
     worker_options: Mapping[str, Any] | None = None,
     **router_options: Any,
 ) -> AsyncIterator[WholeSystem]:
     """`aggregated`: without a prefill worker; the decode workers compute prompts themselves. Otherwise they compute none. `step_tokens`: of
-    a step of each worker; 0: its default. `make_draft`, `head`: of a model that drafts, where `worker_options` say so."""
+    a step of each worker; 0: its default. `make_draft`, `has_head`: what drafts beside or in a
+    runner, where `worker_options` say so."""
     async with AsyncExitStack() as stack:
         (tmp_path / "redis").mkdir(parents=True)
         redis_server = RedisServer(tmp_path / "redis")
@@ -201,7 +199,7 @@ async def whole_system(
             }
             draft = None if make_draft is None else make_draft()
             options |= worker_options or {}
-            return await start_worker(model_dir, url, role, make_edge, brake.on(runner_of()), draft, head, **options)
+            return await start_worker(model_dir, url, role, make_edge, brake.on(runner_of()), draft, has_head, **options)
 
         system = WholeSystem(model_dir, url, secret_file, start, brake=brake)
         stack.push_async_callback(system.stop_workers)
