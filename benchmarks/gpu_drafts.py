@@ -3,11 +3,14 @@
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_drafts.py                      # Llama-3.1-8B's shape, random weights, bfloat16
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_drafts.py --device cpu --tiny  # a dry run
 
-Whatever the model samples, the engine is told one token again and again, so that a script knows what is right: each token that it drafts
-is so with a given probability. `always`: four are drafted in every step, whatever they bring. `chosen`: as many as the engine chooses by
-its step curve, which is measured as a worker does. `plain`: without drafts, and with look-ahead. A time is that from one output to the
-next, median; contexts from 1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight.
-Each is measured in turn, `--rounds` times; the medians of rounds.
+Whatever the model samples, the engine is told one token again and again, and so is the next step on the device, so that a script knows
+what is right: each token that it says may follow is so with a given probability, those before it being so. What it says behind a wrong
+one is right as often (as where one word of a text is another), or never, with `--lost` (as where an answer goes another way): that tells
+drafts that are planned before the last token is known from those that are not. `always`: four are drafted in every step, whatever they
+bring. `chosen`: as many as the engine chooses by its step curve, which is measured as a worker does; `ahead`: the share of its steps that
+were launched while another ran. `plain`: without drafts, and with look-ahead. A time is that from one output to the next, median; contexts
+from 1024 on. `launch` and `wait` are the host's share: building and queueing a step, and waiting for one in flight. Each is measured in
+turn, `--rounds` times; the medians of rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.types import EngineRequest
 from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 from twostep.settings.speculative import SpeculativeConfig
@@ -38,14 +42,27 @@ TOKEN, OTHER = 7, 8
 
 
 class OneToken(TimedRunner):
-    """Whose every row samples TOKEN, as far as the engine knows."""
+    """Whose every row samples TOKEN, as far as the engine and the next step know."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.num_in_flight = 0
+        # Of each step, whether it was launched while another was in flight.
+        self.ahead: list[bool] = []
 
     def launch(self, batch: Batch) -> InFlight:
-        return _OneTokenStep(super().launch(batch))
+        self.ahead.append(self.num_in_flight > 0)
+        step = super().launch(batch)
+        self.num_in_flight += 1
+        if self._runner.overlaps:
+            with torch.inference_mode():
+                self._runner.sampled(len(batch.sample_rows)).fill_(TOKEN)
+        return _OneTokenStep(self, step)
 
 
 class _OneTokenStep:
-    def __init__(self, step: InFlight) -> None:
+    def __init__(self, runner: OneToken, step: InFlight) -> None:
+        self._runner = runner
         self._step = step
 
     @property
@@ -54,18 +71,25 @@ class _OneTokenStep:
 
     def result(self) -> Sampled:
         sampled = self._step.result()
+        self._runner.num_in_flight -= 1
         return replace(sampled, token_ids=[TOKEN] * len(sampled.token_ids))
 
 
 class Scripted(Proposer):
     """A Proposer of answers that hold nothing but TOKEN."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost: bool) -> None:
+        """`lost`: behind a wrong token all are."""
         self.acceptance = 0.0
+        self._lost = lost
         self._random = random.Random(0)
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
-        return [TOKEN if self._random.random() < self.acceptance else OTHER for _ in range(most)]
+        right = [self._random.random() < self.acceptance for _ in range(most)]
+        if self._lost and False in right:
+            first = right.index(False)
+            right[first:] = [False] * (most - first)
+        return [TOKEN if each else OTHER for each in right]
 
     def forget(self, seq_id: str) -> None:
         pass
@@ -78,6 +102,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4, help="tokens drafted in a sequence and step")
     parser.add_argument("--tokens", type=int, default=300, help="of each answer that are timed, at least")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lost", action="store_true", help="behind a wrong token all that was said to follow is wrong")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -96,12 +121,12 @@ def main() -> None:
     print(f"curve {curve}", flush=True)
     bounds = EngineConfig(max_num_batched_tokens=8192, max_num_seqs=rows, max_waiting=largest, hash_unit=BLOCK_SIZE, look_ahead=True)
     drafting = replace(bounds, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=args.drafts))
-    script, runner = Scripted(), OneToken(model)
+    script, runner = Scripted(lost=args.lost), OneToken(model)
     always, chosen = (Engine(runner, drafting, proposer=script) for _ in range(2))
     chosen.set_curve(curve)
     plain = Engine(runner, bounds)
     plain.set_curve(curve)
-    columns = f"{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'tokens/s':>10}{'/ plain':>9}{'drafted':>9}"
+    columns = f"{'ms a step':>11}{'p99':>8}{'launch':>8}{'wait':>8}{'tokens/s':>10}{'/ plain':>9}{'drafted':>9}{'ahead':>7}"
     print(f"{'':10}{'batch':>6}{'accepted':>9}{columns}", flush=True)
     for batch in args.batch:
         prompts = np.random.default_rng(0).integers(0, 5000, (batch, context)).tolist()
@@ -115,12 +140,12 @@ def main() -> None:
         for (name, acceptance), each in seen.items():
             m = Measured(*(statistics.median(column) for column in zip(*map(astuple, each), strict=True)))
             times = f"{m.step_ms:11.3f}{m.high_ms:8.2f}{m.launch_ms:8.3f}{m.wait_ms:8.3f}"
-            print(f"{name:10}{batch:6}{acceptance:9.1f}{times}{m.rate:10.0f}{m.rate / base:9.3f}{m.drafted:9.2f}", flush=True)
+            print(f"{name:10}{batch:6}{acceptance:9.1f}{times}{m.rate:10.0f}{m.rate / base:9.3f}{m.drafted:9.2f}{m.ahead:7.2f}", flush=True)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`rate` in tokens a second, `drafted` in tokens for a sequence and step."""
+    """`rate` in tokens a second, `drafted` in tokens for a sequence and step, `ahead` of steps, those launched while another ran."""
 
     step_ms: float
     high_ms: float
@@ -128,6 +153,7 @@ class Measured:
     wait_ms: float
     rate: float
     drafted: float
+    ahead: float
 
 
 def measure(engine: Engine, name: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> Measured:
@@ -145,18 +171,20 @@ def measure(engine: Engine, name: str, prompts: Sequence[Sequence[int]], num_tok
     assert isinstance(runner, OneToken)
     runner.launches.clear()
     runner.waits.clear()
+    runner.ahead.clear()
     times, counts = [], []
     for count in outputs(engine, len(prompts), num_tokens=num_tokens * len(prompts)):
         times.append(time.perf_counter())
         counts.append(count)
     drafted = (sum(engine.stats().num_drafted) - before) / len(times) / len(prompts)
+    ahead = statistics.mean(runner.ahead)
     launch, wait = (statistics.median(part) * 1e3 for part in (runner.launches, runner.waits))
     for seq_id in ids:
         engine.cancel(seq_id)
     engine.settle_launched()
     gaps = sorted(after - earlier for earlier, after in itertools.pairwise(times))
     middle, high = statistics.median(gaps) * 1e3, gaps[int(len(gaps) * 0.99)] * 1e3
-    return Measured(middle, high, launch, wait, sum(counts[1:]) / (times[-1] - times[0]), drafted)
+    return Measured(middle, high, launch, wait, sum(counts[1:]) / (times[-1] - times[0]), drafted, ahead)
 
 
 def outputs(engine: Engine, batch: int, *, num_tokens: int) -> Iterator[int]:

@@ -73,7 +73,7 @@ class BlankRunner:
 
     generates = True
     reach = 0
-    overlaps = False
+    overlaps = reads_shared_once = False
     marks_layers = False
 
     def __init__(self, cache: KvCache, vocab_size: int, max_model_len: int) -> None:

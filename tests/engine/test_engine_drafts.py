@@ -72,7 +72,7 @@ def test_drafts_are_those_that_make_a_step_give_most_tokens_a_second(
         tokens = num_decodes + sum(p.rate ** (i + 1) for p, count in zip(made, counts, strict=True) for i in range(count))
         return tokens / step_s(sum(counts))
 
-    counts = choose_drafts(made, num_tokens=num_decodes, most=most, step_s=step_s, bound_s=float("inf"))
+    counts = choose_drafts(made, num_tokens=num_decodes, most=most, step_s=step_s, bound_s=float("inf")).counts
     assert sum(counts) <= most
     assert all(0 <= count <= len(p.tokens) for p, count in zip(made, counts, strict=True))
     # Neither one more nor one less is better.
@@ -85,9 +85,9 @@ def test_drafts_are_those_that_make_a_step_give_most_tokens_a_second(
 
 def test_a_step_that_was_promised_to_be_short_has_no_drafts() -> None:
     certain = [Proposal([1, 2, 3], 1.0)]
-    assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=1.25) == [2]
-    assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=0.5) == [0]
-    assert choose_drafts(certain, num_tokens=1, most=2, step_s=None, bound_s=0.0) == [2]
+    assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=1.25).counts == [2]
+    assert choose_drafts(certain, num_tokens=1, most=8, step_s=lambda rows: 1.0 + 0.1 * rows, bound_s=0.5).counts == [0]
+    assert choose_drafts(certain, num_tokens=1, most=2, step_s=None, bound_s=0.0).counts == [2]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_what_drafting_takes_is_reckoned(num_proposals: int, fixed_s: float, bef
     """A step gives a token a second, rows are free, and all drafts are right."""
     proposals = [Proposal(range(4), 1.0, before_s)] * num_proposals
     time = DraftTime(fixed_s, 0.0)
-    assert choose_drafts(proposals, num_tokens=1, most=8, step_s=lambda rows: 1.0, bound_s=math.inf, time=time) == counts
-    assert not any(choose_drafts(proposals, num_tokens=1, most=8, step_s=lambda rows: 1.0, bound_s=1.0, time=DraftTime(0.1, 0.0)))
+    assert choose_drafts(proposals, num_tokens=1, most=8, step_s=lambda rows: 1.0, bound_s=math.inf, time=time).counts == counts
+    assert not any(choose_drafts(proposals, num_tokens=1, most=8, step_s=lambda rows: 1.0, bound_s=1.0, time=DraftTime(0.1, 0.0)).counts)
 
 
 def test_a_record_learns_from_proposals_that_no_step_computed() -> None:
@@ -158,11 +158,12 @@ def test_wrong_drafts_are_given_up_where_they_cost() -> None:
     assert sum(engine.stats().num_drafted) <= 4
 
 
-def test_drafts_take_no_block_that_others_wait_for() -> None:
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_drafts_take_no_block_that_others_wait_for(look_ahead: bool) -> None:
     """Six sequences have not room for all of what they come to: they are preempted as often as without drafts, and no sooner."""
 
     def preempted_at(**drafting: Any) -> list[int]:
-        engine = engine_of(HookedRunner(num_blocks=26, block_size=4, vocab_size=1000, max_model_len=48), **drafting)
+        engine = engine_of(HookedRunner(num_blocks=26, block_size=4, vocab_size=1000, max_model_len=48), look_ahead=look_ahead, **drafting)
         requests = [make_request(f"r{i}", [i + 3] * (3 + 2 * i), max_tokens=19 - 2 * i) for i in range(6)]
         for request in requests:
             engine.submit(request)
@@ -178,8 +179,8 @@ def test_drafts_take_no_block_that_others_wait_for() -> None:
     without = preempted_at()
     with_drafts = preempted_at(speculative=NGRAM, proposer=KnowingProposer(1000, 0.0))
     assert without
-    # Wrong drafts give no tokens: the same lengths have the same blocks.
-    assert with_drafts == without
+    # Wrong drafts give no tokens: the same lengths have the same blocks. One behind drafts may wait for a step, and others end meanwhile.
+    assert with_drafts == without or (look_ahead and len(with_drafts) <= len(without) and min(with_drafts, default=99) >= min(without))
 
 
 def test_where_no_draft_pays_nothing_is_looked_up() -> None:

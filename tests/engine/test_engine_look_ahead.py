@@ -91,9 +91,8 @@ class Timed(KnowingProposer):
         return super().propose(seq_id, tokens, self.wanted)
 
 
-@pytest.mark.parametrize("computes", [False, True])
-@pytest.mark.parametrize(("rate", "ahead"), [(0.0, True), (1.0, False)])
-def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate: float, ahead: bool, computes: bool) -> None:
+@pytest.mark.parametrize(("rate", "computes", "ahead"), [(0.0, False, True), (0.0, True, True), (1.0, False, True), (1.0, True, False)])
+def test_a_step_waits_for_the_one_before_it_only_where_a_model_s_drafts_are_worth_it(rate: float, computes: bool, ahead: bool) -> None:
     runner = Journal(num_blocks=80, block_size=4, vocab_size=VOCAB, max_model_len=300)
     engine = engine_of(
         runner,
@@ -106,8 +105,8 @@ def test_a_step_waits_for_the_one_before_it_only_where_drafts_are_worth_it(rate:
     engine.submit(request)
     tokens, steps = drain(engine)
     assert ids_of(tokens["a"]) == answer_of(request, 300)
-    assert (len(steps) > 190, num_ahead(runner) > 180) == (ahead, ahead), (len(steps), num_ahead(runner))
-    assert (len(steps) < 60, num_ahead(runner) < 10) == (not ahead, not ahead)
+    assert len(steps) > 190 if rate == 0.0 else len(steps) < 60, len(steps)
+    assert num_ahead(runner) > 0.8 * len(steps) if ahead else num_ahead(runner) < 10
 
 
 def test_drafts_that_never_come_are_seldom_waited_for() -> None:

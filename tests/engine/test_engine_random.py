@@ -201,6 +201,7 @@ class World:
     def launching(self, engine: Engine, batch: Batch) -> None:
         assert len(batch.token_ids) <= engine.max_num_batched_tokens
         self.seen["carried"] += batch.carried is not None
+        self.seen["behind drafts"] += batch.behind is not None
         if self.refuse_next:
             self.refuse_next = False
             raise RuntimeError("the fake device refuses as it was told to")
@@ -505,6 +506,7 @@ def test_the_random_worlds_visit_what_they_should() -> None:
         "moved",
         "reused",
         "carried",
+        "behind drafts",
         "preempted",
         "from host",
         "confirmed",

@@ -152,6 +152,7 @@ def compile_shape(raw: dict[str, Any], quantization: str, kv_cache_dtype: str) -
     with torch.inference_mode():
         for counts, lengths in STEPS:
             model.forward(batch_of(counts, lengths, cache.shape), cache)
+        ops.warm_up_drafts()
 
 
 def main() -> int:

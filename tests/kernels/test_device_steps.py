@@ -45,10 +45,11 @@ class DeviceRunner(ModelRunner):
         load_weights(model, directory)
         self._cache = KvCache(self.kv_shape, DEVICE)
         self._steps = DeviceSteps(model, self._cache, ops, None)
-        self.num_carried = 0
+        self.num_carried = self.num_behind = 0
 
     def launch(self, batch: Batch) -> InFlight:
         self.num_carried += batch.carried is not None
+        self.num_behind += batch.behind is not None
         return super().launch(batch)
 
 
@@ -160,15 +161,42 @@ def test_a_draft_model_on_the_same_device_says_what_is_drawn(tmp_path: Path) -> 
     assert not stats.drafting_failed
 
 
-class HalfRight(Proposer):
-    """A Proposer that knows the answers, and is wrong at every third position."""
+def test_drafts_behind_drafts_change_no_token(tmp_path: Path) -> None:
+    """What of the step in flight is accepted is found out on the device: which tokens come next, where they stand, and the noise that they
+    are drawn with."""
+    save_model("llama", tmp_path)
+    device = DeviceRunner(tmp_path)
+    bounds = EngineConfig(max_num_batched_tokens=40, max_num_seqs=30, hash_unit=16)
+    work = [
+        replace(each, sampling=replace(each.sampling, max_tokens=18, ignore_eos=True))
+        for each in requests(2, device.vocab_size)
+        if not each.sampling.has_penalties
+    ]
+    want, _ = answers(Engine(device, bounds), work)
+    known = {
+        request.seq_id: [*request.token_ids, *(token.token_id for token in tokens)] for request, tokens in zip(work, want, strict=True)
+    }
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    engine = Engine(device, replace(bounds, speculative=config), proposer=HalfRight(known, every=5))
+    device.num_carried = 0
+    got, _ = answers(engine, work)
+    assert [stream(tokens) for tokens in got] == [stream(tokens) for tokens in want]
+    stats = engine.stats()
+    assert 0 < sum(stats.num_accepted) < sum(stats.num_drafted)
+    assert device.num_behind >= 3, (device.num_behind, device.num_carried)
 
-    def __init__(self, known: dict[str, list[int]]) -> None:
+
+class HalfRight(Proposer):
+    """A Proposer that knows the answers, and is wrong at every so many positions."""
+
+    def __init__(self, known: dict[str, list[int]], every: int = 3) -> None:
         self._known = known
+        self._every = every
 
     def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
         answer = self._known[seq_id]
-        return [token if at % 3 else abs(token - 1) for at, token in enumerate(answer[len(tokens) : len(tokens) + most], len(tokens))]
+        there = enumerate(answer[len(tokens) : len(tokens) + most], len(tokens))
+        return [token if at % self._every else abs(token - 1) for at, token in there]
 
     def forget(self, seq_id: str) -> None:
         pass

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from kernel_pools import DEVICE
 from sampling_cases import row_of, sampling_rows
 
-from twostep.engine.batch import Batch, SamplingRow, TokenMasks, num_words
+from twostep.engine.batch import Batch, RowsBehind, SamplingRow, TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
-from twostep.model.kernels.triton_tokens import NO_TOKEN, carry_tokens, mask_rows, pick_greedy
+from twostep.model.kernels.triton_tokens import NO_TOKEN, carry_tokens, go_on, mask_rows, pick_greedy
 from twostep.model.runner.device_sampler import DeviceSampler
 from twostep.model.runner.sampler import apply_masks, sample, sampling_margin
+from twostep.sampling_params import SamplingParams
 
 INFINITY = float("inf")
 
@@ -217,3 +218,45 @@ def test_a_stop_token_comes_before_min_tokens_only_by_its_mask() -> None:
     masked = replace(batch, masks=masks)
     DeviceSampler(StepUpload(torch.device(DEVICE)), tokens, 5).sample(torch.tensor([[0.0, 1, 9, 2, 3]] * 2, device=DEVICE), masked)
     assert tokens[:2].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 1), (5, 4), (64, 3), (200, 7)])
+def test_rows_behind_drafts_go_on_as_on_the_host(num_rows: int, most: int, dtype: torch.dtype) -> None:
+    """Its oracle is Batch.with_carried. Tokens are few, so that drafts are often right; some rows have sampled none."""
+    rng = np.random.default_rng(num_rows)
+    total = num_rows + 7
+    sampled = rng.integers(-1, 3, 300)
+    rows = np.sort(rng.choice(total, num_rows, replace=False))
+    drafted = rng.integers(0, 3, (num_rows, most))
+    drafted[np.arange(most) >= rng.integers(1, most + 1, num_rows)[:, None]] = -1
+    behind = RowsBehind.of(
+        rows,
+        rng.integers(0, 300 - most - 1, num_rows),
+        drafted,
+        rng.integers(-1, 50, (num_rows, most + 1)),
+        rng.integers(0, 1 << 30, (num_rows, most + 1)),
+    )
+    positions = rng.integers(0, 1000, total)
+    batch = Batch(
+        token_ids=rng.integers(0, 50, total),
+        positions=positions,
+        query_start=np.arange(total + 1, dtype=np.int32),
+        seq_lens=positions.astype(np.int32) + 1,
+        block_tables=np.zeros((total, 1), np.int32),
+        slots=rng.integers(0, 1 << 30, total),
+        sample_rows=np.arange(total),
+        sampling=[SamplingRow(SamplingParams(max_tokens=5), int(position), (), 0, frozenset()) for position in positions],
+        behind=behind,
+    )
+    want = batch.with_carried(sampled.tolist())
+    assert behind.num_before <= len(sampled)
+    given = [torch.from_numpy(each.copy()).to(DEVICE, dtype) for each in (batch.token_ids, batch.positions, batch.slots)]
+    lengths = torch.from_numpy(batch.seq_lens.copy()).to(DEVICE)
+    accepted = torch.zeros(total, dtype=torch.int32, device=DEVICE)
+    go_on(torch.from_numpy(behind.table).to(DEVICE), torch.from_numpy(sampled).to(DEVICE), *given, lengths, accepted)
+    for got, expected in zip((*given, lengths), (want.token_ids, want.positions, want.slots, want.seq_lens), strict=True):
+        assert got.tolist() == expected.tolist()
+    assert [row.position for row in want.sampling] == want.positions.tolist()
+    assert accepted.tolist() == (want.positions - positions).tolist()
+    assert num_rows < 5 or 0 < int(accepted.sum()) < num_rows * most

@@ -17,6 +17,7 @@ import pytest
 import torch
 from kernel_pools import DEVICE
 
+from twostep.engine.batch import RowsBehind
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.registry import build_model
 from twostep.model.kernels import shared_prefix
@@ -215,6 +216,45 @@ def test_tokens_are_carried_into_a_mixed_step(tmp_path: Path, monkeypatch: pytes
         got = graphs.logits(replace(batch, carried=carried))
         assert got is not None
         torch.testing.assert_close(got.cpu(), runner.forward(replace(batch, carried=carried).with_carried([token])), rtol=0, atol=1e-4)
+
+
+def test_rows_go_on_behind_drafts_in_a_captured_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of decodes alone, and one with a prompt."""
+    without_warm_ups(monkeypatch)
+    save_model("llama", tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    ops = TritonOps(DEVICE)
+    model = build_model(runner.config, torch.float32, ops, DEVICE)
+    load_weights(model, tmp_path)
+    cache = KvCache(runner.kv_shape, DEVICE)
+    first, second = scattered_sequences([20, 20], BLOCK_SIZE, NUM_BLOCKS, random.Random(4))
+    sampled = [4, 5, 6, 9]
+    with torch.inference_mode(), graphs_of(model, cache, ops, [2], [StepShape(32, 2, 2)]) as graphs:
+        begun = make_batch([(first, 19)], BLOCK_SIZE, every_row=False)
+        assert graphs.logits(begun) is not None
+        runner.forward(begun)
+        # The token before it is known, and one of two drafts is what was sampled: across a block's end.
+        first.num_computed = 15
+        places = np.arange(15, 18)
+        behind = RowsBehind.of(
+            np.array([0]),
+            np.array([1]),
+            np.array([[5, 4]]),
+            np.array([[-1, -1, -1]]),
+            np.array([[first.blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in places]]),
+        )
+        for others in ([], [(second, 11)]):
+            batch = replace(make_batch([(first, 1), *others], BLOCK_SIZE, every_row=False), behind=behind)
+            tables = np.zeros((len(batch.seq_lens), 2), np.int32)
+            tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+            tables[0] = first.blocks[:2]
+            batch = replace(batch, block_tables=tables)
+            ops.tokens[: len(sampled)] = torch.tensor(sampled)
+            got = graphs.logits(batch)
+            assert got is not None
+            known = batch.with_carried(sampled)
+            assert (int(known.token_ids[0]), int(known.positions[0]), int(known.seq_lens[0])) == (6, 16, 17)
+            torch.testing.assert_close(got.cpu(), runner.forward(known), rtol=0, atol=1e-4)
 
 
 class FailingModel:

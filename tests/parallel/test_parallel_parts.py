@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.batch import Batch, KvShape
+from twostep.engine.batch import Batch, KvShape, RowsBehind
 from twostep.errors import InternalError, SetupError, Unavailable
 from twostep.model.families.config import ExpertsConfig, GatedDeltaConfig, ModelConfig
 from twostep.model.families.gated_delta_net import columns_of
@@ -265,6 +265,7 @@ def batches(draw: st.DrawFn) -> Batch:
         sample_rows=rng.integers(0, 1 << 40, num_rows),
         sampling=(),
         carried=carried,
+        behind=RowsBehind(rng.integers(-1, 1 << 30, (num_tokens, 4 + 3 * width)).astype(np.int32)) if draw(st.booleans()) else None,
         state_sources=rng.integers(0, 1 << 30, (num_seqs, num_states)).astype(np.int32) if num_states else None,
         state_tables=rng.integers(0, 1 << 30, (num_seqs, num_states)).astype(np.int32) if num_states else None,
     )
@@ -297,6 +298,9 @@ def test_batches_pass_through_shared_memory(memory: StepMemory, sent: list[Batch
             if a is not None:
                 assert a.dtype == b.dtype, name
                 assert np.array_equal(a, b), name
+        assert (batch.behind is None) == (got.behind is None)
+        if batch.behind is not None and got.behind is not None:
+            assert np.array_equal(batch.behind.table, got.behind.table)
     for rank in (1, 2):
         memory.set_done(rank, 0)
 

@@ -88,6 +88,63 @@ class PooledRows:
     counts: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class RowsBehind:
+    """Rows of decodes whose sequences have drafts in the step launched just before. How many of those are accepted is known when that step
+    has ended: as many as are, from the first on, what was sampled. The batch says where the rows are if none is; for each that is
+    accepted, a row's position and sequence length are one more. twostep/model/kernels/triton_tokens.py does on a GPU what
+    `Batch.with_carried` does here.
+
+    table       int32 [N, 2 + D + 2 * (D + 1)], of at most D drafts, in columns:
+
+      rows      [N]         of the batch's T, ascending; each is the only token of the sequence of the same number, and is sampled
+      firsts    [N]         of the rows that the step before sampled, the first one of the sequence
+      drafted   [N, D]      the tokens drafted there, -1 behind the last
+      tokens    [N, D + 1]  by how many are accepted, the row's token; -1: what was sampled after those
+      slots     [N, D + 1]  by how many are accepted, where the token's KV goes
+    """
+
+    table: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(
+        cls,
+        rows: npt.NDArray[np.integer],
+        firsts: npt.NDArray[np.integer],
+        drafted: npt.NDArray[np.integer],
+        tokens: npt.NDArray[np.integer],
+        slots: npt.NDArray[np.integer],
+    ) -> RowsBehind:
+        assert slots.max() < 2**31
+        return cls(np.concatenate((rows[:, None], firsts[:, None], drafted, tokens, slots), 1).astype(np.int32))
+
+    @property
+    def most_drafts(self) -> int:
+        """Returns D."""
+        width: int = self.table.shape[1]
+        return (width - 4) // 3
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        return self.table[:, 0]
+
+    @property
+    def num_before(self) -> int:
+        """Returns how many rows of the step before it looks at, from the first one on."""
+        return int(self.table[:, 1].max()) + self.most_drafts + 1
+
+    def take(self, sampled: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns of each row how many drafts were accepted, its token and its slot, [N] each. `sampled`: by the step before."""
+        most, firsts = self.most_drafts, self.table[:, 1]
+        ends = np.minimum(firsts[:, None] + np.arange(most), len(sampled) - 1)
+        drafted = self.table[:, 2 : 2 + most]
+        accepted = np.logical_and.accumulate((sampled[ends] == drafted) & (drafted >= 0), axis=1).sum(axis=1)
+        here = np.arange(len(firsts))
+        tokens = self.table[here, 2 + most + accepted].astype(np.int64)
+        tokens = np.where(tokens < 0, np.maximum(sampled[firsts + accepted], 0), tokens)
+        return accepted, tokens, self.table[here, 3 + 2 * most + accepted].astype(np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """T tokens of S sequences, prompt chunks and decode tokens alike, in one flat row each.
@@ -110,6 +167,8 @@ class Batch:
     state_tables   int32 [S, KvShape.num_state_blocks]: where it lies afterwards: in the same blocks, or in others that the step does not
                    read; those of `state_sources` then stay as they are
     pooled         prompt tokens whose hidden states are wanted; None: there are none
+    behind         rows that go on behind drafts of the step launched just before: where they are is said as if none of those were
+                   accepted, and token_ids says nothing. Nothing else is carried to them. None: there are none
     num_encoded    int32 [S], of a model with an encoder: how many of each sequence's first tokens that reads, all of them in the step that
                    begins the sequence, which has at least one more. None: the model has none, or the step is a trial, where all that lies
                    before a chunk is taken for it, or at the beginning all but the last token
@@ -130,11 +189,20 @@ class Batch:
     state_sources: npt.NDArray[np.int32] | None = None
     state_tables: npt.NDArray[np.int32] | None = None
     pooled: PooledRows | None = None
+    behind: RowsBehind | None = None
     num_encoded: npt.NDArray[np.int32] | None = None
+
+    @property
+    def num_before(self) -> int:
+        """Returns of how many rows, from the first one on, that the step before sampled it takes the tokens."""
+        carried = 0 if self.carried is None else int(self.carried.max()) + 1
+        return carried if self.behind is None else max(carried, self.behind.num_before)
 
     def with_carried(self, token_ids: Sequence[int]) -> Batch:
         """Returns the same batch with nothing carried; `token_ids` are those the step before sampled. For runners that have them on the
         host. A row that carries NO_TOKEN is over, and goes on with token 0 in this last step."""
+        if self.behind is not None:
+            return self._moved_on(self.behind, token_ids).with_carried(token_ids)
         if self.carried is None:
             return self
         known = self.token_ids.copy()
@@ -145,6 +213,19 @@ class Batch:
             if self.carried[row] >= 0:
                 rows[i] = replace(rows[i], history=[*rows[i].history, int(known[row])])
         return replace(self, token_ids=known, sampling=rows, carried=None)
+
+    def _moved_on(self, behind: RowsBehind, sampled: Sequence[int]) -> Batch:
+        accepted, tokens, places = behind.take(np.asarray(sampled, np.int64))
+        here = behind.rows
+        token_ids, positions, slots = self.token_ids.copy(), self.positions.copy(), self.slots.copy()
+        seq_lens = self.seq_lens.copy()
+        token_ids[here], slots[here] = tokens, places
+        positions[here] += accepted
+        seq_lens[here] += accepted.astype(np.int32)
+        rows = list(self.sampling)
+        for i, count in zip(np.searchsorted(self.sample_rows, here).tolist() if rows else (), accepted.tolist(), strict=False):
+            rows[i] = replace(rows[i], position=rows[i].position + count)
+        return replace(self, token_ids=token_ids, positions=positions, slots=slots, seq_lens=seq_lens, sampling=rows, behind=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +401,11 @@ class Runner(Protocol):
     @property
     def reach(self) -> int:
         """Returns how far back any step reads: the token at position p reads no block that lies wholly before p + 1 - reach. 0: all."""
+        ...
+
+    @property
+    def reads_shared_once(self) -> bool:
+        """Returns whether a step reads KV that several of its rows see once for all of them, as rows of one sequence's drafts do."""
         ...
 
     @property

@@ -17,16 +17,27 @@ Where a model proposes, its own time belongs to that cost, and how many tokens a
     device   ── draft model: catch up, draft, draft ──┬── step of the served model ──┐
     host     wanted (lock)   prepare                  plan: propose (lock)           settle (lock)
 
-A draft follows its sequence's last token, which must be known: a step with drafts is not planned while another runs. Whether the next
-one is to have any is foretold from the tokens that are known (`is_worth`), and where not, planning goes on ahead.
+Where steps are planned ahead, one that has drafts is planned while another with drafts runs, of which it is not known how many are
+accepted. The proposer says what may follow the tokens that are known, further than one step; what the running step samples is compared
+on the device (triton_tokens.py, `go_on`), and the next step goes on from there with what is left:
+
+    known    . . . │ a b c d e f g h                what may follow
+    step n         │ a b c                          in flight: drafts of it
+    step n+1       │     x │ d e f     if a b were right, and x came instead of c
+                   │       d │ e f g   if all were, and so is d
+
+Such late drafts know nothing of the token that comes instead of a wrong one. They go on behind it as if it were one word in place of
+another, and where an answer goes another way they are wrong, and the next step is in vain. How often they are right all the same is
+learnt, and where a wait for the running step is worth it, it is waited for (`is_worth`): for drafts of a model, which has to see the last
+token, always. Where no drafts are worth it, planning goes on ahead.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -53,10 +64,13 @@ MOST_CAUGHT_UP, LEAST_CAUGHT_UP = 256, 16
 _TRIAL_SHARE = 0.01
 # What a step with drafts came to counts for so much less with each step; without any, so many count as known.
 _FORGETTING_GAIN, _PRIOR_STEPS = 0.98, 16
-# Of a step, what it takes longer where it is not planned while another runs.
-_WAITING_SHARE = 0.15
 # No step is shorter, whatever a curve says.
 _LEAST_STEP_S = 1e-6
+# Of a step, what it takes longer where it is not planned while another runs: for a trial.
+_WAITING_SHARE = 0.15
+# How much one step teaches of how long steps take, and one without drafts of that those with them take no longer; and how many times
+# longer than was known one step may seem to take.
+_LEARNING, _UNLEARNING, _MOST_SLOWER = 1 / 16, 1 / 512, 2.0
 
 
 class WantedDrafts(NamedTuple):
@@ -194,54 +208,107 @@ class CommonRate:
         self.wrong = _FORGETTING_ALL * self.wrong + failed
 
 
-class DraftRecord:
-    """Remembers how often a sequence's proposals were right of late, also those that no step computed: learning costs no row."""
+class SequenceRate:
+    """Remembers how often proposals of one sequence were right of late."""
 
-    def __init__(self, common: CommonRate | None = None) -> None:
-        self._common = common or CommonRate()
+    def __init__(self, common: CommonRate) -> None:
+        self._common = common
         self._right = self._wrong = 0.0
         # What is known of all counts as one draft of its own, and then as less.
         self._weight = 1.0
-        self._proposed: Sequence[int] = ()
-        self._after = 0
 
     @property
     def rate(self) -> float:
         """Returns the probability that a drafted token is right, those before it being so."""
         return (self._right + self._weight * self._common.rate) / (self._right + self._wrong + self._weight)
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Compares what was proposed last with what came since, if anything did."""
-        came = tokens[self._after : self._after + len(self._proposed)]
-        if not came:
-            return
-        num_right = 0
-        for proposed, token in zip(self._proposed, came, strict=False):
-            if proposed != token:
+    def learn(self, proposed: Sequence[int], came: Sequence[int]) -> None:
+        """Compares what was proposed with what came in its place, if anything was, and did."""
+        num_right = num_seen = 0
+        for draft, token in zip(proposed, came, strict=False):
+            num_seen += 1
+            if draft != token:
                 break
             num_right += 1
-        self._right = _FORGETTING * self._right + num_right
-        self._wrong = _FORGETTING * self._wrong + (num_right < len(came))
-        self._weight *= _FORGETTING
-        self._common.learn(num_right, failed=num_right < len(came))
+        if num_seen:
+            self._right = _FORGETTING * self._right + num_right
+            self._wrong = _FORGETTING * self._wrong + (num_right < num_seen)
+            self._weight *= _FORGETTING
+            self._common.learn(num_right, failed=num_right < num_seen)
+
+
+class DraftRecord:
+    """Remembers what was proposed last in a sequence, and how often its proposals were right, also those that no step computed: learning
+    costs no row.
+
+        tokens   . . . . │ a b c d e f g h      proposed after those that are known
+        came     . . . . │ a b x                of the step in flight, which has a b c as drafts
+        next     . . . .         │ d e f        drafts of the step that is planned meanwhile: as if x were a word in place of another
+    """
+
+    def __init__(self, common: CommonRate | None = None, common_again: CommonRate | None = None, most: int = sys.maxsize) -> None:
+        """`most`: tokens drafted in one step."""
+        self._right = SequenceRate(common or CommonRate())
+        self._again = SequenceRate(common_again or CommonRate())
+        self._most = most
+        self._proposed: Sequence[int] = ()
+        # What was to come behind a token that another one came for.
+        self._behind_wrong: Sequence[int] = ()
+        self._after = 0
+
+    @property
+    def rate(self) -> float:
+        """Returns the probability that a drafted token is right, those before it being so."""
+        return self._right.rate
+
+    @property
+    def again_rate(self) -> float:
+        """Returns the probability that the first one behind a wrong one is right."""
+        return self._again.rate
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Compares what was proposed last with what came since, if anything did."""
+        proposed, num_came = self._proposed, len(tokens) - self._after
+        if not num_came:
+            return
+        # At first, a prompt came.
+        came = tokens[self._after : self._after + max(1, len(proposed))]
+        self._right.learn(proposed[: self._most], came)
+        self._again.learn(self._behind_wrong, came)
+        right = all(draft == token for draft, token in zip(proposed, came, strict=False))
+        self._behind_wrong = () if right else proposed[num_came : num_came + 1]
         self._proposed = ()
 
     def propose(self, proposed: Sequence[int], tokens: Sequence[int]) -> None:
+        """`learn` has seen these tokens."""
         self._proposed, self._after = proposed, len(tokens)
 
-    def proposed(self, tokens: Sequence[int]) -> Sequence[int] | None:
-        """Returns what was proposed after these; None: nobody has asked."""
-        return self._proposed if self._after == len(tokens) else None
+    def is_after(self, tokens: Sequence[int]) -> bool:
+        """Returns whether it was these after which something was proposed last."""
+        return self._after == len(tokens)
+
+    def proposed(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Returns what was proposed after these."""
+        return self._proposed if self._after == len(tokens) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Holds tokens that may follow in one sequence, and with what probability each is right, those before it being so. Tokens that have yet
-    to be drafted are any; `before_s` is then this step's part of what the proposer must compute first."""
+    """Holds tokens that may follow in one sequence, and with what probability each is right, those before it being so: `first` that of the
+    first, if it is another. Tokens that have yet to be drafted are any; `before_s` is then this step's part of what the proposer must
+    compute first."""
 
     tokens: Sequence[int]
     rate: float
     before_s: float = 0.0
+    first: float | None = None
+
+    def gains(self) -> Iterator[float]:
+        """Yields what each adds to a step's tokens."""
+        gain = self.rate if self.first is None else self.first
+        for _ in self.tokens:
+            yield gain
+            gain *= self.rate
 
 
 class DraftGain:
@@ -271,6 +338,13 @@ class _Offers(NamedTuple):
     trial_s: float
 
 
+class Choice(NamedTuple):
+    """Of how many tokens of each proposal a step gains, and how many tokens a second it gives then, in all."""
+
+    counts: Sequence[int]
+    tokens_per_s: float
+
+
 _NOTHING = Proposal((), 0.0)
 _NO_TIME = DraftTime(0.0, 0.0)
 
@@ -283,30 +357,33 @@ def choose_drafts(
     step_s: Callable[[int], float] | None,
     bound_s: float,
     time: DraftTime = _NO_TIME,
-) -> list[int]:
+    slower: float = 1.0,
+    wait_s: float = 0.0,
+) -> Choice:
     """Returns of how many tokens of each proposal a step gains, at most `most` in all.
 
     num_tokens  tokens that the step gives without drafts
     step_s      how long it takes with so many rows of drafts; None: not known, and all are worth it
     bound_s     that it may take with them
     time        what it takes to draft them
+    slower      how many times that it takes, where it has drafts
+    wait_s      how long it is waited for them
 
     Of the drafts in the order of what each adds, so many are taken that the step gives most tokens a second. One more may gain where the
     one before it did not: the first token drafted costs what drafting takes at all. A row never gets cheaper, so that the search ends with
     the first whose own is not worth it."""
     # A token is right if all before it are.
-    gains = sorted(
-        ((proposal.rate ** (i + 1), -index) for index, proposal in enumerate(proposals) for i in range(len(proposal.tokens))), reverse=True
-    )[: max(0, most)]
+    gains = sorted(((gain, -index) for index, proposal in enumerate(proposals) for gain in proposal.gains()), reverse=True)[: max(0, most)]
     counts, best = [0] * len(proposals), [0] * len(proposals)
     if step_s is None:
         for _, index in gains:
             best[-index] += 1
-        return best
-    tokens, before_s, draft_s, num_rounds = float(num_tokens), step_s(0), 0.0, 0
-    best_tokens, best_s, bound_s = tokens, before_s, max(bound_s, before_s)
+        return Choice(best, num_tokens + sum(gain for gain, _ in gains))
+    least_s = step_s(0)
+    tokens, before_s, draft_s, num_rounds = float(num_tokens), slower * least_s, wait_s, 0
+    best_tokens, best_s, bound_s = tokens, least_s, max(bound_s, least_s)
     for rows, (gain, index) in enumerate(gains, 1):
-        longer_s = step_s(rows)
+        longer_s = slower * step_s(rows)
         if gain * best_s <= best_tokens * (longer_s - before_s + time.per_row_s):
             break
         counts[-index] += 1
@@ -321,24 +398,57 @@ def choose_drafts(
             break
         if tokens * best_s > best_tokens * (longer_s + draft_s):
             best, best_tokens, best_s = counts.copy(), tokens, longer_s + draft_s
-    return best
+    return Choice(best, best_tokens / best_s if best_s > 0.0 else math.inf)
 
 
-def _may_pay(num_tokens: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
-    """Returns whether a step of so many tokens gains by a draft that is certain. Where not, nothing is looked up, which under load would
-    take longer than anything here."""
-    return any(choose_drafts([Proposal((0,), 1.0)], num_tokens=num_tokens, most=1, step_s=step_s, bound_s=bound_s))
+class Slowness:
+    """Remembers how many times longer steps with drafts take than is foretold, as against steps without: whatever costs time and is not
+    foretold ends drafting by itself. Apart for steps of about as many sequences. While none is drafted it is slowly forgotten, so
+    that it is tried again."""
+
+    def __init__(self) -> None:
+        # By the power of 2 of sequences: what steps without drafts took of what was foretold, and how many times that those with them did.
+        self._shares: dict[int, tuple[float, float]] = {}
+
+    def of(self, num_seqs: int) -> float:
+        return max(1.0, self._shares.get(num_seqs.bit_length(), (1.0, 1.0))[1])
+
+    def learn(self, num_seqs: int, seconds: float, foretold_s: float, *, drafted: bool) -> None:
+        """A step of so many sequences came so long after the one before it."""
+        if foretold_s <= 0.0 or seconds <= 0.0:
+            return
+        share, key = seconds / foretold_s, num_seqs.bit_length()
+        without, slower = self._shares.get(key, (1.0, 1.0))
+        # One step that took very long did so for other reasons.
+        if drafted:
+            slower += _LEARNING * (min(share / without, _MOST_SLOWER * slower) - slower)
+        else:
+            without += _LEARNING * (min(share, _MOST_SLOWER * without) - without)
+            slower += _UNLEARNING * (1.0 - slower)
+        self._shares[key] = without, slower
+
+
+def _may_pay(num_tokens: int, step_s: Callable[[int], float] | None, bound_s: float, slower: float = 1.0) -> bool:
+    """Returns whether a step of so many tokens gains by drafts that are certain, one for each. Where not, nothing is looked up, which under
+    load would take longer than anything here."""
+    # Where one costs more than the next, many may pay what one does not.
+    most = 1 if slower == 1.0 else num_tokens
+    certain = [Proposal((0,), 1.0)] * most
+    return any(choose_drafts(certain, num_tokens=num_tokens, most=most, step_s=step_s, bound_s=bound_s, slower=slower).counts)
 
 
 class Drafting:
     """Drafts for an engine's sequences. The engine's lock guards it."""
 
-    def __init__(self, proposer: Proposer, most: int) -> None:
-        """`most`: tokens drafted in one sequence and step."""
+    def __init__(self, proposer: Proposer, most: int, *, ahead: bool = False) -> None:
+        """`most`: tokens drafted in one sequence and step. `ahead`: steps are planned while others run."""
         self._proposer = proposer
         self._most = most
+        # Of the step in flight as many may be accepted, and one comes besides, before those of the step that is planned.
+        self._reach = 2 * most + 1 if ahead and proposer.time is None else most
         self._records: dict[str, DraftRecord] = {}
-        self._common = CommonRate()
+        self._common, self._common_again = CommonRate(), CommonRate()
+        self.slowness = Slowness()
         # Seconds that may go into drafts to find out whether they would pay.
         self._trial_s = 0.0
         # By place among a step's drafts, since the start.
@@ -351,23 +461,31 @@ class Drafting:
         self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
     ) -> list[Sequence[int]]:
         """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
-        if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
+        slower = self.slowness.of(len(decodes))
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
             return [()] * len(decodes)
-        proposals = [_NOTHING if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
-        counts = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
-        return [proposal.tokens[:count] for proposal, count in zip(proposals, counts, strict=True)]
+        proposals = [self._late_proposal(sequence) if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
+        choice = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
+        return [proposal.tokens[:count] for proposal, count in zip(proposals, choice.counts, strict=True)]
 
-    def is_worth(self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float) -> bool:
-        """Returns whether the next step of these will likely be worth drafts, though their last tokens may not be known yet: as if it were
-        this one. Asked once for each step: it learns, and where the answer is no, saves time up for a trial."""
-        if most < 1 or not _may_pay(len(decodes), step_s, bound_s):
+    def is_worth(
+        self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float, wait_s: float
+    ) -> bool:
+        """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, for the sake of its
+        drafts: as if it were this one. Asked once for each step: it learns, and where the answer is no, saves time up for a trial."""
+        slower = self.slowness.of(len(decodes))
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
             return False
-        choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s)
+        choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         time = self._proposer.time
         if time is None:
-            return any(choose([self._proposal(sequence) for sequence in decodes]))
+            late = choose([self._late_proposal(sequence) for sequence in decodes])
+            if step_s is None and any(late.counts):
+                return False
+            waited = choose([self._proposal(sequence) for sequence in decodes], wait_s=wait_s)
+            return any(waited.counts) and waited.tokens_per_s > late.tokens_per_s
         offers = self._offers(decodes, time, math.inf if step_s is None else step_s(0))
-        if any(choose(offers.proposals, time=time)):
+        if any(choose(offers.proposals, time=time, wait_s=wait_s).counts):
             return True
         if step_s is None:
             return False
@@ -395,7 +513,8 @@ class Drafting:
         # Not known how long steps take: anything is worth it.
         least_s = math.inf if step_s is None else step_s(0)
         offers = self._offers(decodes, time, least_s)
-        counts = choose_drafts(offers.proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
+        choice = choose_drafts(offers.proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, time=time)
+        counts = list(choice.counts)
         if step_s is not None and not any(counts):
             self._save_up(offers, least_s)
             if self._may_try(offers, time, least_s, bound_s):
@@ -443,28 +562,64 @@ class Drafting:
 
     def num_wanted(self, sequence: EngineSequence) -> int:
         """Returns how many tokens may be drafted at most: after the last token there can be comes none."""
+        return self._num_wanted(sequence, self._most)
+
+    def _num_wanted(self, sequence: EngineSequence, most: int) -> int:
         if not sequence.request.sampling.speculate:
             return 0
-        return max(0, min(self._most, sequence.max_len - 1 - len(sequence.tokens), self._proposer.max_len - len(sequence.tokens)))
+        return max(0, min(most, sequence.max_len - 1 - len(sequence.tokens), self._proposer.max_len - len(sequence.tokens)))
 
     def look_up(self, sequence: EngineSequence) -> Sequence[int]:
         """Returns what the proposer proposes."""
-        most = self.num_wanted(sequence)
+        most = self._num_wanted(sequence, self._most if sequence.constraint is not None else self._reach)
         return self._proposer.propose(sequence.seq_id, sequence.tokens, most) if most else ()
 
     def _record(self, sequence: EngineSequence) -> DraftRecord:
-        return self._records.setdefault(sequence.seq_id, DraftRecord(self._common))
+        record = self._records.get(sequence.seq_id)
+        if record is None:
+            record = self._records[sequence.seq_id] = DraftRecord(self._common, self._common_again, self._most)
+        return record
 
     def _proposal(self, sequence: EngineSequence) -> Proposal:
         """Returns what may follow the tokens that are known."""
+        record = self._looked_up(sequence)
+        return Proposal(record.proposed(sequence.tokens)[: self._most], record.rate)
+
+    def _late_proposal(self, sequence: EngineSequence) -> Proposal:
+        """Returns what may follow the tokens that are in flight, as if all that is drafted there were accepted."""
+        if self.computes or not may_go_on(sequence):
+            return _NOTHING
+        record, num_pending = self._looked_up(sequence), sequence.num_pending
+        expected = record.proposed(sequence.tokens)
+        most = min(self._most, sequence.max_len - 1 - len(sequence.tokens) - num_pending)
+        tokens = expected[num_pending : num_pending + max(0, most)]
+        if not tokens:
+            return _NOTHING
+        # As many drafts in flight are accepted as are what is expected now, if that is right; so must be what is sampled behind them.
+        num_same = 0
+        for drafted, token in zip(sequence.drafted, expected, strict=False):
+            if drafted != token:
+                break
+            num_same += 1
+        rate = record.rate
+        so_far = rate ** (num_same + 1)
+        return Proposal(tokens, rate, first=so_far * rate + (1.0 - so_far) * record.again_rate)
+
+    def _looked_up(self, sequence: EngineSequence) -> DraftRecord:
+        """Returns the record once it has what may follow the tokens that are known."""
         record = self._record(sequence)
-        # With a grammar, drafts were looked up when its masks were made.
-        proposed = record.proposed(sequence.tokens) if sequence.constraint is None else sequence.constraint.drafts
-        if proposed is None:
-            proposed = self.look_up(sequence)
-        record.learn(sequence.tokens)
-        record.propose(proposed, sequence.tokens)
-        return Proposal(proposed, record.rate)
+        if sequence.constraint is not None:
+            # Drafts were looked up when its masks were made.
+            record.learn(sequence.tokens)
+            record.propose(sequence.constraint.drafts, sequence.tokens)
+        elif not record.is_after(sequence.tokens):
+            record.learn(sequence.tokens)
+            record.propose(self.look_up(sequence), sequence.tokens)
+        return record
+
+    def expected(self, sequence: EngineSequence) -> Sequence[int]:
+        """Returns what was proposed after the tokens that are known."""
+        return self._record(sequence).proposed(sequence.tokens)
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """A step computed so many drafts of a sequence, the first of which were accepted."""
@@ -476,12 +631,10 @@ class Drafting:
         """A step with decodes is over, and its drafts are counted. `curve` None: not known how long it took; drafts then cost nothing."""
         counts, longer = [len(drafted) for drafted in work.drafts], 1.0
         if any(counts) and curve is not None:
-            with_drafts = work.workload
-            share = work.num_decodes / with_drafts.decodes
-            without = replace(with_drafts, decodes=work.num_decodes, context=round(with_drafts.context * share))
             time = self._proposer.time or _NO_TIME
             drafting_s = time.fixed_s * max(counts) + time.per_row_s * sum(counts)
-            longer = (curve.step_s(with_drafts) + drafting_s) / max(curve.step_s(without), _LEAST_STEP_S)
+            with_drafts_s = self.slowness.of(work.num_decodes) * curve.step_s(work.workload) + drafting_s
+            longer = with_drafts_s / max(curve.step_s(work.without_drafts), _LEAST_STEP_S)
         num_accepted = sum(self.num_accepted)
         self.gain.learn(1.0 + (num_accepted - self._num_seen) / work.num_decodes, longer)
         self._num_seen = num_accepted
@@ -489,6 +642,14 @@ class Drafting:
     def forget(self, sequence: EngineSequence) -> None:
         self._records.pop(sequence.seq_id, None)
         self._proposer.forget(sequence.seq_id)
+
+
+def may_go_on(sequence: EngineSequence) -> bool:
+    """Returns whether a step may have rows of it behind drafts in flight: nothing of how they are sampled may hang on what those come to,
+    but for the position, which devices move."""
+    params = sequence.request.sampling
+    held_back = sequence.stop_ids and sequence.position + 1 < params.min_tokens
+    return sequence.constraint is None and not params.has_penalties and not held_back
 
 
 def num_sampled(sequence: EngineSequence, drafted: Sequence[int], token_ids: Sequence[int]) -> int:

@@ -50,6 +50,9 @@ from twostep.step_curve import StepCurve
 
 __all__ = ["Engine", "EngineConfig", "PrefixDelta"]
 
+# How much one launch says of how long launches take, and what the first may seem to take.
+_LAUNCH_RATE, _LEAST_LAUNCH_S = 1 / 16, 1e-3
+
 
 class Engine:
     def __init__(
@@ -66,6 +69,7 @@ class Engine:
         shape = runner.kv_shape
         _check(config, shape)
         self._runner = runner
+        self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._config = config
         self._clock = clock
         self._sleep = sleep
@@ -90,21 +94,26 @@ class Engine:
                 raise SetupError("this model's layers keep states, with which no tokens are drafted; leave --speculative-config out")
             if proposer is None and config.speculative.method != NGRAM:
                 raise SetupError(f"method {config.speculative.method} needs a model, and this engine has none; give method {NGRAM}")
-            drafting = Drafting(proposer or PromptLookup(config.speculative), config.speculative.num_speculative_tokens)
+            drafting = Drafting(
+                proposer or PromptLookup(config.speculative), config.speculative.num_speculative_tokens, ahead=self._depth > 1
+            )
         self._drafting = drafting
         self._constrained = ConstrainedSequences(drafting)
-        self._scheduler = Scheduler(blocks, self._constrained, config, drafting)
+        self._scheduler = Scheduler(blocks, self._constrained, config, drafting, reads_shared_once=runner.reads_shared_once)
         # The one lock, over pool and scheduler; notified when there is work.
         self._changed = threading.Condition()
         self.host_copies = HostCopies(runner, self._tier, self._changed, self._on_loaded)
         self._launcher = StepLauncher(runner, blocks.tables, clock)
         self._steps = 0
-        self._depth = 2 if (runner.overlaps if config.look_ahead is None else config.look_ahead) else 1
         self._launched: deque[LaunchedStep] = deque()
         self._self_test = SelfTest(runner.vocab_size)
         self._pacing = Pacing()
         self._ended_at = 0.0
         self._end_seen = True
+        # What a launch takes the host, on the whole: as long the device waits where the step before is waited for.
+        self._launch_s = 0.0
+        # After the step settled last there was more to do.
+        self._goes_on = False
         self._expert_imbalance = 0.0
         # Since when there is work without a finished step; None: idle.
         self._busy_since: float | None = None
@@ -263,6 +272,8 @@ class Engine:
                 break
             launched, now = self._launched[-1], self._clock()
             launched.launch_s = now - started
+            # One that took very long says little of the next.
+            self._launch_s += _LAUNCH_RATE * (min(launched.launch_s, 2 * self._launch_s + _LEAST_LAUNCH_S) - self._launch_s)
             # Who gets the processor or the interpreter late is to be called earlier.
             self._pacing.launched(now - due, prompts=launched.workload.prompt_tokens > 0)
         return self._settle() if self._launched else StepOutput(step=self._steps, failures=self._take_failures())
@@ -281,7 +292,7 @@ class Engine:
         if len(self._launched) >= self._depth or self._launched[-1].failed:
             return False
         with self._changed:
-            return not self._scheduler.drafts_next()
+            return not self._scheduler.drafts_next(self._launch_s)
 
     def _launch(self) -> bool:
         """False: there is nothing to plan now."""
@@ -342,6 +353,9 @@ class Engine:
             self._busy_since = None
             self._note_work()
             since = max(launched.since, self._ended_at)
+            if self._goes_on and sampled is not None:
+                self._learn_slowness(launched, ended_at - self._ended_at)
+            self._goes_on = self._busy_since is not None
             begin_seen, self._end_seen = self._end_seen or launched.since > self._ended_at, collected.blocked_s >= UNSEEN_S
             self._ended_at = ended_at
             if sampled is not None:
@@ -361,6 +375,17 @@ class Engine:
             launch_s=launched.launch_s,
             timed=not self._runner.overlaps or (begin_seen and self._end_seen),
         )
+
+    def _learn_slowness(self, launched: LaunchedStep, seconds: float) -> None:
+        """A step came so long after the one before it, after which there was more to do at once."""
+        work, workload, curve = launched.work, launched.workload, self._pacing.curve
+        if self._drafting is None or curve is None or not self._runner.overlaps or workload.prompt_tokens:
+            return
+        drafted, waited = any(work.drafts), launched.since > self._ended_at
+        # Those of a model take time that is reckoned apart.
+        if (drafted and not self._drafting.computes) or not waited:
+            foretold_s = curve.step_s(workload) + waited * self._launch_s
+            self._drafting.slowness.learn(work.num_decodes, seconds, foretold_s, drafted=drafted)
 
     # ---- looking in -------------------------------------------------------------------------------------------------
 

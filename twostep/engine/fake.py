@@ -152,6 +152,10 @@ class FakeRunner:
         return self._window
 
     @property
+    def reads_shared_once(self) -> bool:
+        return False
+
+    @property
     def overlaps(self) -> bool:
         return False
 

@@ -39,8 +39,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from heapq import merge
 from itertools import chain, repeat
 from typing import TypedDict
@@ -52,7 +51,7 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, WantedDrafts, num_sampled
+from twostep.engine.drafts import Drafting, WantedDrafts, may_go_on, num_sampled
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import StepTimeLimit, time_limit_of
@@ -96,9 +95,11 @@ def no_token_message(position: int) -> str:
     )
 
 
-def _with_more_s(curve: StepCurve, work: StepWorkload, num_rows: int) -> float:
-    """Returns how long a step takes with so many decodes more that are like those it has."""
-    return curve.step_s(replace(work, decodes=work.decodes + num_rows, context=work.context + num_rows * work.context // work.decodes))
+def _with_drafts_s(curve: StepCurve, work: StepWorkload, reads_once: bool, num_rows: int) -> float:
+    """Returns how long a step takes with so many rows of drafts. `reads_once`: they read what lies before them with their decodes."""
+    context = work.context + (num_rows if reads_once else num_rows * work.context // work.decodes)
+    # `replace` would take longer than all else here.
+    return curve.step_s(StepWorkload(prompt_tokens=work.prompt_tokens, pairs=work.pairs, decodes=work.decodes + num_rows, context=context))
 
 
 def _entitlement(sequence: EngineSequence) -> tuple[int, int]:
@@ -119,14 +120,21 @@ class Scheduler:
     or failed, which happens in the order they were planned."""
 
     def __init__(
-        self, blocks: BlockManager, constrained: ConstrainedSequences, config: EngineConfig, drafting: Drafting | None = None
+        self,
+        blocks: BlockManager,
+        constrained: ConstrainedSequences,
+        config: EngineConfig,
+        drafting: Drafting | None = None,
+        *,
+        reads_shared_once: bool = False,
     ) -> None:
-        """`drafting` None: no token is drafted."""
+        """`drafting` None: no token is drafted. `reads_shared_once`: the runner does."""
         # How long steps take; None: not known.
         self.curve: StepCurve | None = None
         self._constrained = constrained
         self._blocks = blocks
         self._drafting = drafting
+        self._reads_once = reads_shared_once
         self._pool = blocks.pool
         self.reconfigure(config)
         self._sequences: dict[str, EngineSequence] = {}
@@ -341,15 +349,17 @@ class Scheduler:
 
     # ---- planning ---------------------------------------------------------------------------------------------------
 
-    def drafts_next(self) -> bool:
-        """Returns whether the next step will likely be worth drafts, for which those that are planned must have ended (drafts.py). Asked
-        once for each step."""
+    def drafts_next(self, wait_s: float) -> bool:
+        """Returns whether the next step will likely be worth drafts for which those that are planned must have ended (drafts.py), though
+        the device waits so long. Asked once for each step."""
         drafting = self._drafting
         if drafting is None or drafting.failed:
             return False
         if self._planned and any(self._planned[-1].drafts):
-            # A sequence whose drafts are under way is in no step before they have ended.
-            return True
+            behind = zip(self._planned[-1].sequences, self._planned[-1].drafts, strict=False)
+            if drafting.computes or any(drafted and not may_go_on(sequence) for sequence, drafted in behind):
+                # It is in no step before its drafts have ended.
+                return True
         if self._num_ahead:
             self._num_ahead -= 1
             return False
@@ -359,7 +369,7 @@ class Scheduler:
             for sequence in self._running.values()
             if sequence.num_pending and not sequence.hold and sequence.constraint is None and sequence.request.pooling is None
         ]
-        self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, **self._foretold_bounds(decodes))
+        self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, wait_s=wait_s, **self._foretold_bounds(decodes))
         return self._awaits_drafts
 
     def drafts_wanted(self, now: float) -> tuple[list[WantedDrafts], int]:
@@ -390,15 +400,26 @@ class Scheduler:
         assert len(self._planned) < 2
         self._planned_at, self._begins_at = now, free_at
         unready = self._constrained.unready
-        active, short = [], []
+        active, short, num_spare = [], [], None
         # Fields, not properties, in loops over all sequences: a call would cost as much as the rest of a turn.
         for sequence in self._running.values():
             if sequence.gives_way or sequence.loading or (unready and sequence in unready):
                 continue
             num_tokens = len(sequence.tokens) + sequence.num_pending
             # The token in flight is the last one here, whatever it is.
-            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len or sequence.num_drafts):
+            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len):
                 continue
+            if sequence.num_pending > 1:
+                if not may_go_on(sequence):
+                    continue
+                if num_tokens > sequence.num_slots:
+                    # It has room for what is sampled if no draft is accepted: for drafts nobody gives way.
+                    num_spare = self._num_spare(now) if num_spare is None else num_spare
+                    num_blocks = -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)
+                    if num_blocks > num_spare:
+                        continue
+                    self._blocks.extend(sequence, num_blocks)
+                    num_spare -= num_blocks
             active.append(sequence)
             if num_tokens > sequence.num_slots:
                 short.append((sequence, -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)))
@@ -464,7 +485,8 @@ class Scheduler:
         work = StepWorkload(decodes=len(decodes), context=num_context)
         return time_limit_of(
             [sequence.promise for sequence in decodes],
-            [len(sequence.tokens) + sequence.num_pending for sequence in decodes],
+            # Of drafts in flight, perhaps none is accepted.
+            [len(sequence.tokens) + (sequence.num_pending > 0) for sequence in decodes],
             begin_s=self._begins_at,
             curve=curve,
             decodes=work,
@@ -560,7 +582,14 @@ class Scheduler:
             return None
         left = self._leave_states(sequences, now) if has_state else []
         drafts = () if self._drafting is None else self._draft(self._drafting, plan.decodes, prompts, now)
-        work = plan_chunks(sequences, [chunk.num_tokens for chunk in prompts], left_states=left, drafts=drafts)
+        work = plan_chunks(
+            sequences,
+            [chunk.num_tokens for chunk in prompts],
+            left_states=left,
+            drafts=drafts,
+            expected=None if self._drafting is None else self._drafting.expected,
+            reads_once=self._reads_once,
+        )
         self._constrained.planned(work)
         return work
 
@@ -587,14 +616,15 @@ class Scheduler:
         drafts = drafting.draft(decodes, **bounds)
         num_spare = None
         for i, sequence in enumerate(decodes):
-            room = sequence.num_slots - len(sequence.tokens)
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            room = sequence.num_slots - num_tokens
             if len(drafts[i]) > room:
                 num_blocks = -(-(len(drafts[i]) - room) // self._blocks.block_size)
                 num_spare = self._num_spare(now) if num_spare is None else num_spare
                 if num_blocks <= num_spare:
                     self._blocks.extend(sequence, num_blocks)
                     num_spare -= num_blocks
-                drafts[i] = drafts[i][: sequence.num_slots - len(sequence.tokens)]
+                drafts[i] = drafts[i][: sequence.num_slots - num_tokens]
         if self._awaits_drafts:
             # What was foretold did not come, for want of room beside prompts, say: the next steps are planned ahead, more each time.
             self._awaits_drafts = False
@@ -613,7 +643,7 @@ class Scheduler:
         urgent = [sequence for sequence in decodes if sequence.priority.rank < _BATCH]
         limit = self._time_limit(self.curve, urgent, sum(len(sequence.tokens) for sequence in urgent), drafts=True)
         bound_s = math.inf if limit is None else limit.max_step_s
-        return DraftBounds(most=most, step_s=partial(_with_more_s, self.curve, work), bound_s=bound_s)
+        return DraftBounds(most=most, step_s=cache(partial(_with_drafts_s, self.curve, work, self._reads_once)), bound_s=bound_s)
 
     def _pass_over(self, plan: StepPlan[EngineSequence], active: Sequence[EngineSequence], now: float) -> None:
         """Notes that those that could have gone on and were left out wait, and the others do not."""
@@ -815,7 +845,7 @@ class Scheduler:
             scored_end += num_scored
             pooled_row += num_pooled > 0
             sequence.num_steps -= 1
-            sequence.num_pending -= num_rows > 0
+            sequence.num_pending -= num_rows
             if sequence.state is ended:
                 if not sequence.num_steps:
                     self._forget(sequence)
@@ -867,7 +897,8 @@ class Scheduler:
             self._append(sequence, token_ids[i], extras.get(first_row + i), told)
         # The others' KV is written over by what comes instead.
         sequence.num_planned -= len(token_ids) - count
-        sequence.num_drafts = 0
+        if self._planned:
+            self._planned[0].accept(sequence, count - 1)
         if self._drafting is not None:
             self._drafting.count(len(drafted), count - 1)
         return count

@@ -70,6 +70,8 @@ class EngineSequence:
         0 1 2 3 4 5 6 7 8 9 10 11 12 13    14           len(tokens) = 14, num_pending = 1
         ───── num_computed = 13 ──── │
         ──────── num_planned = 14 ───── │
+
+    Where drafts are in flight, `num_planned` and `num_pending` are as if all were accepted, until their step is settled.
     """
 
     request: EngineRequest
@@ -107,11 +109,12 @@ class EngineSequence:
     num_stateless: int = 0
     num_computed: int = 0
     num_planned: int = 0
-    # Tokens that launched steps will sample; the last of them is row `pending_row` of the step planned last that it is in.
+    # Tokens that launched steps will sample, at most: of drafts, some come to nothing. The first of those of the step planned last that it
+    # is in is sampled by its row `pending_row`.
     num_pending: int = 0
     pending_row: int = -1
-    # Tokens drafted in the launched step that it is in: more than one may come of it, and it is in no other step meanwhile.
-    num_drafts: int = 0
+    # What is drafted there.
+    drafted: Sequence[int] = ()
     # Tokens found in the pool when it was first admitted.
     num_cached: int = 0
     num_registered: int = 0  # blocks

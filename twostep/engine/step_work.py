@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, PooledRows, SamplingRow, ScoredRows, TokenMasks
+from twostep.engine.batch import Batch, PooledRows, RowsBehind, SamplingRow, ScoredRows, TokenMasks
 from twostep.engine.block_tables import BlockTables
 from twostep.engine.sequence import EngineSequence
 from twostep.engine.types import PooledPrompt, PrefillProgress, PromptScores, SequenceFailure, StepTokens
@@ -26,16 +26,33 @@ class LeftState(NamedTuple):
     blocks: Sequence[int]
 
 
+class Behind(NamedTuple):
+    """A decode that goes on behind drafts of the step planned before. `place`: in its step; `drafted`: there; `expected`: the tokens that
+    may follow the last one that is known, the first of which is sampled there."""
+
+    place: int
+    drafted: Sequence[int]
+    expected: Sequence[int]
+
+    def token(self, num_accepted: int, place: int) -> int:
+        """Returns the draft at that place of its decode, from 1 on, if so many are accepted before it. Any token is as good where none
+        is expected."""
+        at = num_accepted + place
+        return self.expected[at] if at < len(self.expected) else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
     """One planned step: one chunk of each of S sequences, its first `num_decodes` decodes, then prompts.
 
-    starts      first token of each chunk
+    starts      first token of each chunk; behind drafts, if none of them is accepted
     num_tokens  at least 1 each
-    carried     row of the step planned before that samples the chunk's only token, or -1: the tokens are known
+    carried     row of the step planned before that samples the chunk's first token, or -1: it is known. Behind drafts, the first of the
+                rows one of which does
     sampled     after how many of the chunk's last tokens one is sampled: none, the last, or in a decode with drafts all. Rows count through
                 these, in order
-    drafts      of each decode: the tokens drafted after its own
+    drafts      of each decode: the tokens drafted after its own; behind drafts, if all of those are accepted, until that is known
+    behind      the decodes that go on behind drafts of the step planned before
     scored      of how many of its first tokens the successors' log probabilities are wanted
     pooled      of how many of its last tokens the hidden states are added up; where the chunk ends a prompt, the pooling is over, and
                 nothing is sampled
@@ -51,7 +68,10 @@ class StepWork:
     pooled: Sequence[int]
     states: Sequence[Sequence[int]]
     num_decodes: int
-    drafts: Sequence[Sequence[int]] = ()
+    drafts: list[Sequence[int]] = field(default_factory=list)
+    behind: dict[EngineSequence, Behind] = field(default_factory=dict)
+    # The rows of a decode and its drafts read what lies before them once; else each does.
+    reads_once: bool = False
     # Blocks that the step reads and whose sequence has taken others in exchange: owned until it is settled.
     exchanged: list[int] = field(default_factory=list)
     # Of these, states that their sequences go on from elsewhere and that are their prefixes' once the step is settled.
@@ -59,23 +79,36 @@ class StepWork:
     # Of the sampled rows that are constrained: (row, its sequence, its mask).
     masks: Sequence[tuple[int, EngineSequence, npt.NDArray[np.int32]]] = ()
 
+    def accept(self, sequence: EngineSequence, num_accepted: int) -> None:
+        """Notes how many drafts of the step before were accepted; nothing of it is behind drafts if it is not in `behind`."""
+        behind = self.behind.get(sequence)
+        if behind is not None and self.drafts:
+            drafted = [behind.token(num_accepted, i) for i in range(1, self.num_tokens[behind.place])]
+            self.drafts[behind.place] = sequence.drafted = drafted
+
     @property
     def num_prefill_tokens(self) -> int:
         return sum(self.num_tokens[self.num_decodes :])
 
     @property
     def workload(self) -> StepWorkload:
-        """A draft counts as a decode: it is a row that reads what lies before it."""
-        chunks = zip(self.num_tokens[self.num_decodes :], self.starts[self.num_decodes :], strict=True)
-        num_decodes, context = self.num_decodes, sum(self.starts[: self.num_decodes])
+        """A draft counts as a decode; whether it is one more that reads what lies before it, `reads_once` says."""
+        num_drafts, context = 0, 0
         for start, drafted in zip(self.starts, self.drafts, strict=False):
-            num_decodes += len(drafted)
-            context += len(drafted) * start
+            num_drafts += len(drafted)
+            context += 0 if self.reads_once else len(drafted) * start
+        work = self.without_drafts
+        return replace(work, decodes=work.decodes + num_drafts, context=work.context + context + num_drafts) if num_drafts else work
+
+    @property
+    def without_drafts(self) -> StepWorkload:
+        """Returns the work that would be left without drafts."""
+        chunks = zip(self.num_tokens[self.num_decodes :], self.starts[self.num_decodes :], strict=True)
         return StepWorkload(
             prompt_tokens=self.num_prefill_tokens,
             pairs=sum(chunk_pairs(count, start) for count, start in chunks),
-            decodes=num_decodes,
-            context=context + num_decodes,
+            decodes=self.num_decodes,
+            context=sum(self.starts[: self.num_decodes]) + self.num_decodes,
         )
 
 
@@ -94,21 +127,29 @@ def plan_chunks(
     *,
     left_states: Sequence[LeftState] = (),
     drafts: Sequence[Sequence[int]] = (),
+    expected: Callable[[EngineSequence], Sequence[int]] | None = None,
+    reads_once: bool = False,
 ) -> StepWork:
     """Returns the step of these sequences, decodes first, each with its drafts if there are any; the last ones compute `prompt_tokens`.
-    Counts what is planned of each, and takes the masks of those that sample."""
+    Counts what is planned of each, and takes the masks of those that sample. `expected`: what may follow the last known token of one that
+    has drafts in flight; where it has no more of them in this step, nobody asks."""
     num_decodes = len(sequences) - len(prompt_tokens)
     num_drafts = list(map(len, drafts)) or [0] * num_decodes
     num_tokens = [1 + count for count in num_drafts] + list(prompt_tokens)
-    starts, carried, sampled, masks = [], [], [], []
+    starts, carried, sampled, masks = [], list[int](), [], []
     states = [sequence.state_source or sequence.state_blocks for sequence in sequences]
     exchanged: list[int] = []
     scored = [0] * num_decodes + list(map(_num_scored, sequences[num_decodes:], prompt_tokens))
     pooled = [0] * num_decodes + list(map(_num_pooled, sequences[num_decodes:], prompt_tokens))
-    row = 0
+    row, behind = 0, dict[EngineSequence, Behind]()
     for sequence, count, num_pooled, num_drafted in zip(sequences, num_tokens, pooled, chain(num_drafts, repeat(0)), strict=False):
         start = sequence.num_planned
-        starts.append(start)
+        if sequence.num_pending > 1:
+            starts.append(start - len(sequence.drafted))
+            follows = expected(sequence) if num_drafted and expected is not None else ()
+            behind[sequence] = Behind(len(carried), sequence.drafted, follows)
+        else:
+            starts.append(start)
         carried.append(sequence.pending_row if sequence.num_pending else -1)
         sequence.num_planned = start + count
         sequence.num_steps += 1
@@ -122,8 +163,8 @@ def plan_chunks(
             # In place of a token: nothing more is planned of it.
             sequence.num_pending += complete
         elif complete:
-            sequence.num_pending += 1
-            sequence.num_drafts = num_drafted
+            sequence.num_pending += 1 + num_drafted
+            sequence.drafted = drafts[len(carried) - 1] if num_drafted else ()
             sequence.pending_row = row
             if sequence.constraint is not None:
                 masks += [(row + i, sequence, mask) for i, mask in enumerate(sequence.constraint.take(num_drafted))]
@@ -140,7 +181,9 @@ def plan_chunks(
         num_decodes=num_decodes,
         exchanged=exchanged,
         left_states=left_states,
-        drafts=drafts,
+        drafts=list(drafts),
+        behind=behind,
+        reads_once=reads_once,
         masks=masks,
     )
 
@@ -173,6 +216,10 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
     sequences, sampled, tables_of = work.sequences, np.array(work.sampled, bool), [sequence.table for sequence in work.sequences]
     num_encoded = None if sequences[0].num_encoded is None else np.array([sequence.num_encoded for sequence in sequences], np.int32)
     carried_rows, num_decodes = np.array(work.carried, np.int32), work.num_decodes
+    # How many places further each row may be than is known.
+    slack = np.zeros(len(counts), np.int64)
+    for each in work.behind.values():
+        slack[each.place] = len(each.drafted)
     if work.drafts:
         num_rows = np.ones(len(counts), np.int64)
         num_rows[:num_decodes] = counts[:num_decodes]
@@ -181,6 +228,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         starts, counts = starts[owners] + places, np.where(owners < num_decodes, 1, counts[owners])
         sampled, carried_rows = sampled[owners], np.where(places, -1, carried_rows[owners])
         tables_of = [tables_of[owner] for owner in owners.tolist()]
+        slack = slack[owners]
         num_encoded = None if num_encoded is None else num_encoded[owners]
         num_decodes += len(owners) - len(sequences)
     num_seqs = len(counts)
@@ -189,7 +237,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
     seq_lens = starts + counts
     total = int(query_start[-1])
 
-    block_tables = tables.gather(tables_of, -(-int(seq_lens.max()) // block_size))
+    block_tables = tables.gather(tables_of, -(-int((seq_lens + slack).max()) // block_size))
     if total == num_seqs:
         row_of, positions = np.arange(num_seqs), starts
     else:
@@ -218,8 +266,10 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         end = start + count
         tokens = sequence.given if end <= len(sequence.given) else sequence.tokens
         token_ids[first : first + count] = tokens[start:end]
+    behind = _rows_behind(work, slack, positions, block_tables, block_size) if work.behind else None
     carried = None
-    if len(known) < num_seqs:
+    carried_rows[slack > 0] = -1
+    if carried_rows.max() >= 0:
         carried = np.full(total, -1, np.int32)
         carried[firsts] = carried_rows
     has_state = bool(work.states[0])
@@ -239,8 +289,34 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         state_sources=np.array(work.states, np.int32) if has_state else None,
         state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
         pooled=_pooled_rows(work, query_start[num_decodes:]) if any(work.pooled) else None,
+        behind=behind,
         num_encoded=num_encoded,
     )
+
+
+def _rows_behind(
+    work: StepWork,
+    slack: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    block_tables: npt.NDArray[np.int32],
+    block_size: int,
+) -> RowsBehind:
+    """Returns the rows behind drafts: those that may be further than is known, by `slack`."""
+    rows = np.flatnonzero(slack)
+    most = int(slack.max())
+    each = list(work.behind.values())
+    num_rows = [work.num_tokens[one.place] for one in each]
+    owners = np.repeat(np.arange(len(each)), num_rows)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    width = most + max(num_rows)
+    drafted = np.array([[*one.drafted, *repeat(-1, most - len(one.drafted))] for one in each])[owners]
+    expected = np.array([[one.token(0, i) for i in range(width)] for one in each])
+    accepted = np.arange(most + 1)
+    tokens = np.where(places[:, None] > 0, expected[owners[:, None], places[:, None] + accepted], -1)
+    at = positions[rows][:, None] + np.minimum(accepted, slack[rows][:, None])
+    slots = block_tables[rows[:, None], at // block_size].astype(np.int64) * block_size + at % block_size
+    firsts = np.array([work.carried[one.place] for one in each])[owners]
+    return RowsBehind.of(rows, firsts, drafted, tokens, slots)
 
 
 def _sampling(work: StepWork) -> list[SamplingRow]:

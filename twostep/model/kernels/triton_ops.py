@@ -37,7 +37,7 @@ from twostep.model.kernels.triton_progress import StepProgress, note_layers
 from twostep.model.kernels.triton_quantized_input import RoundedBeside
 from twostep.model.kernels.triton_quantized_linear import QUANTIZED_DTYPES, QuantizedLinear, prepare
 from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shared
-from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens
+from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens, go_on
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
 from twostep.model.step.sequence_states import SequenceStates
@@ -62,6 +62,8 @@ class TritonOps(Ops):
         self.progress = StepProgress(self._device)
         # What the rows of the last step sampled: the next one may carry it.
         self.tokens = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int64, device=device)
+        # By row of this step, of those behind drafts of the step before: how many of these were accepted.
+        self.accepted = torch.zeros(MAX_SAMPLED_ROWS, dtype=torch.int32, device=device)
         # Whether kernels prove themselves before they serve.
         self.tries = self._device.type == "cuda"
         self._trouble: dict[tuple[object, ...], str] = {}
@@ -228,6 +230,9 @@ class TritonOps(Ops):
         if batch.carried is not None:
             (carried,) = self.upload.send((batch.carried,))
             carry_tokens(sent[0], carried, self.tokens)
+        if batch.behind is not None:
+            (table,) = self.upload.send((batch.behind.table,))
+            go_on(table, self.tokens, sent[0], sent[1], sent[2], sent[5], self.accepted)
         plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
         if spec.latent is not None and num_decodes < len(num_queries):
             plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
@@ -242,6 +247,12 @@ class TritonOps(Ops):
             plan.decode = {window: self._decode_plan(cache, spec, num_decodes, window) for window in dict.fromkeys(spec.windows)}
             plan.num_decodes = num_decodes
         return plan
+
+    def warm_up_drafts(self) -> None:
+        """Compiles what steps behind drafts need: the first one would hold up everybody's."""
+        for dtype in (torch.int32, torch.int64):  # as captured steps have them, and others
+            table, lengths, row = (torch.zeros(size, dtype=torch.int32, device=self._device) for size in ((1, 7), 1, 1))
+            go_on(table, self.tokens, row.to(dtype), row.to(dtype), row.to(dtype), lengths, self.accepted)
 
     def _state_rows(self, batch: Batch) -> StateRows:
         assert batch.state_sources is not None

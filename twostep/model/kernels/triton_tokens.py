@@ -2,6 +2,7 @@
 
 step n     logits ─ mask_rows ─ pick_greedy, or triton_sample.py ─▶ tokens [rows]
 step n+1   token_ids ◀─ carry_tokens ─ tokens[row]          no host in between
+           token_ids, positions, slots, lengths ◀─ go_on ─ tokens[rows] compared with the drafts of n
 
 bits of a mask's row   |31 … 1 0|31 … 1 0|…      bit t % 32 of word t // 32: whether token t may come
 """
@@ -17,6 +18,9 @@ _PROGRAMS = 1024
 _MAX_SPLITS = 64
 _BLOCK = 2048
 _CARRY_BLOCK = 256
+_GO_ON_BLOCK = 64
+# Drafts of a sequence in one step, at most.
+MOST_DRAFTS = 7
 
 # More than any step samples: the buffer keeps its address, which graphs have captured.
 MAX_SAMPLED_ROWS = 1 << 16
@@ -61,6 +65,37 @@ def carry_tokens(token_ids: torch.Tensor, carried: torch.Tensor, tokens: torch.T
     assert tokens.dtype == torch.int64
     if count:
         _carry_kernel[(triton.cdiv(count, _CARRY_BLOCK),)](token_ids, carried, tokens, count, BLOCK=_CARRY_BLOCK, num_warps=2)
+
+
+def go_on(
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """Moves rows behind drafts of the step before to where they belong, and gives them their tokens. Its oracle is `Batch.with_carried`.
+
+    table      int32 [N, 4 + 3 * D], see RowsBehind in twostep/engine/batch.py
+    tokens     int64, what the step before sampled
+    token_ids, positions, slots, seq_lens   int32 or int64, written in place at the table's rows
+    accepted   int32, written there: how many drafts of the sequence were accepted
+    """
+    num_rows, width = table.shape
+    most = (width - 4) // 3
+    assert width == 4 + 3 * most
+    assert most <= MOST_DRAFTS
+    assert table.dtype == torch.int32
+    assert table.is_contiguous()
+    assert tokens.dtype == torch.int64
+    assert accepted.dtype == torch.int32
+    assert all(each.is_contiguous() for each in (token_ids, positions, slots, seq_lens))
+    _go_on_kernel[(triton.cdiv(num_rows, _GO_ON_BLOCK),)](
+        table, tokens, token_ids, positions, slots, seq_lens, accepted, num_rows, most,
+        MOST=MOST_DRAFTS, BLOCK=_GO_ON_BLOCK, num_warps=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -114,6 +149,39 @@ def _carry_kernel(token_ids_ptr, carried_ptr, tokens_ptr, count, BLOCK: tl.const
     row = tl.load(carried_ptr + place, mask=place < count, other=-1)
     token = tl.load(tokens_ptr + row, mask=row >= 0, other=0)
     tl.store(token_ids_ptr + place, tl.maximum(token, 0).to(token_ids_ptr.dtype.element_ty), mask=row >= 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "most"],
+    do_not_specialize_on_alignment=["table_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr", "lens_ptr"],
+)
+def _go_on_kernel(
+    table_ptr, tokens_ptr, token_ids_ptr, positions_ptr, slots_ptr, lens_ptr, accepted_ptr, num_rows, most,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = place < num_rows
+    entry = table_ptr + place * (4 + 3 * most)
+    row = tl.load(entry, mask=there, other=0)
+    first = tl.load(entry + 1, mask=there, other=0)
+    accepted = tl.zeros((BLOCK,), tl.int32)
+    going = there
+    for i in tl.static_range(MOST):
+        drafted = tl.load(entry + 2 + i, mask=going & (i < most), other=-1)
+        sampled = tl.load(tokens_ptr + first + i, mask=drafted >= 0, other=-1)
+        going = (drafted >= 0) & (sampled == drafted)
+        accepted += going.to(tl.int32)
+    known = tl.load(entry + 2 + most + accepted, mask=there, other=0)
+    sampled = tl.load(tokens_ptr + first + accepted, mask=there & (known < 0), other=0)
+    token = tl.where(known < 0, tl.maximum(sampled, 0), known.to(tl.int64))
+    slot = tl.load(entry + 3 + 2 * most + accepted, mask=there, other=0)
+    position = tl.load(positions_ptr + row, mask=there, other=0) + accepted
+    length = tl.load(lens_ptr + row, mask=there, other=0) + accepted
+    tl.store(token_ids_ptr + row, token.to(token_ids_ptr.dtype.element_ty), mask=there)
+    tl.store(positions_ptr + row, position.to(positions_ptr.dtype.element_ty), mask=there)
+    tl.store(slots_ptr + row, slot.to(slots_ptr.dtype.element_ty), mask=there)
+    tl.store(lens_ptr + row, length.to(lens_ptr.dtype.element_ty), mask=there)
+    tl.store(accepted_ptr + row, accepted, mask=there)
 
 
 def mask_rows(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:

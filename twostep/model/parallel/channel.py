@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from twostep.engine.batch import Batch, LayerRange, PooledRows, ScoredRows
+from twostep.engine.batch import Batch, LayerRange, PooledRows, RowsBehind, ScoredRows
 from twostep.errors import InternalError, Unavailable
 
 _NUM_SLOTS = 4
@@ -60,8 +60,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows, and blocks of
-    a state. Numbers start at 1."""
+    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows, blocks of a
+    state, and rows behind drafts with so many columns. Numbers start at 1."""
 
     number: int
     num_tokens: int
@@ -74,6 +74,8 @@ class StepCommand:
     num_pooled: int
     num_vectors: int
     num_state_blocks: int
+    num_behind: int
+    behind_width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,9 @@ class StepMemory:
         pooled = (0, 0) if batch.pooled is None else (len(batch.pooled.rows), len(batch.pooled.counts))
         carried = batch.carried is not None
         states = 0 if batch.state_tables is None else batch.state_tables.shape[1]
-        return StepCommand(number, len(batch.token_ids), num_seqs, width, len(batch.sample_rows), carried, *scored, *pooled, states)
+        behind = (0, 0) if batch.behind is None else batch.behind.table.shape
+        sizes = len(batch.token_ids), num_seqs, width, len(batch.sample_rows)
+        return StepCommand(number, *sizes, carried, *scored, *pooled, states, *behind)
 
     def get(self, command: StepCommand) -> Batch:
         """Returns the batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
@@ -173,6 +177,7 @@ class StepMemory:
             pooled=PooledRows(take(np.int64, count), take(np.int64, command.num_vectors)) if (count := command.num_pooled) else None,
             state_sources=take_states(),
             state_tables=take_states(),
+            behind=RowsBehind(take(np.int32, count * command.behind_width).reshape(count, -1)) if (count := command.num_behind) else None,
         )
 
 
@@ -222,7 +227,8 @@ def _arrays(batch: Batch) -> Sequence[npt.NDArray[Any]]:
     scored = () if batch.scored is None else (batch.scored.rows, batch.scored.targets)
     pooled = () if batch.pooled is None else (batch.pooled.rows, batch.pooled.counts)
     states = () if batch.state_sources is None or batch.state_tables is None else (batch.state_sources, batch.state_tables)
-    return (*arrays, *carried, *scored, *pooled, *states)
+    behind = () if batch.behind is None else (batch.behind.table,)
+    return (*arrays, *carried, *scored, *pooled, *states, *behind)
 
 
 def _slot_start(number: int) -> int:

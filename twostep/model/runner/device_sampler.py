@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostep.engine.batch import Batch, SamplingRow, TokenMasks, num_words
+from twostep.engine.batch import Batch, RowsBehind, SamplingRow, TokenMasks, num_words
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.triton_sample import FLOATS, PROMPT_BIT, sample_rows
 from twostep.model.kernels.triton_tokens import mask_rows, pick_greedy
@@ -37,10 +37,12 @@ class DeviceLogprobs:
 class DeviceSampler:
     """The sampler of one device and vocabulary, for one thread and stream."""
 
-    def __init__(self, upload: StepUpload, tokens: torch.Tensor, vocab_size: int) -> None:
-        """tokens  int64 [at least the most rows]: what each row of the last step sampled, NO_TOKEN where its logits are broken"""
+    def __init__(self, upload: StepUpload, tokens: torch.Tensor, vocab_size: int, accepted: torch.Tensor | None = None) -> None:
+        """tokens    int64 [at least the most rows]: what each row of the last step sampled, NO_TOKEN where its logits are broken
+        accepted  int32 [the same]: of rows behind drafts, how many of those were accepted; None: there are never any"""
         self._upload = upload
         self._tokens = tokens
+        self._accepted = accepted
         self._vocab_size = vocab_size
         self._counts = TokenCounts(upload, tokens, vocab_size)
         self._asked = _Asked.of((), vocab_size)
@@ -85,7 +87,29 @@ class DeviceSampler:
         floats[-1] = uniform(asked.seeds[chosen], positions[chosen])
         ints = np.stack((chosen.astype(np.int32), slots[chosen], asked.top_k[chosen]))
         sent_floats, sent_ints = self._upload.send((floats, ints))
+        if batch.behind is not None:
+            self._move_noise(sent_floats[-1], batch.behind, asked.seeds, chosen, positions)
         sample_rows(logits, sent_floats, sent_ints, self._counts.table, self._tokens)
+
+    def _move_noise(
+        self,
+        noise: torch.Tensor,
+        behind: RowsBehind,
+        seeds: npt.NDArray[np.int64],
+        chosen: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> None:
+        """Gives rows behind drafts, of those `chosen`, the noise of the positions that they have come to. Decodes' rows are sampled first,
+        in order."""
+        places = np.flatnonzero(np.isin(chosen, behind.rows))
+        if not len(places):
+            return
+        assert self._accepted is not None
+        rows = chosen[places]
+        moved = uniform(seeds[rows, None], positions[rows, None] + np.arange(behind.most_drafts + 1))
+        sent_places, sent_rows, each = self._upload.send((places, rows, moved))
+        accepted = self._accepted.index_select(0, sent_rows).long()
+        noise.index_copy_(0, sent_places, each.gather(1, accepted[:, None])[:, 0])
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles what only steps with masks or biases need, for logits of this type: the first one would hold up everybody's."""

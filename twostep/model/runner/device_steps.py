@@ -37,11 +37,16 @@ class DeviceSteps:
         self._graphs = graphs
         self._tokens = ops.tokens
         self._progress = ops.progress
-        self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size)
+        self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size, ops.accepted)
         self._experts = ExpertLoadMeter(model.expert_loads)
         self._on_gpu = cache.tensor.is_cuda
         with torch.inference_mode():
             self._sampler.warm_up(DTYPES[cache.shape.dtype])
+            ops.warm_up_drafts()
+
+    @property
+    def reads_shared_once(self) -> bool:
+        return self._graphs is not None and self._graphs.shares_prefixes
 
     def sampled(self, num_rows: int) -> torch.Tensor:
         return self._tokens[:num_rows]

@@ -66,6 +66,11 @@ class Steps(Protocol):
 
     overlaps: bool
 
+    @property
+    def reads_shared_once(self) -> bool:
+        """See Runner."""
+        ...
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Returns the logits of the batch's sample rows, [R, vocab_size], valid until the next step."""
         ...
@@ -85,6 +90,7 @@ class CpuSteps:
     """A step is done when it is launched."""
 
     overlaps = False
+    reads_shared_once = False
 
     def __init__(self, model: Decoder, cache: KvCache) -> None:
         self._model = model
@@ -302,6 +308,10 @@ class ModelRunner:
         return max(windows) + KEYS_TOGETHER if all(windows) else 0
 
     @property
+    def reads_shared_once(self) -> bool:
+        return self._steps.reads_shared_once
+
+    @property
     def overlaps(self) -> bool:
         # An encoder's steps take their tokens from the host.
         return self._steps.overlaps and not self.kv_shape.has_encoder
@@ -313,10 +323,15 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
-            if self._member is not None and self.overlaps and batch.carried is not None and (num_rows := int(batch.carried.max()) + 1):
+            if self._member is not None and self.overlaps and (num_rows := batch.num_before):
                 # Only rank 0 has sampled them.
                 self._member.group.broadcast(self._steps.sampled(num_rows))
             return self._steps.launch(batch)
+
+    def sampled(self, num_rows: int) -> torch.Tensor:
+        """Returns what the first rows of the step launched last sample, int64 [num_rows], on the device: from there the next one takes
+        them."""
+        return self._steps.sampled(num_rows)
 
     def close(self) -> None:
         """Frees captured steps; nothing is launched any more. A library that takes part in them cannot end before."""

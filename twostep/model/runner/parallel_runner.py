@@ -151,6 +151,10 @@ class ParallelRunner:
         return self._local.reach
 
     @property
+    def reads_shared_once(self) -> bool:
+        return self._local.reads_shared_once
+
+    @property
     def overlaps(self) -> bool:
         return self._local.overlaps
 

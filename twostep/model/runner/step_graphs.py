@@ -25,7 +25,7 @@ from twostep.model.families.decoder import Decoder
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_prefill import num_leading_decodes
 from twostep.model.kernels.triton_shared_prefix import serves_shared
-from twostep.model.kernels.triton_tokens import carry_tokens, pick_greedy
+from twostep.model.kernels.triton_tokens import carry_tokens, go_on, pick_greedy
 from twostep.model.runner.captured_step import CapturedStep
 from twostep.model.step.graph_ladder import StepShape, sharing_ladder
 from twostep.model.step.kv_cache import KvCache
@@ -146,6 +146,11 @@ class StepGraphs:
         return len(self._mixed)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Returns whether steps of decodes read prefixes that several rows share once."""
+        return bool(self._sharing)
+
+    @property
     def most_prompt_rows(self) -> int:
         """Rows up to which steps with prompts are captured, whatever decodes beside them; 0: none is."""
         return max((shape.rows for shape in self._mixed if shape.decodes), default=0)
@@ -239,8 +244,12 @@ class StepGraphs:
         num_decode_places = captured.shape.decodes
         # Without tables of states (a trial) its rows are padding to those layers.
         states = () if batch.state_sources is None or batch.state_tables is None else (batch.state_sources, batch.state_tables)
-        with self._ops.upload.ahead((packed, *listing, batch.block_tables, *states)) as (inputs, *sent):
+        behind = () if batch.behind is None else (batch.behind.table,)
+        with self._ops.upload.ahead((packed, *behind, *listing, batch.block_tables, *states)) as (inputs, *sent):
             captured.inputs.memory.copy_(inputs)
+            if behind:
+                token_ids, positions, slots, lens = map(captured.inputs.tensor, ("token_ids", "positions", "slots", "seq_lens"))
+                go_on(sent.pop(0), self._ops.tokens, token_ids, positions, slots, lens, self._ops.accepted)
             if captured.shared is not None:
                 captured.shared.listed.copy_(sent[0])
             for kept, tables in zip((self._tables, *self._states), sent[len(listing) :], strict=False):
