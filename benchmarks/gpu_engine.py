@@ -137,8 +137,8 @@ def batch_of(starts: Sequence[int], counts: Sequence[int], tables: np.ndarray, s
         positions=positions,
         query_start=query_start,
         seq_lens=np.asarray(starts, np.int32) + np.asarray(counts, np.int32),
-        block_tables=tables,
-        slots=tables[seq, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_tables=tables[None],
+        slots=tables[None, seq, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
         sample_rows=query_start[1:].astype(np.int64) - 1,
         sampling=[row] * len(counts),
     )

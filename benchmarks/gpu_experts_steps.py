@@ -92,7 +92,7 @@ class Steps:
         assert config.experts is not None
         config = replace(config, experts=replace(config.experts, router=replace(config.experts.router, scattered=True)))
         self._blocks = CONTEXT // BLOCK + 1
-        self._cache = KvCache(kv_shape(config, "bfloat16", most * self._blocks if not small else 8, BLOCK, "auto"), device)
+        self._cache = KvCache(kv_shape(config, "bfloat16", most * self._blocks if not small else 8, BLOCK, "auto", one_group=True), device)
         self._cache.tensor.zero_()
         self._ops = TritonOps(device)
         self._ops.tries = False
@@ -104,15 +104,15 @@ class Steps:
 
     def step(self, size: int) -> _Captured:
         tables = torch.arange(size * self._blocks, dtype=torch.int32, device=self._device).view(size, -1)
-        captured = _Captured(self._model, self._cache, self._ops, StepShape(size, size), tables, [], sharing=False)
+        captured = _Captured(self._model, self._cache, self._ops, StepShape(size, size), [tables], [], sharing=False)
         lengths = np.full(size, CONTEXT + 1, np.int32)
         batch = Batch(
             token_ids=np.arange(size, dtype=np.int64),
             positions=lengths.astype(np.int64) - 1,
             query_start=np.arange(size + 1, dtype=np.int32),
             seq_lens=lengths,
-            block_tables=tables.cpu().numpy(),
-            slots=np.arange(size, dtype=np.int64) * self._blocks * BLOCK + CONTEXT,
+            block_tables=tables.cpu().numpy()[None],
+            slots=np.arange(size, dtype=np.int64)[None] * self._blocks * BLOCK + CONTEXT,
             sample_rows=np.arange(size),
             sampling=(),
         )

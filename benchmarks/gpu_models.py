@@ -167,8 +167,8 @@ def make_batch(work: Sequence[tuple[Sequence_, int]]) -> Batch:
         positions=flat.astype(np.int64),
         query_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         seq_lens=np.array([s.num_computed + count for s, count in work], np.int32),
-        block_tables=tables,
-        slots=tables[row_of, flat // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + flat % BLOCK_SIZE,
+        block_tables=tables[None],
+        slots=tables[None, row_of, flat // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + flat % BLOCK_SIZE,
         sample_rows=np.arange(len(flat), dtype=np.int64),
         sampling=[GREEDY] * len(flat),
         state_sources=states,
@@ -284,7 +284,9 @@ def check(name: str, device: str) -> bool:
             transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().to(device)
             for dtype in (torch.float32, torch.bfloat16)
         )
-        runner = ModelRunner(Path(directory), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device, max_num_seqs=len(LENGTHS))
+        runner = ModelRunner(
+            Path(directory), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=device, max_num_seqs=len(LENGTHS), one_group=True
+        )
     whole, chunked = whole_prompts(runner, random.Random(1)), random_chunks(runner, random.Random(2))
     errors = []
     for made in (whole, chunked):

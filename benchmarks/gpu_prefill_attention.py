@@ -257,8 +257,8 @@ def mixed() -> None:
         positions=positions,
         query_start=case.starts.astype(np.int32),
         seq_lens=case.lens.astype(np.int32),
-        block_tables=case.tables,
-        slots=slots,
+        block_tables=case.tables[None],
+        slots=slots[None],
         sample_rows=case.starts[1:] - 1,
         sampling=(),
     )

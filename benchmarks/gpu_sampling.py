@@ -117,8 +117,8 @@ def agree() -> None:
             positions=zeros,
             query_start=np.arange(25, dtype=np.int32),
             seq_lens=np.ones(24, np.int32),
-            block_tables=np.zeros((24, 1), np.int32),
-            slots=zeros,
+            block_tables=np.zeros((1, 24, 1), np.int32),
+            slots=zeros[None],
             sample_rows=np.arange(24),
             sampling=rows,
         )

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from decode_worker.sequences import Sequences, SequencesConfig
+from twostep.cluster.records import LayoutRecord
 from twostep.engine import step_launcher
 from twostep.engine.batch import Batch, FinishedStep, Sampled
 from twostep.engine.config import EngineConfig
@@ -93,7 +94,8 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
     )
     engine.set_curve(StepCurve(fixed_s=0.004, per_row_s=3e-5, per_sequence_s=1e-5, per_context_s=1e-8, mixed_s=0.006))
     parts.wrap(engine, "step", "engine, all")
-    sequences = Sequences(_Port(engine), None, SequencesConfig(), secret=b"s", block_size=BLOCK_SIZE)  # type: ignore[arg-type]
+    layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=4)
+    sequences = Sequences(_Port(engine), None, SequencesConfig(), secret=b"s", layout=layout)  # type: ignore[arg-type]
     parts.wrap(sequences, "on_step", "edge, on_step")
     outbox, connection = sequences.connect("router", ())
     rng = np.random.default_rng(0)

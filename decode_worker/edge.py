@@ -39,8 +39,7 @@ class DecodeEdge:
             reservation_lease_s=parts.config.lease_ttl,
             router_lease_s=parts.config.router_lease,
         )
-        block_size = parts.engine.facts.layout.block_size
-        self.sequences = Sequences(parts.engine, self._puller, limits, secret=parts.secret, block_size=block_size)
+        self.sequences = Sequences(parts.engine, self._puller, limits, secret=parts.secret, layout=parts.engine.facts.layout)
         self._service = DecodeService(self.sequences, parts.reader, spans, epoch=parts.epoch)
         self.services: Mapping[str, object] = {"twostep.v1.Decode": self._service}
 

@@ -262,7 +262,7 @@ class Pull:
             ticket=self._ticket.to_proto(),
             transports=offered,
             wire=puller.wires,
-            num_cached_tokens=self._target.num_cached_blocks * puller.layout.block_size,
+            num_cached_tokens=self._target.num_cached_tokens,
         )
         call = stub.Watch(request, timeout=max(0.001, self._reader.deadline - time.monotonic()), metadata=self._metadata)
         try:

@@ -28,6 +28,7 @@ from decode_worker.pull import Pull, PulledKv, Puller, PullHooks
 from decode_worker.tracing import CANCELLED, SequenceSpan
 from kv_transfer.conversion import BlockTarget
 from kv_transfer.ticket import Ticket
+from twostep.cluster.records import LayoutRecord
 from twostep.engine.types import EngineRequest, FailureKind, PrefillProgress, PromptScores, StepOutput, StepTokens, TokenOutput
 from twostep.errors import (
     Incompatible,
@@ -148,7 +149,7 @@ def record_of(output: StepOutput) -> decode_pb2.StepRecord:
 
 
 class Sequences:
-    def __init__(self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: bytes, block_size: int) -> None:
+    def __init__(self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: bytes, layout: LayoutRecord) -> None:
         self.config = config
         self.num_kept = self.num_taken_over = 0
         self.bytes_fetched = 0
@@ -158,7 +159,7 @@ class Sequences:
         self._engine = engine
         self._puller = puller
         self._secret = secret
-        self._block_size = block_size
+        self._layout = layout
         self._sequences: dict[str, DecodeSequence] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -264,11 +265,13 @@ class Sequences:
             await self._engine.submit(request)
         else:
             reservation = await self._engine.reserve(request)
+            order = self._layout.order(len(request.token_ids))
             target = BlockTarget(
                 block_ids=reservation.block_ids,
-                num_cached_blocks=reservation.num_cached_tokens // self._block_size,
+                num_cached_blocks=order.before(reservation.num_cached_tokens // self._layout.block_size),
                 num_blocks=len(reservation.block_ids),
                 num_tokens=len(request.token_ids),
+                num_cached_tokens=reservation.num_cached_tokens,
             )
         # The worker may have been told to stop meanwhile, and the router's outbox may have gone with its lease.
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.convert import Assembler, block_bytes
+from kv_transfer.convert import Assembler, TargetBlock, all_layers, block_bytes
 from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport, TransportEnd
 from kv_transfer.waiting import finish
@@ -26,13 +26,14 @@ from twostep.errors import Incompatible, InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTarget:
-    """Where a sequence's KV goes: its blocks in its own order, the first `num_cached_blocks` of which hold theirs already, and
-    `num_blocks` of which the prompt's `num_tokens` fill."""
+    """Where the KV of a prompt's `num_tokens` goes: its `num_blocks` blocks in the order of a hand-over (twostep/block_order.py), the first
+    `num_cached_blocks` of which hold theirs already, all that there is of the first `num_cached_tokens`."""
 
     block_ids: Sequence[int]
     num_cached_blocks: int
     num_blocks: int
     num_tokens: int
+    num_cached_tokens: int
 
     @property
     def num_missing_blocks(self) -> int:
@@ -75,9 +76,10 @@ class ConversionPlan:
 
     @property
     def source_span(self) -> tuple[int, int]:
-        """Blocks of the source that hold what is missing, as (first, stop)."""
-        size = self.encoded[0].block_size
-        return self.target.num_cached_blocks * self.ours.block_size // size, -(-self.target.num_tokens // size)
+        """Blocks of the source that hold what is missing, as (first, stop), in the order of its hand-over."""
+        layout = self.encoded[0]
+        order = layout.order(self.target.num_tokens)
+        return order.before(self.target.num_cached_tokens // layout.block_size), order.count
 
 
 class Conversion:
@@ -90,7 +92,15 @@ class Conversion:
         # None: whole blocks of ours come.
         self._assembler = None
         if plan.source != plan.ours:
-            self._assembler = Assembler(plan.ours, first_block=plan.target.num_cached_blocks, num_tokens=plan.target.num_tokens)
+            self._ordered = list(self._source.order(plan.target.num_tokens).places())
+            self._order = plan.ours.order(plan.target.num_tokens)
+            self._assembler = Assembler(
+                all_layers(plan.ours),
+                first_block=plan.target.num_cached_tokens // plan.ours.block_size,
+                num_tokens=plan.target.num_tokens,
+                num_unseen=self._order.num_unseen,
+                num_unwindowed=self._order.num_full * plan.ours.num_layers,
+            )
         # The assembler is of one thread at a time.
         self._turn = asyncio.Lock()
 
@@ -116,11 +126,27 @@ class Conversion:
             ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
             self._store.write_blocks(ids, blocks, chunk.layers)
             return
-        done = self._assembler.add(self._source, chunk.first_block, blocks, first_layer=chunk.first_layer, num_layers=num_layers)
+        done: list[TargetBlock] = []
+        places = self._ordered[chunk.first_block : chunk.first_block + chunk.num_blocks]
+        for group in sorted({group for group, _ in places}):
+            # One column after the other.
+            rows = [row for row, place in enumerate(places) if place[0] == group]
+            first_layer = group * self._source.num_layers + chunk.first_layer
+            some = blocks if len(rows) == len(blocks) else blocks[rows]
+            source, first_column = all_layers(self._source), places[rows[0]][1]
+            done += self._assembler.add(source, first_column, some, first_layer=first_layer, num_layers=num_layers)
         if done:
-            whole = np.stack([block.data for block in done])
+            ids = [self._target.block_ids[first + i] for first, count in map(self._numbers, done) for i in range(count)]
+            # A group's layers come one after the other.
+            parts = [block.data.reshape(self._ours.num_groups, -1)[: self._numbers(block)[1]] for block in done]
+            whole = np.concatenate(parts)
             self._check_range(whole)
-            self._store.write_blocks([self._target.block_ids[block.index] for block in done], whole)
+            self._store.write_blocks(ids, whole)
+
+    def _numbers(self, block: TargetBlock) -> tuple[int, int]:
+        """Returns which blocks of the order a column of all layers is: the first, and how many."""
+        first = self._order.before(block.index)
+        return first, self._order.before(block.index + 1) - first
 
     def _check_range(self, blocks: Bytes) -> None:
         """float16 ends at 65504, other formats do not: what is beyond has become infinite. Raises Incompatible."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,11 @@ def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
     if layout.quantization != "none":
         return vectors * vector_bytes(layout.head_dim, layout.quantization)
     return vectors * layout.head_dim * kv_numbers.stored_dtype(layout.dtype).itemsize
+
+
+def all_layers(layout: LayoutRecord) -> LayoutRecord:
+    """Returns the layout whose blocks have the layers of all groups, one group's after the other's."""
+    return replace(layout, num_layers=layout.num_layers * layout.num_groups, num_groups=1, num_windowed=0, reach=0)
 
 
 def unpack(blocks: Bytes, layout: LayoutRecord, num_layers: int | None = None) -> Vectors:
@@ -116,9 +121,13 @@ class Assembler:
     """Target blocks of one sequence from source blocks that come in any order, in chunks of blocks and layers, from one or more ranks.
     What comes twice, or is not needed, is passed over. What it holds is at most the target blocks that are not whole yet."""
 
-    def __init__(self, target: LayoutRecord, *, first_block: int, num_tokens: int) -> None:
-        """Makes target blocks from `first_block` on, of a sequence of `num_tokens` tokens in all."""
+    def __init__(
+        self, target: LayoutRecord, *, first_block: int, num_tokens: int, num_unseen: int = 0, num_unwindowed: int | None = None
+    ) -> None:
+        """Makes target blocks from `first_block` on, of a sequence of `num_tokens` tokens in all. Of its first `num_unseen` tokens only the
+        first `num_unwindowed` layers are waited for."""
         self._target = target
+        self._unseen = num_unseen, num_unwindowed
         self._first_block = first_block
         self._num_tokens = num_tokens
         self._partial: dict[int, _Partial] = {}
@@ -182,6 +191,8 @@ class Assembler:
         filled = min(target.block_size, self._num_tokens - index * target.block_size)
         come = np.ones((target.num_layers, target.num_kv_heads, target.block_size), np.bool_)
         come[:, :, :filled] = False
+        num_unseen, first_windowed = self._unseen
+        come[first_windowed:, :, : max(0, num_unseen - index * target.block_size)] = True
         self._partial[index] = _Partial(vectors, come)
         return self._partial[index]
 

@@ -160,4 +160,5 @@ def layout_to_proto(layout: LayoutRecord) -> kv_pb2.KvLayout:
 
 def layout_from_proto(message: kv_pb2.KvLayout) -> LayoutRecord:
     named = {field.name: getattr(message, field.name) for field in fields(LayoutRecord)}
-    return LayoutRecord(**named | {"num_planes": message.num_planes or KEYS_AND_VALUES})
+    # Left out where it is what is taken for granted.
+    return LayoutRecord(**named | {"num_planes": message.num_planes or KEYS_AND_VALUES, "num_groups": message.num_groups or 1})

@@ -38,6 +38,7 @@ from kv_transfer.transport import ChunkInfo, TransportEnd
 from kv_transfer.transports import TransportTable
 from kv_transfer.wire_encoding import RAW
 from prefill_worker.publisher import HandOver, Publisher
+from twostep.block_order import BlockOrder
 from twostep.engine.types import EngineRequest, LayerProgress, StepOutput
 from twostep.errors import InvalidRequest, NonFiniteLogits, ResourceExhausted, TwostepError, Unavailable
 from twostep.worker.edge import EdgeParts
@@ -121,10 +122,9 @@ class HandOvers:
     async def open(self, request: EngineRequest, *, num_decode_cached_tokens: int, life_s: float, tenant: str = "") -> HandOver:
         """Queues the prompt and opens its lease. Raises Unavailable (no transport), ResourceExhausted and InvalidRequest, and then
         holds nothing."""
-        size = self.layout.block_size
+        order = self.layout.order(len(request.token_ids))
         life_s = min(life_s, MAX_LIFE_S)
-        first = self._first_block(request, num_decode_cached_tokens)
-        count = -(-len(request.token_ids) // size) + self._engine.facts.shape.num_state_blocks
+        first, count = self._first_block(order, num_decode_cached_tokens), order.count
         self._publisher.check_size((count - first) * self._block_bytes)
         ticket = self._ticket(request, life_s, tenant)
         # Its first step may be launched before a reader has chosen: it is marked as for the last one.
@@ -140,7 +140,7 @@ class HandOvers:
         hand_over = HandOver(
             request=request,
             lease=lease,
-            block_size=size,
+            order=order,
             first_block=first,
             num_blocks=count,
             plan=plan,
@@ -172,12 +172,12 @@ class HandOvers:
             )
         return hand_over
 
-    def _first_block(self, request: EngineRequest, num_cached_tokens: int) -> int:
+    def _first_block(self, order: BlockOrder, num_cached_tokens: int) -> int:
         """Raises InvalidRequest."""
-        if num_cached_tokens > len(request.token_ids):
-            raise InvalidRequest(f"the decode worker holds {num_cached_tokens} tokens of {len(request.token_ids)}; give that many at most")
+        if num_cached_tokens > order.num_tokens:
+            raise InvalidRequest(f"the decode worker holds {num_cached_tokens} tokens of {order.num_tokens}; give that many at most")
         # A decode worker of another block size may hold a part of a block of ours.
-        return num_cached_tokens // self.layout.block_size
+        return order.before(num_cached_tokens // order.block_size)
 
     def watched(
         self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = (), *, num_cached_tokens: int | None = None
@@ -188,7 +188,7 @@ class HandOvers:
         if hand_over.transport is None:
             first = hand_over.first_block
             if num_cached_tokens is not None:
-                first = self._first_block(hand_over.request, num_cached_tokens)
+                first = self._first_block(hand_over.order, num_cached_tokens)
             wanted = hand_over.num_blocks - first
             hand_over.transport, hand_over.wire = self._publisher.choose(offered, wires, wanted * self._block_bytes)
             self._sizes = self._sizes_of(hand_over.transport)
@@ -218,7 +218,7 @@ class HandOvers:
             num_blocks=num_blocks,
             block_bytes=self._block_bytes,
             num_layers=facts.shape.num_layers if facts.marks_layers else 1,
-            step_blocks=max(1, self._engine.max_num_batched_tokens // facts.shape.block_size),
+            step_blocks=max(1, self._engine.max_num_batched_tokens // facts.shape.block_size * facts.shape.num_groups),
             sizes=sizes,
         )
 

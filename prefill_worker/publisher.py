@@ -23,6 +23,7 @@ from kv_transfer.transport import ChunkInfo, TransportEnd
 from kv_transfer.transports import TransportTable
 from kv_transfer.waiting import FifoGate
 from kv_transfer.wire_encoding import RAW
+from twostep.block_order import BlockOrder
 from twostep.engine.types import EngineRequest, LayerProgress, PrefillProgress, PromptScores, TokenOutput
 from twostep.errors import Incompatible, InternalError, InvalidRequest, NotFound, TwostepError, Unavailable
 
@@ -37,6 +38,7 @@ class HandOver:
     """One attempt: its sequence, its lease and what of it is published. The engine's steps and the publisher change
     it, Run and Watch wait for that (all on one event loop).
 
+    order                       in which its blocks are counted
     first_block .. num_blocks   the sequence's blocks that are published; those before are on the decode worker already: as the first
                                 Watch says, before that as the router thinks
     final_blocks                blocks, from the sequence's start, whose KV does not change any more
@@ -47,7 +49,7 @@ class HandOver:
 
     request: EngineRequest
     lease: Lease
-    block_size: int
+    order: BlockOrder
     first_block: int
     num_blocks: int
     submitted_at: float = field(default_factory=time.monotonic)
@@ -119,16 +121,20 @@ class HandOver:
             self._started_at = max(self.submitted_at, began_at)
             self.queue_s = self._started_at - self.submitted_at
             self.num_cached_tokens = progress.num_cached_tokens
-        self.final_blocks = max(self.final_blocks, progress.num_computed_tokens // self.block_size)
+        self.final_blocks = max(self.final_blocks, self._num_full(progress.num_computed_tokens))
         self.changed()
 
     def on_layers(self, progress: LayerProgress) -> None:
         whole = progress.num_computed_tokens >= len(self.request.token_ids)
-        num_blocks = self.num_blocks if whole else progress.num_computed_tokens // self.block_size
+        num_blocks = self.num_blocks if whole else self._num_full(progress.num_computed_tokens)
         # Progress of the step before that comes late is known.
         if (num_blocks, progress.num_layers) > (self.step_blocks, self.step_layers):
             self.step_blocks, self.step_layers = num_blocks, progress.num_layers
             self.changed()
+
+    def _num_full(self, num_tokens: int) -> int:
+        """Returns how many blocks so many tokens fill."""
+        return self.order.before(num_tokens // self.order.block_size)
 
     def on_scores(self, scores: PromptScores) -> None:
         self.scores.append(scores)

@@ -102,7 +102,7 @@ def _computing_s(candidate: Candidate, fallback: StepCurve, num_tokens: float, p
 def _token_s(candidate: Candidate, fallback: StepCurve, context: float) -> float:
     """A token's part of a step of as many sequences as the worker has room for, with so many tokens each."""
     record = candidate.record
-    held = record.num_blocks * record.layout.block_size / max(1.0, context)
+    held = record.num_blocks / record.layout.blocks_of(max(1.0, context))
     seqs = max(1, min(record.max_num_seqs, int(held)))
     return (record.curve or fallback).decode_step_s(seqs, int(seqs * context)) / seqs
 

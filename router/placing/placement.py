@@ -182,7 +182,7 @@ def _fits(record: WorkerRecord, num_tokens: int, total: int, prompt: int) -> boo
     """Says whether `num_tokens` fit its pool, `total` its context, and the `prompt` one of its steps, where an encoder reads it in one. A
     decode worker needs that, too: it computes a sequence again that gave way."""
     in_one_step = not record.max_prompt_tokens or prompt <= record.max_prompt_tokens
-    return in_one_step and total <= record.max_model_len and -(-num_tokens // record.layout.block_size) <= record.num_blocks
+    return in_one_step and total <= record.max_model_len and num_tokens <= record.layout.num_tokens_in(record.num_blocks)
 
 
 # Layout, transports and version: all that says whether two workers can be paired, and by which transport. Layouts are numbered: hashing one
@@ -409,7 +409,7 @@ def _too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: S
             f"the prompt is too long: the model's encoder reads its {prompt - 1} tokens in one step, and steps of the workers have room "
             f"for {longest - 1} of one prompt; shorten it, or start workers with a higher --max-num-batched-tokens or lower --max-num-seqs"
         )
-    slots = min(max(c.record.num_blocks * c.record.layout.block_size for c in side) for side in sides)
+    slots = min(max(c.record.layout.num_tokens_in(c.record.num_blocks) for c in side) for side in sides)
     context = min(max(c.record.max_model_len for c in side) for side in sides)
     new, less = ("", "") if demand.embeds else (f" and up to {demand.max_new_tokens} new ones", " or ask for fewer new tokens (max_tokens)")
     return (

@@ -339,7 +339,7 @@ def _likely_taken(num_tokens: int, prefill: WorkerRecord, decode: DecodeLink) ->
         and record.cached_at_watch
         and time.monotonic() - decode.full_at > RECENT_S
         and num_seqs < record.max_num_seqs
-        and load.num_free_blocks * record.layout.block_size >= 2 * num_tokens
+        and load.num_free_blocks >= 2 * record.layout.blocks_of(num_tokens)
     )
 
 

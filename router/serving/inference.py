@@ -452,7 +452,7 @@ class Inference:
 
     def _pool_tokens(self) -> int:
         """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""
-        pools = [r.num_blocks * r.layout.block_size for r in self._pool.records() if r.takes_over]
+        pools = [r.layout.num_tokens_in(r.num_blocks) for r in self._pool.records() if r.takes_over]
         self._last_pool_tokens = max(pools, default=self._last_pool_tokens)
         return self._last_pool_tokens
 

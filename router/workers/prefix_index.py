@@ -5,7 +5,8 @@ Of a long prompt the first trip asks for units 1, 2, 4, 8 ... of it: the first o
 asks for all below that bound, of those workers alone that have the first unit. Most workers hold nothing of most prompts, and every unit
 that is asked for costs this router about 2 us.
 
-Workers whose models keep states tell of the few units that have one. These are asked for in one trip: of a long prompt the first ones,
+Workers whose models keep states, or have windows, tell of units that stand alone: those that have a state, or that all layers hold. These
+are asked for in one trip: of a long prompt the first ones,
 where prompts part, and the last ones, where its last turn ended.
 
 The index lives in Redis alone: a router that starts knows at once what the one before it knew.
@@ -122,7 +123,7 @@ class PrefixIndex:
             else:
                 hashes[key] = await asyncio.to_thread(prefix_hashes, key, job.prompt[:usable], self._unit)
         tiered = {WorkerLife.of(r) for r in records if r.num_host_blocks}
-        sparse = {WorkerLife.of(r) for r in records if r.layout.num_state_blocks}
+        sparse = {WorkerLife.of(r) for r in records if r.layout.num_state_blocks or r.layout.num_windowed}
         return await self.lookup({WorkerLife.of(r): hashes[keys[r.layout]] for r in records}, tiered, sparse)
 
     def _key(self, job: RequestJob, layout: LayoutRecord) -> bytes:

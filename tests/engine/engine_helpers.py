@@ -50,9 +50,9 @@ def make_request(
 
 
 def expected_answer(
-    request: EngineRequest, *, vocab_size: int, max_model_len: int, window: int = 0, stateful: bool = False
+    request: EngineRequest, *, vocab_size: int, max_model_len: int, window: int = 0, stateful: bool = False, **groups: int
 ) -> tuple[list[int], FinishReason]:
-    """All tokens still to come for a request, by the rules and without any engine."""
+    """All tokens still to come for a request, by the rules and without any engine. `groups`: as FakeRunner has them."""
     params = request.sampling
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
     tokens = list(request.token_ids)
@@ -62,7 +62,7 @@ def expected_answer(
     state = state_after(0, tokens) if stateful else 0
     while True:
         position = len(tokens) - request.num_prompt_tokens
-        attended = fake_next_token(tokens, vocab_size, window) if window else total + len(tokens)
+        attended = fake_next_token(tokens, vocab_size, window, **groups) if window else total + len(tokens)
         token = (attended + state) % vocab_size
         while token in stop and position < params.min_tokens:
             token = (token + 1) % vocab_size
@@ -140,10 +140,11 @@ class KnowingProposer(Proposer):
     """Drafts what the fake device will sample, each token with this probability, and else another one: as many as it may, if `tireless`, or
     some of them."""
 
-    def __init__(self, vocab_size: int, rate: float, seed: int = 0, window: int = 0, *, tireless: bool = False) -> None:
+    def __init__(self, vocab_size: int, rate: float, seed: int = 0, window: int = 0, *, tireless: bool = False, **groups: int) -> None:
         self._vocab_size = vocab_size
         self._rate = rate
         self._window = window
+        self._groups = groups
         self._tireless = tireless
         self._rng = random.Random(seed)
         self.known: set[str] = set()
@@ -154,7 +155,7 @@ class KnowingProposer(Proposer):
         self.num_asked += 1
         drafts: list[int] = []
         for _ in range(most if self._tireless else self._rng.randrange(most + 1)):
-            token = fake_next_token([*tokens, *drafts], self._vocab_size, self._window)
+            token = fake_next_token([*tokens, *drafts], self._vocab_size, self._window, **self._groups)
             drafts.append(token if self._rng.random() < self._rate else self._rng.randrange(self._vocab_size))
         return drafts
 
@@ -173,7 +174,8 @@ def hand_over(source: Engine, target: Engine, request: EngineRequest) -> tuple[i
     source.submit(request, hold=True)
     tokens, _ = drain(source)
     first = tokens[request.seq_id][0].token_id
-    skip = reservation.num_cached_tokens // source.runner.kv_shape.block_size
+    shape = source.runner.kv_shape
+    skip = shape.order(len(request.token_ids)).before(reservation.num_cached_tokens // shape.block_size)
     blocks = source.block_ids(request.seq_id)[skip:]
     move_blocks(source, blocks, target, reservation.block_ids[skip : skip + len(blocks)])
     target.commit(request.seq_id, [first])

@@ -243,7 +243,7 @@ def test_not_even_to_find_out_whether_it_pays_is_a_pace_broken() -> None:
 def test_what_pays_later_is_found_out() -> None:
     devices = Devices(window=3).calibrated()
     devices.answer(*(make_request(f"r{i}", [i + 5, 6, 7], max_tokens=200) for i in range(3)))
-    devices.runner_of_draft._window = 0  # from now on it is right
+    devices.runner_of_draft._windows = [0]  # from now on it is right
     request = make_request("later", [5, 6, 7], max_tokens=1500)
     assert devices.answer(request) < alone(request) / 2
 

@@ -23,8 +23,8 @@ def one_sequence(token_ids: list[int], blocks: list[int], block_size: int, *, st
         positions=positions,
         query_start=np.array([0, len(positions)], np.int32),
         seq_lens=np.array([len(token_ids)], np.int32),
-        block_tables=table,
-        slots=table[0].astype(np.int64)[positions // block_size] * block_size + positions % block_size,
+        block_tables=table[None],
+        slots=table[:, positions // block_size].astype(np.int64) * block_size + positions % block_size,
         sample_rows=np.array([len(positions) - 1], np.int64),
         sampling=[row],
     )

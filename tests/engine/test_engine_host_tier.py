@@ -308,7 +308,7 @@ def waiting_sequence(seq_id: str, blocks: Sequence[int]) -> EngineSequence:
     sequence = make_sequence(
         request, hold=False, state=SequenceState.WAITING, vocab_size=VOCAB, max_model_len=CONTEXT, block_size=BLOCK, prefix_caching=True
     )
-    sequence.blocks = list(blocks)
+    sequence.blocks = [list(blocks)]
     return sequence
 
 
@@ -318,7 +318,7 @@ def test_a_row_that_is_being_read_is_not_given_away() -> None:
     assert sorted(save(tier)) == [number(14), number(15)]
     (target,) = pool.allocate(1)
     sequence = waiting_sequence("a", [target])
-    tier.load(sequence, 0, [number(15)], is_new=True)
+    tier.load(sequence, 0, 1, [[number(15)]], is_new=True)
     load = tier.take_load()
     assert load is not None
     (row,) = load.rows

@@ -86,7 +86,7 @@ def test_the_widest_step_is_a_sound_batch(num_tokens: int, num_seqs: int, longes
     batch = widest_batch(num_tokens, num_seqs, vocab_size=50, max_model_len=longest, block_size=block_size, num_blocks=num_blocks)
     counts = np.diff(batch.query_start)
     rows = np.repeat(np.arange(len(counts)), counts)
-    assert len(batch.token_ids) == len(batch.positions) == len(batch.slots) == min(num_tokens, sum(counts))
+    assert len(batch.token_ids) == len(batch.positions) == batch.slots.shape[1] == min(num_tokens, sum(counts))
     assert len(counts) == len(batch.sampling) == min(num_seqs, num_tokens)
     assert (counts >= 1).all()
     assert counts.max() <= longest
@@ -95,7 +95,7 @@ def test_the_widest_step_is_a_sound_batch(num_tokens: int, num_seqs: int, longes
     assert np.array_equal(batch.positions[batch.sample_rows] + 1, batch.seq_lens)
     assert batch.token_ids.max() < 50
     assert batch.block_tables.max() < num_blocks
-    assert np.array_equal(batch.block_tables[rows, batch.positions // block_size], batch.slots // block_size)
+    assert np.array_equal(batch.block_tables[:, rows, batch.positions // block_size], batch.slots // block_size)
 
 
 def test_a_pool_is_sized_by_running_the_widest_step(monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path) -> None:

@@ -46,6 +46,8 @@ class World:
 
     # Tokens that the next one depends on: one of these; 0: all.
     windows: Sequence[int] = (0,)
+    # Groups of layers, and how many of them have windows, where there are any.
+    groups: Sequence[tuple[int, int]] = ((1, 1),)
     # Blocks of a sequence's state: one of these.
     state_blocks: Sequence[int] = (0, 0, 1, 3)
     # Tokens and sequences of a step: one of these each.
@@ -62,6 +64,7 @@ class World:
         self.num_state_blocks = rng.choice(self.state_blocks)
         self.context = rng.choice([60, 150])
         self.window = random.Random(seed).choice(self.windows)
+        self.num_groups, self.num_windowed = random.Random(seed).choice(self.groups)
         self.broken_token = 7 if seed % 2 and self.vocab > 37 and not self.window else None
         self.unit = self.block_size * rng.choice([1, 3])
         self.now = 0.0
@@ -76,6 +79,10 @@ class World:
         self.mirrors: dict[Engine, tuple[set[bytes], set[bytes]]] = {engine: (set(), set()) for engine in (self.prefill, self.decode)}
         self.seen: Counter[str] = Counter()
 
+    @property
+    def in_groups(self) -> dict[str, int]:
+        return {"num_groups": self.num_groups, "num_windowed": self.num_windowed}
+
     def clock(self) -> float:
         self.now += 1e-4
         return self.now
@@ -84,7 +91,7 @@ class World:
         rng = self.rng
         longest = -(-self.context // self.block_size)
         runner = HookedRunner(
-            num_blocks=longest + self.num_state_blocks + rng.choice([0, 3, longest, 3 * longest]),
+            num_blocks=longest * self.num_groups + self.num_state_blocks + rng.choice([0, 3, longest, 3 * longest]),
             block_size=self.block_size,
             vocab_size=self.vocab,
             max_model_len=self.context,
@@ -92,6 +99,8 @@ class World:
             broken_token=self.broken_token,
             num_state_blocks=self.num_state_blocks,
             window=self.window,
+            num_groups=self.num_groups,
+            num_windowed=self.num_windowed,
         )
         runner.during = self.during
         engine = engine_of(
@@ -119,7 +128,7 @@ class World:
         if not self.drafts:
             return {}
         rng = self.rng
-        proposer = KnowingProposer(self.vocab, rng.choice([0.0, 0.5, 0.9, 1.0]), rng.randrange(1000), self.window)
+        proposer = KnowingProposer(self.vocab, rng.choice([0.0, 0.5, 0.9, 1.0]), rng.randrange(1000), self.window, **self.in_groups)
         self.proposers.append(proposer)
         config = SpeculativeConfig(method="ngram", num_speculative_tokens=rng.choice([1, 3, 7]))
         return {"speculative": config, "proposer": rng.choice([proposer, proposer, None])}
@@ -152,7 +161,8 @@ class World:
     def start(self) -> None:
         request = self.new_request()
         bounds = {"vocab_size": self.vocab, "max_model_len": self.context}
-        answer, reason = expected_answer(request, **bounds, window=self.window, stateful=bool(self.num_state_blocks))
+        stateful = bool(self.num_state_blocks)
+        answer, reason = expected_answer(request, **bounds, window=self.window, stateful=stateful, **self.in_groups)
         attempt = Attempt(request, answer, reason, (self.prefill, self.decode))
         whole = [*request.token_ids, *answer]
         if self.broken_token in whole[:-1]:
@@ -261,7 +271,8 @@ class World:
         self.decode.commit(attempt.request.seq_id, attempt.got)
 
     def move(self, attempt: Attempt, reservation: Reservation, *, spoil: bool = False) -> None:
-        skip = reservation.num_cached_tokens // self.block_size
+        order = self.decode.runner.kv_shape.order(len(attempt.request.token_ids))
+        skip = order.before(reservation.num_cached_tokens // self.block_size)
         source = self.prefill.block_ids(attempt.request.seq_id)[skip:]
         data = np.empty((len(source), self.prefill.runner.kv_shape.block_bytes), np.uint8)
         self.prefill.runner.read_blocks(source, data)
@@ -370,6 +381,17 @@ class WindowAheadWorld(AheadWorld):
     windows = WindowWorld.windows
 
 
+class GroupWorld(WindowWorld):
+    """Some layers have windows."""
+
+    groups = ((2, 1), (3, 2), (3, 1), (4, 4))
+    state_blocks = (0,)
+
+
+class GroupAheadWorld(GroupWorld, AheadWorld):
+    pass
+
+
 class StateWorld(World):
     """Prefixes are found as far as a state was kept; many prompts go on where an answer has ended."""
 
@@ -447,6 +469,10 @@ class DraftWindowWorld(DraftWorld, WindowWorld):
     pass
 
 
+class DraftGroupWorld(DraftWorld, GroupWorld):
+    pass
+
+
 @functools.cache
 def ran(kind: type[World], seed: int) -> World:
     world = kind(seed)
@@ -459,6 +485,9 @@ WORLDS = [
     *((AheadWorld, seed) for seed in range(300, 312)),
     *((WindowWorld, seed) for seed in range(400, 412)),
     *((WindowAheadWorld, seed) for seed in range(500, 506)),
+    *((GroupWorld, seed) for seed in range(1400, 1410)),
+    *((GroupAheadWorld, seed) for seed in range(1500, 1504)),
+    *((DraftGroupWorld, seed) for seed in range(1600, 1604)),
     *((StateWorld, seed) for seed in range(600, 612)),
     *((StateAheadWorld, seed) for seed in range(700, 706)),
     *((DraftWorld, seed) for seed in range(800, 808)),

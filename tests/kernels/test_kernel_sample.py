@@ -31,8 +31,8 @@ def batch_of(rows: list[SamplingRow], carried: list[int] | None = None) -> Batch
         positions=zeros.astype(np.int64),
         query_start=np.arange(count + 1, dtype=np.int32),
         seq_lens=zeros + 1,
-        block_tables=zeros[:, None],
-        slots=zeros.astype(np.int64),
+        block_tables=zeros[None, :, None],
+        slots=zeros[None].astype(np.int64),
         sample_rows=np.arange(count),
         sampling=rows,
         carried=None if carried is None else np.array(carried, np.int32),
@@ -243,19 +243,19 @@ def test_rows_behind_drafts_go_on_as_on_the_host(num_rows: int, most: int, dtype
         positions=positions,
         query_start=np.arange(total + 1, dtype=np.int32),
         seq_lens=positions.astype(np.int32) + 1,
-        block_tables=np.zeros((total, 1), np.int32),
-        slots=rng.integers(0, 1 << 30, total),
+        block_tables=np.zeros((1, total, 1), np.int32),
+        slots=rng.integers(0, 1 << 30, (1, total)),
         sample_rows=np.arange(total),
         sampling=[SamplingRow(SamplingParams(max_tokens=5), int(position), (), 0, frozenset()) for position in positions],
         behind=behind,
     )
     want = batch.with_carried(sampled.tolist())
     assert behind.num_before <= len(sampled)
-    given = [torch.from_numpy(each.copy()).to(DEVICE, dtype) for each in (batch.token_ids, batch.positions, batch.slots)]
+    given = [torch.from_numpy(each.copy()).to(DEVICE, dtype) for each in (batch.token_ids, batch.positions, batch.slots[0])]
     lengths = torch.from_numpy(batch.seq_lens.copy()).to(DEVICE)
     accepted = torch.zeros(total, dtype=torch.int32, device=DEVICE)
     go_on(torch.from_numpy(behind.table).to(DEVICE), torch.from_numpy(sampled).to(DEVICE), *given, lengths, accepted)
-    for got, expected in zip((*given, lengths), (want.token_ids, want.positions, want.slots, want.seq_lens), strict=True):
+    for got, expected in zip((*given, lengths), (want.token_ids, want.positions, want.slots[0], want.seq_lens), strict=True):
         assert got.tolist() == expected.tolist()
     assert [row.position for row in want.sampling] == want.positions.tolist()
     assert accepted.tolist() == (want.positions - positions).tolist()

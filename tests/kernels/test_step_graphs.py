@@ -30,9 +30,9 @@ from twostep.model.step.graph_ladder import StepShape, ladder, mixed_ladder, sha
 from twostep.model.step.kv_cache import KvCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
-from forward_helpers import make_batch, save_model, scattered_sequences
+from forward_helpers import make_batch, of_pool, save_model, scattered_sequences
 
-NUM_BLOCKS, BLOCK_SIZE = 80, 16
+NUM_BLOCKS, BLOCK_SIZE = 120, 16
 
 # Nothing attends for rows of padding: what the memory held before is multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -59,7 +59,7 @@ def without_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model has layers with and without windows."""
+    """The model has layers with and without windows, in groups of their own."""
     without_warm_ups(monkeypatch)
     monkeypatch.setattr(shared_prefix, "_PASS_BYTES", 0.0)
     monkeypatch.setattr(shared_prefix, "_CACHED_READ", 1.0)
@@ -71,7 +71,7 @@ def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, mon
     load_weights(model, tmp_path)
     cache = KvCache(runner.kv_shape, DEVICE)
     cache.tensor.copy_(runner._cache.tensor)
-    sequences = scattered_sequences([150, 133, 140], BLOCK_SIZE, NUM_BLOCKS, random.Random(3))
+    sequences = scattered_sequences([150, 133, 140], BLOCK_SIZE, NUM_BLOCKS, random.Random(3), **of_pool(cache.shape))
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens) - 2
     with torch.inference_mode(), graphs_of(model, cache, ops, [4]) as graphs:
@@ -81,7 +81,7 @@ def test_a_step_is_replayed_with_and_without_shared_prefixes(tmp_path: Path, mon
             for sequence in sequences[1:]:
                 sequence.blocks[:common] = sequences[0].blocks[:common]
             batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
-            assert (shared.listing(batch.block_tables, batch.seq_lens) is not None) == bool(common)
+            assert (shared.listing(batch.block_tables[0], batch.seq_lens) is not None) == bool(common)
             shared.listed.fill_(0)
             got = graphs.logits(batch)
             assert got is not None
@@ -107,7 +107,7 @@ def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path
     model = build_model(runner.config, torch.float32, ops, DEVICE)
     load_weights(model, tmp_path)
     cache = KvCache(runner.kv_shape, DEVICE)
-    sequences = scattered_sequences([70, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    sequences = scattered_sequences([70, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), **of_pool(cache.shape))
     shapes = [StepShape(16, 0, 4), StepShape(48, 0, 4), StepShape(48, 4, 4), StepShape(80, 2, 4)]
     # How many tokens of each sequence, and by which graph: prompts alone, and beside decodes.
     steps: list[tuple[list[int], StepShape]] = [
@@ -140,7 +140,7 @@ def test_a_mixed_step_is_replayed_whatever_it_is_padded_to(family: str, tmp_path
             ops.progress.mark(runner.config.num_layers, lambda: pytest.fail("the step did not say so")).wait()
             for sequence, count in work:
                 sequence.num_computed += count
-        too_many = scattered_sequences([9, 9, 9, 9, 9], BLOCK_SIZE, NUM_BLOCKS, random.Random(2))
+        too_many = scattered_sequences([9, 9, 9, 9, 9], BLOCK_SIZE, NUM_BLOCKS, random.Random(2), **of_pool(cache.shape))
         assert graphs.logits(make_batch([(s, 3) for s in too_many], BLOCK_SIZE)) is None
 
 
@@ -245,9 +245,9 @@ def test_rows_go_on_behind_drafts_in_a_captured_step(tmp_path: Path, monkeypatch
         )
         for others in ([], [(second, 11)]):
             batch = replace(make_batch([(first, 1), *others], BLOCK_SIZE, every_row=False), behind=behind)
-            tables = np.zeros((len(batch.seq_lens), 2), np.int32)
-            tables[:, : batch.block_tables.shape[1]] = batch.block_tables
-            tables[0] = first.blocks[:2]
+            tables = np.zeros((1, len(batch.seq_lens), 2), np.int32)
+            tables[:, :, : batch.block_tables.shape[2]] = batch.block_tables
+            tables[0, 0] = first.blocks[:2]
             batch = replace(batch, block_tables=tables)
             ops.tokens[: len(sampled)] = torch.tensor(sampled)
             got = graphs.logits(batch)

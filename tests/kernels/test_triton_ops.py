@@ -25,7 +25,7 @@ from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models_forward"))
-from forward_helpers import make_batch, save_model, scattered_sequences
+from forward_helpers import make_batch, of_pool, save_model, scattered_sequences
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 16
 
@@ -57,7 +57,7 @@ def test_chunks_mixed_with_decode(family: str, tmp_path: Path) -> None:
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     rng = random.Random(1)
-    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng, num_state_blocks=cache.shape.num_state_blocks)
+    sequences = scattered_sequences([60, 33, 18, 5], BLOCK_SIZE, NUM_BLOCKS, rng, **of_pool(cache.shape))
     # In the second step the first row is decoded, and the last, which comes after a chunk, attends like a chunk; the third is all decode.
     steps = ([50, 1, 17, 4], [1, 32, 1, 0], [1, 0, 0, 1], [7, 0, 0, 0])
     for counts in steps:
@@ -77,7 +77,7 @@ def test_torch_serves_delta_nets_whose_kernels_failed_their_trial(tmp_path: Path
     assert isinstance(model._ops, TritonOps)
     model._ops.has_delta_kernels = False
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), num_state_blocks=cache.shape.num_state_blocks)
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), **of_pool(cache.shape))
     for counts in ([5, 1], [1, 1]):
         work = list(zip(sequences, counts, strict=True))
         batch = make_batch(work, BLOCK_SIZE)
@@ -102,7 +102,7 @@ def test_experts(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_model(family, tmp_path, **changes)
     model, cache = on_triton(tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    sequences = scattered_sequences([6, 2], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), **of_pool(cache.shape))
     for counts in ([5, 1], [1, 1]):
         work = list(zip(sequences, counts, strict=True))
         batch = make_batch(work, BLOCK_SIZE)
@@ -167,7 +167,7 @@ def test_a_planned_decode_follows_its_inputs(family: str, tmp_path: Path) -> Non
     assert isinstance(ops, TritonOps)
     with torch.inference_mode():
         inputs = ops.captured_inputs(StepShape(5, 5), cache, model.attention)
-        plan = ops.plan_captured(inputs, tables, cache, model.attention)
+        plan = ops.plan_captured(inputs, [tables], cache, model.attention)
         prompts = make_batch([(s, len(s.tokens) - 2) for s in sequences], BLOCK_SIZE)
         torch.testing.assert_close(model.forward(prompts, cache).cpu(), runner.forward(prompts), rtol=0, atol=1e-4)
         for sequence in sequences:
@@ -175,7 +175,7 @@ def test_a_planned_decode_follows_its_inputs(family: str, tmp_path: Path) -> Non
         for _ in range(2):
             batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
             inputs.memory.copy_(torch.from_numpy(inputs.packed(batch, 3, 1)))
-            tables[:3, : batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
+            tables[:3, : batch.block_tables.shape[2]] = torch.from_numpy(batch.block_tables[0])
             torch.testing.assert_close(model.compute(plan)[:3].cpu(), runner.forward(batch), rtol=0, atol=1e-4)
             for sequence in sequences:
                 sequence.num_computed += 1
@@ -247,7 +247,7 @@ def test_attention_of_every_kind_is_the_cpu_s_planned_and_captured(kind: Kind) -
 
     with torch.inference_mode():
         inputs = ops.captured_inputs(StepShape(3, 3), on_device, spec)
-        captured = ops.plan_captured(inputs, tables, on_device, spec)
+        captured = ops.plan_captured(inputs, [tables], on_device, spec)
         for counts in ([21, 7, 5], [1, 1, 0], [1, 0, 1]):
             work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
             batch = make_batch(work, BLOCK_SIZE)
@@ -258,7 +258,7 @@ def test_attention_of_every_kind_is_the_cpu_s_planned_and_captured(kind: Kind) -
             assert (got - want).norm() < tolerance * want.norm()
             if max(counts) == 1:
                 inputs.memory.copy_(torch.from_numpy(inputs.packed(batch, len(work), 1)))
-                tables[: len(work), : batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
+                tables[: len(work), : batch.block_tables.shape[2]] = torch.from_numpy(batch.block_tables[0])
                 padded = torch.zeros(3, qkv.shape[1], device=DEVICE)
                 padded[: len(qkv)] = qkv
                 assert (attend(captured, padded)[:, : len(qkv)].cpu() - want).norm() < tolerance * want.norm()
@@ -280,7 +280,7 @@ def test_quantized_chunks_mixed_with_decode(family: str, quantization: str, step
     """A rounding of the last bit may turn a stored byte to its neighbour, so logits are near, not equal."""
     model, cache = on_triton(tmp_path, quantization)
     same, exact = (ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype=kv) for kv in (quantization, "auto"))
-    sequences = scattered_sequences([40, 20, 18], BLOCK_SIZE, NUM_BLOCKS, random.Random(1))
+    sequences = scattered_sequences([40, 20, 18], BLOCK_SIZE, NUM_BLOCKS, random.Random(1), **of_pool(cache.shape))
     for counts in steps:
         work = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
         batch = make_batch(work, BLOCK_SIZE)

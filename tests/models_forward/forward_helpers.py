@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from twostep.engine.batch import Batch, SamplingRow
+from twostep.engine.batch import Batch, KvShape, SamplingRow
 from twostep.sampling_params import SamplingParams
 
 VOCAB = 211
@@ -207,13 +207,19 @@ class Sequence_:
     """A sequence being computed: `tokens` to the end, the first `num_computed` of them in the pool."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[int]  # of the first group of layers
     num_computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
     # Where its state is read, where it is left, and blocks beside them.
     state_source: list[int] = field(default_factory=list)
     state_blocks: list[int] = field(default_factory=list)
     spare_state_blocks: list[int] = field(default_factory=list)
+    # Of the other groups of layers.
+    more_blocks: list[list[int]] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[list[int]]:
+        return [self.blocks, *self.more_blocks]
 
     def move_state(self) -> None:
         """The next step leaves its state elsewhere than where it finds it."""
@@ -221,18 +227,23 @@ class Sequence_:
 
 
 def scattered_sequences(
-    lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random, *, num_state_blocks: int = 0
+    lengths: Sequence[int], block_size: int, num_blocks: int, rng: random.Random, *, num_state_blocks: int = 0, num_groups: int = 1
 ) -> list[Sequence_]:
     """Sequences of random tokens over blocks that are in no order, block 0 among them."""
     free = list(range(num_blocks))
     rng.shuffle(free)
     made = []
     for length in lengths:
-        blocks = [free.pop() for _ in range(-(-length // block_size))]
-        made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks))
+        blocks, *more = ([free.pop() for _ in range(-(-length // block_size))] for _ in range(num_groups))
+        made.append(Sequence_([rng.randrange(VOCAB) for _ in range(length)], blocks, more_blocks=more))
         made[-1].state_source = made[-1].state_blocks = [free.pop() for _ in range(num_state_blocks)]
         made[-1].spare_state_blocks = [free.pop() for _ in range(num_state_blocks)]
     return made
+
+
+def of_pool(shape: KvShape) -> dict[str, int]:
+    """Returns what scattered_sequences has to know of a pool."""
+    return {"num_state_blocks": shape.num_state_blocks, "num_groups": shape.num_groups}
 
 
 GREEDY = SamplingRow(
@@ -244,19 +255,21 @@ def make_batch(work: Sequence[tuple[Sequence_, int]], block_size: int, *, every_
     """The next `n` tokens of each sequence; logits of every row, or of the last of each sequence."""
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    num_groups = len(work[0][0].groups)
+    slots: list[list[int]] = [[] for _ in range(num_groups)]
     starts = [0]
     for sequence, count in work:
         chosen = range(sequence.num_computed, sequence.num_computed + count)
         token_ids += [sequence.tokens[p] for p in chosen]
         positions += chosen
-        slots += [sequence.blocks[p // block_size] * block_size + p % block_size for p in chosen]
+        for group, blocks in enumerate(sequence.groups):
+            slots[group] += [blocks[p // block_size] * block_size + p % block_size for p in chosen]
         starts.append(len(token_ids))
     lengths = [sequence.num_computed + count for sequence, count in work]
-    tables = np.zeros((len(work), max(-(-n // block_size) for n in lengths) + 1), np.int32)
+    tables = np.zeros((num_groups, len(work), max(-(-n // block_size) for n in lengths) + 1), np.int32)
     for row, (sequence, _) in enumerate(work):
         used = -(-lengths[row] // block_size)
-        tables[row, :used] = sequence.blocks[:used]
+        tables[:, row, :used] = [blocks[:used] for blocks in sequence.groups]
     rows = range(len(token_ids)) if every_row else [s - 1 for s in starts[1:]]
     sources = np.array([sequence.state_source for sequence, _ in work], np.int32) if work[0][0].state_blocks else None
     return Batch(

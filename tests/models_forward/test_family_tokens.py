@@ -34,7 +34,8 @@ OFTEN = ("gemma3", "deepseek-v2", "qwen3-next")
 )
 def test_tokens_are_the_likeliest(family: str, tmp_path: Path) -> None:
     oracle = save_model(family, tmp_path)
-    prefill_runner, decode_runner = (ModelRunner(tmp_path, num_blocks=number, block_size=BLOCK) for number in (64, 130))
+    num_groups = ModelRunner(tmp_path, num_blocks=1, block_size=BLOCK).kv_shape.num_groups
+    prefill_runner, decode_runner = (ModelRunner(tmp_path, num_blocks=number * num_groups, block_size=BLOCK) for number in (64, 130))
     prefill = Engine(prefill_runner, EngineConfig(max_num_batched_tokens=9, hash_unit=BLOCK))
     decode = Engine(decode_runner, EngineConfig(max_num_batched_tokens=16, hash_unit=BLOCK))
     rng = random.Random(family)

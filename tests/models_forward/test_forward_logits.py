@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forward_helpers import FAMILIES, VOCAB, make_batch, reference_logits, save_model, scattered_sequences
+from forward_helpers import FAMILIES, VOCAB, make_batch, of_pool, reference_logits, save_model, scattered_sequences
 
 from twostep.engine.batch import SamplingRow, ScoredRows
 from twostep.model.runner.model_runner import ModelRunner
@@ -48,7 +48,7 @@ def test_whole_prompt_then_decode(model: tuple[object, Path]) -> None:
     oracle, directory = model
     runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16)
     assert runner.vocab_size == VOCAB
-    (sequence,) = scattered_sequences([90], 16, NUM_BLOCKS, random.Random(1), num_state_blocks=runner.kv_shape.num_state_blocks)
+    (sequence,) = scattered_sequences([90], 16, NUM_BLOCKS, random.Random(1), **of_pool(runner.kv_shape))
     advance(runner, [(sequence, 70)])
     while sequence.num_computed < len(sequence.tokens):
         advance(runner, [(sequence, 1)])
@@ -67,7 +67,7 @@ def test_random_chunks_mixed_with_decode(model: tuple[object, Path], block_size:
         block_size,
         NUM_BLOCKS,
         rng,
-        num_state_blocks=runner.kv_shape.num_state_blocks,
+        **of_pool(runner.kv_shape),
     )
     while open_ := [s for s in sequences if s.num_computed < len(s.tokens)]:
         rng.shuffle(open_)
@@ -100,7 +100,7 @@ def test_log_probabilities_of_a_prompt(model: tuple[object, Path], num_top: int,
     monkeypatch.setattr("twostep.model.step.prompt_readout._MAX_LOGITS", 7 * VOCAB)
     runner = ModelRunner(directory, num_blocks=NUM_BLOCKS, block_size=16)
     rng = random.Random(5)
-    (sequence, other) = scattered_sequences([60, 9], 16, NUM_BLOCKS, rng, num_state_blocks=runner.kv_shape.num_state_blocks)
+    (sequence, other) = scattered_sequences([60, 9], 16, NUM_BLOCKS, rng, **of_pool(runner.kv_shape))
     batch = make_batch([(other, 9), (sequence, 60)], 16, every_row=False)
     rows = np.arange(9, 68)
     targets = np.array(sequence.tokens[1:60])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forward_helpers import make_batch, save_model, scattered_sequences
+from forward_helpers import make_batch, of_pool, save_model, scattered_sequences
 
 from twostep.model.families.layer_states import LayerStates
 from twostep.model.runner.model_runner import ModelRunner
@@ -21,7 +21,7 @@ def test_states_are_what_enters_the_layers(family: str, tmp_path: Path) -> None:
     oracle = save_model(family, tmp_path)
     runner = ModelRunner(tmp_path, num_blocks=64, block_size=4)
     shape = runner.kv_shape
-    sequences = scattered_sequences([19, 7], 4, 64, random.Random(3), num_state_blocks=shape.num_state_blocks)
+    sequences = scattered_sequences([19, 7], 4, 64, random.Random(3), **of_pool(shape))
     # In two steps, of both sequences at once; only their last rows are sampled.
     first = make_batch([(sequences[0], 11), (sequences[1], 7)], 4, every_row=False)
     plain = runner.forward(first).clone()

@@ -25,7 +25,7 @@ def test_sizes(family: str, tmp_path: Path) -> None:
     whole, bare = read_model(tmp_path / "whole"), read_model(tmp_path / "bare")
     config = parse_config(tmp_path / "whole")
     shape = kv_shape(config, "float32", 1, 16)
-    assert whole.kv_token_bytes == bare.kv_token_bytes == shape.block_bytes // 16
+    assert whole.kv_token_bytes == bare.kv_token_bytes == config.num_kv_layers * shape.layer_bytes // 16
     assert whole.num_state_blocks(16) == bare.num_state_blocks(16) == shape.num_state_blocks
     assert whole.num_heads == config.num_heads
     assert whole.intermediate_size in (0, config.intermediate_size)  # 0: all layers have experts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forward_helpers import make_batch, save_model, scattered_sequences
+from forward_helpers import make_batch, of_pool, save_model, scattered_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 from quantized_tensors import KINDS, Kind, quantize, quantize_directory
@@ -33,8 +33,9 @@ AT_LOAD = {"int8": KINDS["int8"], "int4": Kind("packed", group=32), "fp8": KINDS
 
 
 def logits(directory: Path, quantization: str = "none") -> torch.Tensor:
-    runner = ModelRunner(directory, num_blocks=16, block_size=4, quantization=quantization)
-    (sequence,) = scattered_sequences([23], 4, 16, random.Random(0))
+    runner = ModelRunner(directory, num_blocks=24, block_size=4, quantization=quantization)
+    num_blocks = 16 if runner.kv_shape.num_groups == 1 else 24
+    (sequence,) = scattered_sequences([23], 4, num_blocks, random.Random(0), **of_pool(runner.kv_shape))
     return runner.forward(make_batch([(sequence, 23)], 4))
 
 
@@ -183,7 +184,7 @@ def test_made_up_experts_of_4_bits(tmp_path: Path) -> None:
     save_model("gpt-oss", tmp_path / "model", **OSS)
     in_4_bits(tmp_path / "model", tmp_path / "quantized")
     runner = ModelRunner(tmp_path / "quantized", num_blocks=16, block_size=4, load_format="dummy")
-    (sequence,) = scattered_sequences([5], 4, 16, random.Random(0))
+    (sequence,) = scattered_sequences([5], 4, 16, random.Random(0), **of_pool(runner.kv_shape))
     assert runner.forward(make_batch([(sequence, 5)], 4)).isfinite().all()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
+from forward_helpers import make_batch, of_pool, reference_logits, save_model, scattered_sequences
 from quantized_tensors import KINDS, Kind, config_of, quantize, rounded_input
 from safetensors.torch import load_file, save_file
 
@@ -73,8 +73,9 @@ def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
 
 def error_of(directory: Path, oracle: transformers.PreTrainedModel) -> float:
     """The largest difference of any logit, as a share of the largest."""
-    runner = ModelRunner(directory, num_blocks=16, block_size=4)
-    (sequence,) = scattered_sequences([23], 4, 16, random.Random(0))
+    runner = ModelRunner(directory, num_blocks=24, block_size=4)
+    num_blocks = 16 if runner.kv_shape.num_groups == 1 else 24
+    (sequence,) = scattered_sequences([23], 4, num_blocks, random.Random(0), **of_pool(runner.kv_shape))
     got = runner.forward(make_batch([(sequence, 23)], 4))
     wanted = reference_logits(oracle, sequence.tokens)
     return float((got - wanted).abs().max() / wanted.abs().max())

@@ -175,8 +175,8 @@ def logits_of(directory: Path, tokens: list[int]) -> torch.Tensor:
         positions=np.arange(count),
         query_start=np.array([0, count], np.int32),
         seq_lens=np.array([count], np.int32),
-        block_tables=np.arange(-(-count // 16), dtype=np.int32)[None],
-        slots=np.arange(count),
+        block_tables=np.arange(-(-count // 16), dtype=np.int32)[None, None],
+        slots=np.arange(count)[None],
         sample_rows=np.arange(count),
         sampling=[],
     )

@@ -252,7 +252,7 @@ def filled(shape: KvShape, vectors: list[torch.Tensor], heads: slice) -> np.ndar
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    num_seqs, num_tokens = draw(st.integers(1, 5)), draw(st.integers(1, 40))
+    num_groups, num_seqs, num_tokens = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 40))
     width, num_rows, num_states = draw(st.integers(1, 9)), draw(st.integers(0, 5)), draw(st.integers(0, 3))
     carried = rng.integers(-1, 5, num_tokens).astype(np.int32) if draw(st.booleans()) else None
     return Batch(
@@ -260,8 +260,8 @@ def batches(draw: st.DrawFn) -> Batch:
         positions=rng.integers(0, 1 << 40, num_tokens),
         query_start=rng.integers(0, 1 << 30, num_seqs + 1).astype(np.int32),
         seq_lens=rng.integers(0, 1 << 30, num_seqs).astype(np.int32),
-        block_tables=rng.integers(0, 1 << 30, (num_seqs, width)).astype(np.int32),
-        slots=rng.integers(-1, 1 << 40, num_tokens),
+        block_tables=rng.integers(0, 1 << 30, (num_groups, num_seqs, width)).astype(np.int32),
+        slots=rng.integers(-1, 1 << 40, (num_groups, num_tokens)),
         sample_rows=rng.integers(0, 1 << 40, num_rows),
         sampling=(),
         carried=carried,
@@ -332,8 +332,8 @@ def small_batch() -> Batch:
         positions=zeros,
         query_start=np.array([0, 4], np.int32),
         seq_lens=np.array([4], np.int32),
-        block_tables=np.zeros((1, 1), np.int32),
-        slots=zeros,
+        block_tables=np.zeros((1, 1, 1), np.int32),
+        slots=zeros[None],
         sample_rows=zeros[:1],
         sampling=(),
     )

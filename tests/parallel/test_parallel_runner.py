@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forward_helpers import VOCAB, make_batch, save_model, scattered_sequences
+from forward_helpers import VOCAB, make_batch, of_pool, save_model, scattered_sequences
 from grammar_cases import save_tokenizer
 from safetensors.torch import load_file, save_file
 
@@ -199,7 +199,7 @@ def test_two_ranks_have_states_beside_the_scales_of_quantized_kv(tmp_path: Path)
 
 def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
     logits = recorded(one), recorded(two._local)
-    sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0), num_state_blocks=one.kv_shape.num_state_blocks)
+    sequences = scattered_sequences([37, 11, 1], BLOCK, 96, random.Random(0), **of_pool(one.kv_shape))
     for every_row, counts in ((True, [20, 7, 0]), (False, [5, 0, 0]), (True, [12, 4, 1])):
         work = [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count]
         for sequence, _ in work:  # it goes on in other blocks, as where a state is left to a prefix
@@ -224,7 +224,7 @@ def compare_steps(one: ModelRunner, two: ParallelRunner) -> None:
         assert got.shape == want.shape
         assert got.shape[1] == VOCAB
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    used = [block for sequence in sequences for block in (*sequence.blocks, *sequence.state_blocks)]
+    used = [block for sequence in sequences for blocks in (*sequence.groups, sequence.state_blocks) for block in blocks]
     torch.testing.assert_close(read(two, used).view(np.float32), read(one, used).view(np.float32), rtol=0, atol=1e-4)
     data = np.random.default_rng(0).integers(0, 256, (96, two.kv_shape.block_bytes), dtype=np.uint8)
     order = np.random.default_rng(1).permutation(96).tolist()

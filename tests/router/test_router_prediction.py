@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from placement_simulation import GPU, LAYOUT, worker_record
 
 from router.placing.placement import Candidate, Ground, MeanLoad, Placement, PlacementRequest, Snapshot, place
-from twostep.cluster.prediction import TRANSPORT_RATES, load_now, prompt_s, shares, token_bytes
+from twostep.cluster.prediction import TRANSPORT_RATES, kv_bytes, load_now, prompt_s, shares
 from twostep.cluster.records import MeasuredHandOver, WorkerLoad
 from twostep.request_class import RequestClass
 from twostep.step_curve import StepWorkload
@@ -84,9 +84,9 @@ def test_a_step_with_prompts_and_decodes_takes_what_its_launch_takes_the_host() 
 
 
 def test_the_bytes_of_a_token() -> None:
-    assert token_bytes(LAYOUT) == 2 * 32 * 8 * 128 * 2
-    assert token_bytes(dataclasses.replace(LAYOUT, num_kv_heads=4, tp_size=2)) == token_bytes(LAYOUT)
-    assert token_bytes(dataclasses.replace(LAYOUT, quantization="fp8")) == 2 * 32 * 8 * (128 + 2)
+    assert kv_bytes(LAYOUT, 1) == 2 * 32 * 8 * 128 * 2
+    assert kv_bytes(dataclasses.replace(LAYOUT, num_kv_heads=4, tp_size=2), 1) == kv_bytes(LAYOUT, 1)
+    assert kv_bytes(dataclasses.replace(LAYOUT, quantization="fp8"), 1) == 2 * 32 * 8 * (128 + 2)
 
 
 def test_one_router_counts_what_it_knows_and_several_reckon_with_each_other() -> None:
@@ -112,7 +112,7 @@ def test_the_first_token_waits_for_the_queue_and_the_prompt_and_never_for_the_ha
     assert cached.predicted_ttft_s == pytest.approx(GPU.prefill_s(2600, 2048, 8192))
     by_ray = placed([worker("prefill", transports=("ray",))], [worker("decode", transports=("ray",))])
     assert by_ray.predicted_ttft_s == idle.predicted_ttft_s
-    moved = 2600 * token_bytes(LAYOUT)
+    moved = 2600 * kv_bytes(LAYOUT, 1)
     slower = sum(
         sign * (r.latency_s + moved / r.bytes_per_s) for sign, r in ((1, TRANSPORT_RATES["ray"]), (-1, TRANSPORT_RATES["cuda_ipc"]))
     )
@@ -417,7 +417,7 @@ def test_each_ground_is_given() -> None:
 
 
 def test_a_measured_hand_over_is_believed() -> None:
-    measured = MeasuredHandOver(transport="cuda_ipc", seconds=0.3, num_bytes=2600 * token_bytes(LAYOUT))
+    measured = MeasuredHandOver(transport="cuda_ipc", seconds=0.3, num_bytes=2600 * kv_bytes(LAYOUT, 1))
     slow = worker("decode", seqs=5)
     load = dataclasses.replace(slow.record.load, hand_overs=(measured,))
     slow = dataclasses.replace(slow, record=dataclasses.replace(slow.record, load=load))

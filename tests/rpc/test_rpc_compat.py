@@ -104,7 +104,7 @@ def test_the_version_before_reads_records_of_today(path: Path) -> None:
     """It leaves out what it does not know, but of the layout, where it must know all; and what it knows must be there, of the same kind."""
     before = json.loads(path.read_text())
     today = json.loads(WorkerRecord.from_json(path.read_text()).to_json())
-    since = {"num_planes", "num_state_blocks", "state_layout"}
+    since = {"num_planes", "num_state_blocks", "state_layout", "num_groups", "num_windowed", "reach"}
     assert today["layout"].keys() == before["layout"].keys() == set(LayoutRecord.__dataclass_fields__) - since
     for name in ("layout", "load", "curve", None):
         was, now = (before, today) if name is None else (before[name], today[name])

@@ -10,8 +10,8 @@ from right_tokens import compare
 from t5_models import KINDS, START, save_t5
 from tiny_models import save_tokenizer
 
-# Of each kind of memory that a family has of its sequences one: keys and values with a mixture of experts, latents, a state.
-SMOKE = ("mixtral", "deepseek-v2-yarn", "qwen3-next")
+# Of each kind of memory that a family has of its sequences one: keys and values with a mixture of experts, latents, a state, windows.
+SMOKE = ("mixtral", "deepseek-v2-yarn", "qwen3-next", "gemma3")
 
 
 @pytest.mark.parametrize(

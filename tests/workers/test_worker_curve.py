@@ -167,7 +167,7 @@ def test_calibration_finds_the_curve_in_bounded_time(monkeypatch: pytest.MonkeyP
     assert found.mixed_s == 0
     for batch in runner.batches:
         # No two sequences own a block, so that as much memory is read as would be.
-        used = [table[: -(-length // 16)] for table, length in zip(batch.block_tables, batch.seq_lens.tolist(), strict=True)]
+        used = [table[: -(-length // 16)] for table, length in zip(batch.block_tables[0], batch.seq_lens.tolist(), strict=True)]
         blocks = np.concatenate(used)
         assert len(set(blocks.tolist())) == len(blocks)
         assert batch.seq_lens.max() <= runner.max_model_len

@@ -216,7 +216,9 @@ def conversion(
     transport = _OneChunk(store, block_bytes(target), LocalHub(), worker_id="w")
     transport.data = data
     num_blocks = -(-num_tokens // target.block_size)
-    where = BlockTarget(block_ids=[2, 1][:num_blocks], num_cached_blocks=0, num_blocks=num_blocks, num_tokens=num_tokens)
+    where = BlockTarget(
+        block_ids=[2, 1][:num_blocks], num_cached_blocks=0, num_blocks=num_blocks, num_tokens=num_tokens, num_cached_tokens=0
+    )
     chunk = ChunkInfo(index=0, first_block=0, num_blocks=-(-num_tokens // LAYOUT.block_size), num_bytes=data.size, checksum=checksum(data))
     plan = ConversionPlan(number=1, source=LAYOUT, ours=target, target=where, wire=wire)
     plan.check(transport)

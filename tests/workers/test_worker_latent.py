@@ -58,8 +58,8 @@ def kept_by(runner: ModelRunner, prompt: list[int]) -> npt.NDArray[np.uint8]:
         positions=np.arange(count),
         query_start=np.array([0, count], np.int32),
         seq_lens=np.array([count], np.int32),
-        block_tables=blocks[None],
-        slots=np.arange(count),
+        block_tables=blocks[None, None],
+        slots=np.arange(count)[None],
         sample_rows=np.zeros(0, np.int64),
         sampling=(),
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from decode_worker.outbox import History, Outbox, StreamConnection
 from decode_worker.pull import Puller
 from decode_worker.sequences import Sequences, SequencesConfig
+from twostep.cluster.records import LayoutRecord
 from twostep.engine.batch import TopToken
 from twostep.engine.types import EngineRequest, FinishReason, Reservation, SequenceFailure, StepOutput, StepTokens, TokenOutput
 from twostep.errors import ResourceExhausted
@@ -217,7 +218,8 @@ class Wire:
 async def make(**limits: Any) -> tuple[Sequences, FreeEngine]:
     engine = FreeEngine()
     config = SequencesConfig(router_lease_s=60, **limits)
-    sequences = Sequences(cast(EnginePort, engine), cast(Puller, None), config, secret=b"", block_size=4)
+    layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
+    sequences = Sequences(cast(EnginePort, engine), cast(Puller, None), config, secret=b"", layout=layout)
     for i in range(NUM_SEQUENCES):
         request = EngineRequest(seq_id=f"s{i}/1", token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=100))
         await sequences.reserve(request, request_id=f"s{i}", attempt=1, router_id=ROUTER, prefill_here=i == LOCAL)

@@ -129,7 +129,8 @@ class Fleet:
             curve=record.curve,
             step_tokens=record.step_tokens,
             max_num_seqs=max(0, record.max_num_seqs),
-            num_blocks=max(0, record.num_blocks),
+            # Those of one group of layers: a prompt takes as many of each.
+            num_blocks=max(0, record.num_blocks // record.layout.num_groups),
             block_size=record.layout.block_size,
             # Of both roles, those that decode: prompts wait and are computed on every worker.
             num_running=max(0, load.num_running + (-load.num_handing_over if record.both_roles else load.num_reserved)),

@@ -1,8 +1,8 @@
 """Which pairs of KV layouts can be joined by converting on the way. Pure; free of numpy, so that the router can refuse a pair by it.
 
     may differ      block_size, tp_rank and tp_size (parts of the heads), dtype, quantization
-    must be equal   model_fingerprint, num_layers, head_dim, num_planes, and the number of KV heads over all parts; where sequences have a
-                    state besides their KV, all of it
+    must be equal   model_fingerprint, num_layers, head_dim, num_planes, groups of layers and their reach, and the number of KV heads over
+                    all parts; where sequences have a state besides their KV, all of it
 
 A record's blocks hold `num_kv_heads` heads: those of rank r are [r * num_kv_heads, (r + 1) * num_kv_heads) of num_kv_heads * tp_size.
 """
@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
     """All that stands against turning KV of `source` into KV of `target`; empty: nothing does."""
     reasons = []
-    for name in ("model_fingerprint", "num_layers", "head_dim", "num_planes"):
+    for name in ("model_fingerprint", "num_layers", "head_dim", "num_planes", "num_groups", "num_windowed", "reach"):
         if getattr(source, name) != getattr(target, name):
             reasons.append(f"{name} is {getattr(source, name)!r:.40} there and {getattr(target, name)!r:.40} here")
     if (there := source.num_kv_heads * source.tp_size) != (here := target.num_kv_heads * target.tp_size):

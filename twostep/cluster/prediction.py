@@ -203,12 +203,14 @@ class Decoding:
     missing_bytes: float
 
 
-def token_bytes(layout: LayoutRecord) -> float:
-    """Returns the size of one token's KV, over all layers, heads and parts."""
-    vectors = layout.num_planes * layout.num_layers * layout.num_kv_heads * layout.tp_size
+def kv_bytes(layout: LayoutRecord, num_tokens: float) -> float:
+    """Returns about how large the KV of a sequence's last tokens is that is handed over, over all layers, heads and parts."""
+    vectors = layout.num_planes * layout.num_layers * layout.num_kv_heads * layout.tp_size * layout.block_size
     if layout.quantization != "none":
-        return float(vectors * vector_bytes(layout.head_dim, layout.quantization))
-    return float(vectors * layout.head_dim * _DTYPE_BYTES.get(layout.dtype, 4))
+        block_bytes = float(vectors * vector_bytes(layout.head_dim, layout.quantization))
+    else:
+        block_bytes = float(vectors * layout.head_dim * _DTYPE_BYTES.get(layout.dtype, 4))
+    return layout.blocks_of(num_tokens) * block_bytes
 
 
 def fallback_curve(candidates: Sequence[Candidate]) -> StepCurve:
@@ -328,13 +330,13 @@ def conversion_cost(there: LayoutRecord, here: LayoutRecord, num_tokens: int) ->
     """Returns the seconds that cutting KV of one layout into the other's blocks costs."""
     if there == here:
         return 0.0
-    return token_bytes(here) * num_tokens / _CONVERSION_BYTES_PER_S + (0.0 if keeps_keys(there, here) else ROUNDING_COST)
+    return kv_bytes(here, num_tokens) / _CONVERSION_BYTES_PER_S + (0.0 if keeps_keys(there, here) else ROUNDING_COST)
 
 
 def _host_copy_s(candidate: Candidate) -> float:
     if not candidate.host_cached_tokens:
         return 0.0
-    return candidate.host_cached_tokens * token_bytes(candidate.record.layout) / _HOST_BYTES_PER_S
+    return kv_bytes(candidate.record.layout, candidate.host_cached_tokens) / _HOST_BYTES_PER_S
 
 
 def _miss(predicted_s: float, target_ms: float | None) -> float:
@@ -428,7 +430,7 @@ class Predictor:
         # New tokens get their blocks as they come; those in host memory need one each.
         new = demand.num_tokens - candidate.cached_tokens + candidate.host_cached_tokens + 1
         full = max(seqs, load.num_seqs) >= record.max_num_seqs
-        full = full or load.num_free_blocks < -(-new // record.layout.block_size)
+        full = full or load.num_free_blocks < math.ceil(record.layout.blocks_of(new))
         idle_step = fixed + per_row * max(0.0, 1.0 - knee) + per_sequence + per_context * own_context
         return Decoding(
             candidate=candidate,
@@ -446,7 +448,7 @@ class Predictor:
             others_s=later + slower,
             penalty=(FULL_COST if full else 0.0) + others_penalty,
             host_copy_s=_host_copy_s(candidate),
-            missing_bytes=max(0, demand.num_tokens - candidate.cached_tokens) * token_bytes(record.layout),
+            missing_bytes=kv_bytes(record.layout, max(0, demand.num_tokens - candidate.cached_tokens)),
         )
 
     def prefill(self, at: Decoding) -> Prediction:

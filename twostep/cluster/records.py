@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, with_config
 
+from twostep.block_order import BlockOrder
 from twostep.cluster.stored import read_stored
 from twostep.errors import InvalidRequest
 from twostep.step_curve import StepCurve
@@ -90,6 +91,31 @@ class LayoutRecord:
     num_state_blocks: Int = 0  # those of a sequence's state, after its KV's
     # STATE_LAYOUT of its version. 0: there is no state, or it lies as in the first versions with states.
     state_layout: Int = 0
+    # A block is of `num_layers` layers of one of so many groups, the last `num_windowed` of which have windows, with which no token reaches
+    # further back than `reach` (twostep/block_order.py).
+    num_groups: Annotated[Int, Field(ge=1)] = 1
+    num_windowed: Int = 0
+    reach: Int = 0
+
+    def order(self, num_tokens: int) -> BlockOrder:
+        """Returns how the blocks of so many tokens are handed over."""
+        return BlockOrder(
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            num_full=self.num_groups - self.num_windowed,
+            num_windowed=self.num_windowed,
+            reach=self.reach,
+            num_state_blocks=self.num_state_blocks,
+        )
+
+    def num_tokens_in(self, num_blocks: int) -> int:
+        """Returns how many tokens of one prompt so many blocks have room for: while it is computed it takes blocks of all groups."""
+        return num_blocks // self.num_groups * self.block_size
+
+    def blocks_of(self, num_tokens: float) -> float:
+        """Returns about how many blocks a sequence of so many tokens keeps, in fractions."""
+        in_reach = min(num_tokens, self.reach) if self.num_windowed else 0.0
+        return (num_tokens * (self.num_groups - self.num_windowed) + in_reach * self.num_windowed) / self.block_size
 
     def said(self) -> dict[str, Any]:
         """Returns its fields by name, as they are written for others: what older versions do not know is left out where it is what they
@@ -101,6 +127,9 @@ class LayoutRecord:
             del named["num_state_blocks"]
         if not self.state_layout:
             del named["state_layout"]
+        for name, usual in (("num_groups", 1), ("num_windowed", 0), ("reach", 0)):
+            if named[name] == usual:
+                del named[name]
         return named
 
 

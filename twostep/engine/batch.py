@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from twostep.block_order import BlockOrder
 from twostep.quantized_vector import number_bytes, vector_bytes
 from twostep.sampling_params import SamplingParams
+
+Number = TypeVar("Number", bound=np.generic)
 
 # Tokens in a word of a mask.
 WORD = 32
@@ -153,8 +156,9 @@ class Batch:
     positions      int64 [T]      place of the token in its sequence, from 0
     query_start    int32 [S + 1]  tokens query_start[s] .. query_start[s+1] belong to sequence s
     seq_lens       int32 [S]      KV length after this step (last position + 1)
-    block_tables   int32 [S, B]   blocks of each sequence in order; what follows those of its seq_len is any block's number
-    slots          int64 [T]      where the token's KV goes: block * block_size + slot in block
+    block_tables   int32 [G, S, B]  blocks of each sequence in order, for each group of layers (KvShape); what follows those of its seq_len,
+                   and what lies before a group's reach, is any block's number
+    slots          int64 [G, T]   where the token's KV goes: block * block_size + slot in block
     sample_rows    int64 [R]      rows (of T) whose logits are needed: the last token of each sequence that is complete
     sampling       R SamplingRows, aligned with sample_rows
     carried        int32 [T]      r >= 0: the token is what row r of the step launched just before samples, and token_ids says nothing;
@@ -219,7 +223,7 @@ class Batch:
         here = behind.rows
         token_ids, positions, slots = self.token_ids.copy(), self.positions.copy(), self.slots.copy()
         seq_lens = self.seq_lens.copy()
-        token_ids[here], slots[here] = tokens, places
+        token_ids[here], slots[0, here] = tokens, places
         positions[here] += accepted
         seq_lens[here] += accepted.astype(np.int32)
         rows = list(self.sampling)
@@ -273,7 +277,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """Shape of the pool's one tensor, [block, layer, plane, kv_head, slot, head_dim], and of its bytes."""
+    """Shape of the pool's one tensor, [block, layer, plane, kv_head, slot, head_dim], and of its bytes. Layers are those of a block."""
 
     num_blocks: int
     block_size: int
@@ -285,6 +289,12 @@ class KvShape:
     num_planes: int = 2  # 2: keys, then values; 1: keys alone, whose first numbers are the values (latent attention)
     # Blocks that a sequence takes beside those of its tokens: what layers without KV remember of it, of a size that does not grow.
     num_state_blocks: int = 0
+    # The model's layers with KV lie in so many groups of `num_layers`: a block is of the layers of one, and a sequence has blocks of each.
+    # The last `num_windowed` groups are of layers with windows: the token at position p reads no block of theirs that lies wholly before
+    # p + 1 - reach. The others read all.
+    num_groups: int = 1
+    num_windowed: int = 0
+    reach: int = 0
     # A sequence's prompt without its last token is an encoder's: what is kept of these tokens are keys and values made of what that gave,
     # each of which depends on all of them. So they are computed in one step, and shared with no other sequence.
     has_encoder: bool = False
@@ -296,6 +306,27 @@ class KvShape:
         if self.quantization != "none":
             return vectors * vector_bytes(self.head_dim, self.quantization)
         return vectors * self.head_dim * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def num_full(self) -> int:
+        """Groups of layers that read all of a sequence: the first ones."""
+        return self.num_groups - self.num_windowed
+
+    def order(self, num_tokens: int) -> BlockOrder:
+        """Returns how the blocks of so many tokens are handed over."""
+        return BlockOrder(
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            num_full=self.num_full,
+            num_windowed=self.num_windowed,
+            reach=self.reach,
+            num_state_blocks=self.num_state_blocks,
+        )
+
+    def in_groups(self, each: npt.NDArray[Number]) -> npt.NDArray[Number]:
+        """Returns block tables, or slots, of a trial step, the same for each group. Layers of one take the places of those of another,
+        which have been read by then where the step computes its sequences from their beginnings."""
+        return np.repeat(each[None], self.num_groups, 0)
 
     @property
     def vectors(self) -> int:
@@ -396,11 +427,6 @@ class Runner(Protocol):
     @property
     def generates(self) -> bool:
         """Returns whether the model has an output layer. Without one its hidden states can be pooled, and what is sampled means nothing."""
-        ...
-
-    @property
-    def reach(self) -> int:
-        """Returns how far back any step reads: the token at position p reads no block that lies wholly before p + 1 - reach. 0: all."""
         ...
 
     @property

@@ -10,7 +10,9 @@
 A full block is registered under the hash of all tokens up to its end. Its parent is the block of the unit before. An owner of a
 registered block owns its registered parents too (see `register`), and `free` lets go of tails first; so plain LRU order never
 evicts a head before its tail, and every registered hash can be found from the sequence's start. But where sequences leave blocks behind
-(windows, block_manager.py), a head may be evicted first: its tail is found again once that head is, and else goes in its turn.
+(windows, block_manager.py), a head may be evicted first: its tail is found by those who do not need that head, and else goes in its turn.
+
+Where layers are in several groups, each has a block under a hash, found and evicted by itself.
 
 Where the model has a state of each sequence, that at the end of a registered block may be kept too, in blocks of its own (`keep_state`):
 owned, cached and evicted like the others, all of them together. They go with the block at whose end they are; that may stay without them,
@@ -25,7 +27,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +35,7 @@ import numpy.typing as npt
 
 from twostep.engine.types import PrefixDelta
 from twostep.errors import InternalError, ResourceExhausted
+from twostep.prefix import HASH_BYTES
 
 
 class NetChange:
@@ -87,10 +90,12 @@ _PART = 1 << 14
 class BlockPool:
     """Not thread-safe: the engine's lock guards it."""
 
-    def __init__(self, num_blocks: int, *, block_size: int, hash_unit: int, has_states: bool = False) -> None:
+    def __init__(self, num_blocks: int, *, block_size: int, hash_unit: int, has_states: bool = False, num_groups: int = 1) -> None:
         """`hash_unit`: tokens between boundaries that the prefix delta speaks of, a multiple of `block_size`. `has_states`: a prefix is of
-        use only with the state at its end, and the delta speaks of no other."""
+        use only with the state at its end, and the delta speaks of no other. `num_groups`: of layers, each of which has a block under a
+        hash; the delta speaks of those that all of them have."""
         self.num_blocks = num_blocks
+        self._num_groups = num_groups
         self._announced_every = hash_unit // block_size
         # Arrays, which cost a look no more than lists do, and are summed in a moment however many blocks there are.
         self._free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
@@ -107,6 +112,11 @@ class BlockPool:
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._change = NetChange()
         self._watcher: CacheWatcher | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each of which has a block under a hash."""
+        return self._num_groups
 
     @property
     def num_free(self) -> int:
@@ -131,7 +141,8 @@ class BlockPool:
         return self._generations[block]
 
     def hash_of(self, block: int) -> bytes | None:
-        """Returns the hash under which it, or the state that it is of, is findable; None: it is not."""
+        """Returns the key under which it, or the state that it is of, is findable: its hash, and after that its group of layers, but for
+        the first. None: it is not."""
         return self._hash_of[block]
 
     def cached(self) -> list[int]:
@@ -148,11 +159,15 @@ class BlockPool:
         assert not self._has_states
         self._watcher = watcher
 
-    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
+    def find(self, digest: bytes, group: int = 0) -> int | None:
+        """Returns a group's block under a hash, if there is one."""
+        return self._block_of.get(group_key(digest, group) if group else digest)
+
+    def lookup(self, hashes: Sequence[bytes], group: int = 0) -> list[int]:
+        """Returns a group's blocks of the longest known chain. They are not owned yet: `share` them before anything is allocated."""
         found = []
         for digest in hashes:
-            block = self._block_of.get(digest)
+            block = self._block_of.get(group_key(digest, group) if group else digest)
             if block is None:
                 break
             found.append(block)
@@ -214,12 +229,13 @@ class BlockPool:
                     if self._watcher is not None:
                         self._watcher.on_cached(block)
 
-    def register(self, block: int, digest: bytes, index: int, *, exchange: bool = True) -> int:
-        """Makes an owned block, `index`-th of its sequence, full and computed, findable as `digest`. The blocks before
-        it must be registered. If another block holds the same prefix already, the caller takes that one in exchange for its own,
-        so that chains stay whole; the return value is the block it owns now. Without `exchange` it keeps its own, which then is not
+    def register(self, block: int, digest: bytes, index: int, group: int = 0, *, exchange: bool = True) -> int:
+        """Makes an owned block, `index`-th of its sequence, full and computed, findable as a group's of `digest`. The blocks before it must
+        be registered, or out of its reach. If another block holds the same prefix already, the caller takes that one in exchange for its
+        own, so that chains stay whole; the return value is the block it owns now. Without `exchange` it keeps its own, which then is not
         findable."""
-        known = self._block_of.get(digest)
+        key = group_key(digest, group)
+        known = self._block_of.get(key)
         if known == block or (known is not None and not exchange):
             return block
         if known is not None:
@@ -228,13 +244,17 @@ class BlockPool:
             return known
         assert self._num_owners[block] > 0, f"block {block} has no owner"
         assert self._hash_of[block] is None, f"block {block} holds another prefix"
-        self._hash_of[block] = digest
-        self._block_of[digest] = block
+        self._hash_of[block] = key
+        self._block_of[key] = block
         if (index + 1) % self._announced_every == 0:
             self._boundary[block] = 1
-            if not self._has_states:
+            if not self._has_states and self._all_have(digest):
                 self._change.add(digest)
         return block
+
+    def _all_have(self, digest: bytes) -> bool:
+        """Returns whether there is a block of each group under a hash."""
+        return all(group_key(digest, group) in self._block_of for group in range(self._num_groups))
 
     def num_with_state(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of a chain's hashes there are up to the last one at which a state is kept; 0: none is."""
@@ -283,8 +303,8 @@ class BlockPool:
     def withdraw(self, hashes: Iterable[bytes]) -> None:
         """Makes what is findable as one of these so no more: its content is not to be trusted. Owners of such a block keep it. What follows
         on it cannot be found either, until the same prefix is computed again."""
-        for digest in hashes:
-            block = self._block_of.get(digest)
+        for digest, group in product(hashes, range(self._num_groups)):
+            block = self.find(digest, group)
             if block is None:
                 continue
             self.share((block,))
@@ -292,17 +312,17 @@ class BlockPool:
             self.free((block,))
 
     def _forget(self, block: int) -> None:
-        digest = self._hash_of[block]
-        assert digest is not None
-        self.drop_state(digest)
-        if self._block_of[digest] != block:
+        key = self._hash_of[block]
+        assert key is not None
+        self.drop_state(key)
+        if self._block_of[key] != block:
             return  # it was of that state
         self._hash_of[block] = None
-        del self._block_of[digest]
         if self._boundary[block]:
             self._boundary[block] = 0
-            if not self._has_states:
+            if not self._has_states and self._all_have(digest := key[:HASH_BYTES]):
                 self._change.remove(digest)
+        del self._block_of[key]
 
     def take_delta(self) -> PrefixDelta:
         """Returns what changed at hash-unit boundaries, where there is a state if the model has one, since the last call; net."""
@@ -313,7 +333,7 @@ class BlockPool:
         """Returns all findable hashes at such boundaries."""
         if self._has_states:
             return list(self._states)
-        return [digest for digest, block in self._block_of.items() if self._boundary[block]]
+        return [key for key, block in self._block_of.items() if self._boundary[block] and len(key) <= HASH_BYTES and self._all_have(key)]
 
     def check_integrity(self, owners: Iterable[Sequence[int] | npt.NDArray[np.int32]]) -> None:
         """`owners`: the block lists of everything that owns some. O(blocks), of which none that is free costs more than a few nanoseconds;
@@ -350,6 +370,11 @@ class BlockPool:
         num_given = int(np.sum(np.frombuffer(self._generations, np.uint32), dtype=np.uint64))
         if (num_given - self._num_given) % _GENERATIONS:
             raise InternalError(f"the blocks' generations add up to {num_given}, but {self._num_given} blocks were given out")
+
+
+def group_key(digest: bytes, group: int) -> bytes:
+    """Returns the key of a group's block under a hash."""
+    return digest + bytes((group,)) if group else digest
 
 
 def _numbers(numbers: Iterable[int], count: int) -> npt.NDArray[np.int32]:

@@ -84,6 +84,7 @@ class DraftModel(ModelProposer):
         """`runner`: of a model with the served one's vocabulary, whose layers keep no states, and that nobody else uses. `max_num_seqs`:
         rows of a decode step that it is made for. Blocks until some steps are measured."""
         assert not runner.kv_shape.num_state_blocks, "a state cannot forget drafts that did not come"
+        assert runner.kv_shape.num_groups == 1, "what is drafted from is kept whole"
         self._runner = runner
         self._max_num_seqs = max_num_seqs
         self._clock = clock
@@ -227,8 +228,8 @@ class DraftModel(ModelProposer):
             positions=positions,
             query_start=np.concatenate(([0], query_ends)).astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
-            block_tables=tables,
-            slots=slots,
+            block_tables=tables[None],
+            slots=slots[None],
             sample_rows=ends[: len(sampling)] - 1,
             sampling=sampling,
         )

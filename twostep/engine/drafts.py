@@ -649,7 +649,8 @@ def may_go_on(sequence: EngineSequence) -> bool:
     but for the position, which devices move."""
     params = sequence.request.sampling
     held_back = sequence.stop_ids and sequence.position + 1 < params.min_tokens
-    return sequence.constraint is None and not params.has_penalties and not held_back
+    # Devices move the slots of one group of layers.
+    return sequence.constraint is None and not params.has_penalties and not held_back and len(sequence.blocks) == 1
 
 
 def num_sampled(sequence: EngineSequence, drafted: Sequence[int], token_ids: Sequence[int]) -> int:

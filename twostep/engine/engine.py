@@ -74,19 +74,16 @@ class Engine:
         self._clock = clock
         self._sleep = sleep
         self._pool = BlockPool(
-            shape.num_blocks, block_size=shape.block_size, hash_unit=config.hash_unit, has_states=bool(shape.num_state_blocks)
+            shape.num_blocks,
+            block_size=shape.block_size,
+            hash_unit=config.hash_unit,
+            has_states=bool(shape.num_state_blocks),
+            num_groups=shape.num_groups,
         )
         # It knows of no states, without which the prefixes of a model that has them are of no use; an encoder has no prefixes.
         num_rows = 0 if shape.num_state_blocks or shape.has_encoder else config.host_cache_bytes // shape.block_bytes
         self._tier = HostTier(self._pool, num_rows, block_bytes=shape.block_bytes, ahead_share=config.host_ahead_share)
-        blocks = BlockManager(
-            self._pool,
-            self._tier,
-            block_size=shape.block_size,
-            hash_unit=config.hash_unit,
-            num_state_blocks=shape.num_state_blocks,
-            reach=runner.reach,
-        )
+        blocks = self._blocks = BlockManager(self._pool, self._tier, shape, hash_unit=config.hash_unit)
         drafting = None
         if config.speculative is not None:
             if shape.num_state_blocks:
@@ -156,15 +153,15 @@ class Engine:
                 sequence.mark_layers = mark_layers
 
     def block_ids(self, seq_id: str) -> Sequence[int]:
-        """Returns the blocks of a sequence in its own order, then those of its state; none while it waits. Blocks below
-        num_computed_tokens // block_size do not change any more (before that, a computed block may be exchanged for one of the same
-        prefix); the last one of a held sequence does not either. Of one without `hold` the first may be others' by now (see
-        Runner.reach). Raises NotFound."""
+        """Returns the blocks of what was given of a sequence, in the order in which they are handed over (twostep/block_order.py), then
+        those of its state; none while it waits. Blocks of the first num_computed_tokens // block_size columns do not change any more
+        (before that, a computed block may be exchanged for one of the same prefix); those of the last one of a held sequence do not either.
+        Of one without `hold` the first may be others' by now, where there are windows. Raises NotFound."""
         with self._changed:
             sequence = self._scheduler.live(seq_id)
             if sequence is None:
                 raise NotFound(f"{seq_id} is not here; it ended or was cancelled")
-            return sequence.handed_over
+            return self._blocks.handed_over(sequence)
 
     def generations(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Returns of each block a uint32, one more each time the pool gives it to new content: while a sequence owns a block its generation

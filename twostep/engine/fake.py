@@ -9,11 +9,13 @@ sequence's blocks, never from the batch. A block that was lost, swapped, stale o
     then   5, 7, 2, 28:                        25 + 28*4 + 4 = 141             next is 41
     with a window of 2                         2*3 + 28*4 + 4 = 122            next is 22: the sum is over the last two
 
+With several groups of layers there is a sum for each, of all tokens or of those in its window, and the n-th group's counts n times.
+
 With a state, as models have it whose layers remember without KV, the state of all tokens so far is added to that:
 
     state = (31 * state + token + 1) mod 2**31 - 1, from 0 on             in every state block, those read and those written
 
-Every (layer, K/V, head) of a slot holds the same two int32, token and position + 1, repeated over head_dim. The sum takes
+Every (layer, K/V, head) of a slot holds the same two int32, token + group and position + 1, repeated over head_dim. The sum takes
 tokens from the first of these planes and positions from the last, so that a half-moved block does not pass either.
 """
 
@@ -45,11 +47,23 @@ from twostep.errors import InvalidRequest
 _STATE_MODULUS = 2**31 - 1
 
 
-def fake_next_token(token_ids: Sequence[int], vocab_size: int, window: int = 0, *, stateful: bool = False) -> int:
+def fake_next_token(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    window: int = 0,
+    *,
+    stateful: bool = False,
+    num_groups: int = 1,
+    num_windowed: int | None = None,
+) -> int:
     """Returns what FakeRunner samples after `token_ids` (where min_tokens does not forbid it)."""
-    first = max(0, len(token_ids) - window) if window else 0
+    num_full = num_groups - (num_groups if num_windowed is None else num_windowed)
     state = state_after(0, token_ids) if stateful else 0
-    return (sum(token * (i + 1) for i, token in enumerate(token_ids[first:], first)) + len(token_ids) + state) % vocab_size
+    total = len(token_ids) + state
+    for group in range(num_groups):
+        first = max(0, len(token_ids) - window) if window and group >= num_full else 0
+        total += (group + 1) * sum(token * (i + 1) for i, token in enumerate(token_ids[first:], first))
+    return total % vocab_size
 
 
 def state_after(state: int, token_ids: Sequence[int]) -> int:
@@ -96,12 +110,15 @@ class FakeRunner:
         num_state_blocks: int = 0,
         generates: bool = True,
         window: int = 0,
+        num_groups: int = 1,
+        num_windowed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """A step takes at least `step_s + per_token_s * tokens` seconds (both may be changed at any time). Layers, planes, heads and
         head_dim only make blocks larger. After `broken_token` there is no next token (NO_TOKEN); while `broken` is set there is none in
-        any row, as on a device whose memory is damaged. `window`: on how many tokens the next one depends; 0: all. With `marks_layers` a
+        any row, as on a device whose memory is damaged. `window`: on how many tokens the next one depends in the last `num_windowed` of
+        `num_groups` groups of layers, by default in all; 0: on all tokens. With `marks_layers` a
         step's time is spread over its layers, whose KV is written as late as any device may.
         Raises InvalidRequest if one head's slot is no multiple of 8 bytes."""
         self._shape = KvShape(
@@ -113,6 +130,9 @@ class FakeRunner:
             dtype=dtype,
             num_planes=num_planes,
             num_state_blocks=num_state_blocks,
+            num_groups=num_groups,
+            num_windowed=(num_groups if num_windowed is None else num_windowed) if window else 0,
+            reach=window,
         )
         if self._shape.block_bytes % (num_layers * num_planes * num_kv_heads * block_size * 8):
             raise InvalidRequest(f"head_dim {head_dim} of {dtype} is no multiple of 8 bytes; give a multiple of 4")
@@ -123,7 +143,8 @@ class FakeRunner:
         self.broken = False
         self._broken_token = broken_token
         self.generates = generates
-        self._window = window
+        # Of each group.
+        self._windows = [window if group >= self._shape.num_full else 0 for group in range(num_groups)]
         self._clock = clock
         self._sleep = sleep
         self._marks_layers = marks_layers
@@ -146,10 +167,6 @@ class FakeRunner:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
-
-    @property
-    def reach(self) -> int:
-        return self._window
 
     @property
     def reads_shared_once(self) -> bool:
@@ -245,30 +262,33 @@ class FakeRunner:
 
     def _write(self, batch: Batch, layers: slice) -> None:
         size = self._shape.block_size
-        blocks, slots = np.divmod(batch.slots, size)
         rows = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
-        assert np.array_equal(batch.block_tables[rows, batch.positions // size], blocks), "slots and block tables disagree"
-        assert np.array_equal(batch.positions % size, slots), "slots and positions disagree"
         assert np.array_equal(batch.positions[batch.query_start[1:] - 1] + 1, batch.seq_lens), "positions and seq_lens disagree"
-        cells = (blocks, layers, slice(None), slice(None), slots)
-        shape = (-1, 1, 1, 1, 1)
-        self._words[(*cells, slice(0, None, 2))] = batch.token_ids.reshape(shape)
-        self._words[(*cells, slice(1, None, 2))] = batch.positions.reshape(shape) + 1
+        for group, (tables, all_slots) in enumerate(zip(batch.block_tables, batch.slots, strict=True)):
+            blocks, slots = np.divmod(all_slots, size)
+            assert np.array_equal(tables[rows, batch.positions // size], blocks), "slots and block tables disagree"
+            assert np.array_equal(batch.positions % size, slots), "slots and positions disagree"
+            cells = (blocks, layers, slice(None), slice(None), slots)
+            shape = (-1, 1, 1, 1, 1)
+            self._words[(*cells, slice(0, None, 2))] = batch.token_ids.reshape(shape) + group
+            self._words[(*cells, slice(1, None, 2))] = batch.positions.reshape(shape) + 1
 
     def _next_tokens(self, batch: Batch) -> list[int]:
         if not len(batch.sample_rows):
             return []
         size = self._shape.block_size
-        blocks, num_blocks, lens = self._read_by_row(batch)
-        values = self._tokens[blocks].astype(np.int64) * self._places[blocks]
-        first = np.cumsum(num_blocks) - num_blocks
-        # What lies behind a sequence's end in its last block is not its own.
-        values[first + num_blocks - 1] *= np.arange(size) < (lens - (num_blocks - 1) * size)[:, None]
-        if self._window:
-            places = (np.arange(len(blocks)) - np.repeat(first, num_blocks))[:, None] * size + np.arange(size)
-            values *= places >= np.repeat(lens, num_blocks)[:, None] - self._window
-        sums = np.add.reduceat(values.sum(axis=1), first)
-        return [int(token) for token in (sums + lens) % self._vocab_size]
+        totals = batch.positions[batch.sample_rows] + 1
+        for group, window in enumerate(self._windows):
+            blocks, num_blocks, lens = self._read_by_row(batch, group)
+            values = (self._tokens[blocks].astype(np.int64) - group) * self._places[blocks]
+            first = np.cumsum(num_blocks) - num_blocks
+            # What lies behind a sequence's end in its last block is not its own.
+            values[first + num_blocks - 1] *= np.arange(size) < (lens - (num_blocks - 1) * size)[:, None]
+            if window:
+                places = (np.arange(len(blocks)) - np.repeat(first, num_blocks))[:, None] * size + np.arange(size)
+                values *= places >= np.repeat(lens, num_blocks)[:, None] - window
+            totals = totals + (group + 1) * np.add.reduceat(values.sum(axis=1), first)
+        return [int(token) for token in totals % self._vocab_size]
 
     def _next_states(self, batch: Batch, sources: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> list[int]:
         """Returns each sequence's state after the step, which it leaves in the blocks of `tables`. All those of `sources` must agree."""
@@ -283,26 +303,26 @@ class FakeRunner:
             states.append(state)
         return states
 
-    def _read_by_row(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns the blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
+    def _read_by_row(self, batch: Batch, group: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns a group's blocks of all rows to sample, one row's after the other's; how many each has, and how many tokens."""
         seqs = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
         lens = batch.positions[batch.sample_rows] + 1
         num_blocks = -(-lens // self._shape.block_size)
-        used = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]
-        return batch.block_tables[seqs][used], num_blocks, lens
+        used = np.arange(batch.block_tables.shape[2]) < num_blocks[:, None]
+        return batch.block_tables[group, seqs][used], num_blocks, lens
 
     def _broken_rows(self, batch: Batch) -> Sequence[int]:
         if self.broken:
             return range(len(batch.sample_rows))
         if self._broken_token is None or not len(batch.sample_rows):
             return ()
-        blocks, num_blocks, lens = self._read_by_row(batch)
+        blocks, num_blocks, lens = self._read_by_row(batch, 0)
         of_row = np.split(self._tokens[blocks], np.cumsum(num_blocks)[:-1])
         return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[self._seen(int(lens[i]))] == self._broken_token).any()]
 
     def _seen(self, num_tokens: int) -> slice:
-        """What the last of so many tokens sees."""
-        return slice(max(0, num_tokens - self._window) if self._window else 0, num_tokens)
+        """What the last of so many tokens sees in the first group."""
+        return slice(max(0, num_tokens - self._windows[0]) if self._windows[0] else 0, num_tokens)
 
     def _scores(self, batch: Batch, scored: ScoredRows) -> npt.NDArray[np.float64]:
         """Scores each token against what would have been sampled there, from KV that is read back, too."""
@@ -311,7 +331,7 @@ class FakeRunner:
         ranks = np.arange(scored.num_top)
         for i, (row, seq, target) in enumerate(zip(scored.rows, seqs, scored.targets, strict=True)):
             num_tokens = int(batch.positions[row]) + 1
-            blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
+            blocks = batch.block_tables[0, seq, : -(-num_tokens // self._shape.block_size)]
             products = self._tokens[blocks].astype(np.int64) * self._places[blocks]
             predicted = int(products.reshape(-1)[self._seen(num_tokens)].sum() + num_tokens) % self._vocab_size
             above = int(target - predicted) % self._vocab_size
@@ -324,7 +344,7 @@ class FakeRunner:
         seqs = np.searchsorted(batch.query_start, pooled.rows, side="right") - 1
         for i, (row, seq) in enumerate(zip(pooled.rows, seqs, strict=True)):
             num_tokens = int(batch.positions[row]) + 1
-            blocks = batch.block_tables[seq, : -(-num_tokens // self._shape.block_size)]
+            blocks = batch.block_tables[0, seq, : -(-num_tokens // self._shape.block_size)]
             seen = self._seen(num_tokens)
             tokens = self._tokens[blocks].reshape(-1)[seen].astype(np.int64)
             places = self._places[blocks].reshape(-1)[seen]

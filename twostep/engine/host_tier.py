@@ -14,8 +14,8 @@ nothing.
 They have no owner meanwhile. If one was given to new content before its copy was done, its generation tells, and the copy is
 dropped. What is found here is copied into blocks that the sequence owns already; it is in no step until that is done.
 
-Only blocks that are findable in the pool come here, under the same hashes: so neither KV that is not what this engine would compute, nor
-that of another tenant, model or number format, is ever found.
+Only blocks that are findable in the pool come here, under the same keys (BlockPool.hash_of): so neither KV that is not what this engine
+would compute, nor that of another tenant, model or number format, is ever found.
 
 This is the bookkeeping; host_copies.py moves the bytes.
 """
@@ -26,12 +26,14 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from typing import NamedTuple
 
-from twostep.engine.block_pool import BlockPool, NetChange
+from twostep.engine.block_pool import BlockPool, NetChange, group_key
 from twostep.engine.reuse import ReuseOrder
 from twostep.engine.sequence import EngineSequence
 from twostep.errors import InternalError
+from twostep.prefix import HASH_BYTES
 
 # Of the pool's blocks, so many can be given out at any time without losing what is worth keeping.
 _AHEAD_SHARE = 0.125
@@ -60,12 +62,14 @@ class SavedBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostLoad:
-    """`rows` are to be copied to the pool's `blocks`, which are those of a sequence from the `first` on. `is_new`: it has not been here
-    before, so what it finds counts."""
+    """`rows` are to be copied to the pool's `blocks`, which are those of a sequence from the `first` to before the `end` of each group of
+    layers, of those with windows as far as they are in reach of what follows. `is_new`: it has not been here before, so what it finds
+    counts."""
 
     sequence: EngineSequence
     is_new: bool
     first: int
+    end: int
     blocks: Sequence[int]
     rows: Sequence[int]
     hashes: Sequence[bytes]
@@ -160,16 +164,20 @@ class HostTier:
                 announced = self._pool.announces(block)
                 self._entries[digest] = _Entry(row=row, announced=announced)
                 self._order.put(digest, reused=reused)
-                if announced:
-                    self._change.add(digest)
+                if announced and self._all_have(digest[:HASH_BYTES]):
+                    self._change.add(digest[:HASH_BYTES])
             else:
                 heapq.heappush(self._free_rows, row)
 
     def withdraw(self, hashes: Iterable[bytes]) -> None:
         """Does as BlockPool.withdraw does, which comes first."""
-        for digest in hashes:
-            if digest in self._entries:
-                self._drop(digest)
+        for digest, group in product(hashes, range(self._pool.num_groups)):
+            if (key := group_key(digest, group)) in self._entries:
+                self._drop(key)
+
+    def _all_have(self, digest: bytes) -> bool:
+        """Returns whether there is a block of each group of layers under a hash."""
+        return all(group_key(digest, group) in self._entries for group in range(self._pool.num_groups))
 
     def _row_for(self, *, reused: bool) -> int | None:
         if not self._free_rows:
@@ -180,10 +188,11 @@ class HostTier:
         return heapq.heappop(self._free_rows)
 
     def _drop(self, digest: bytes) -> None:
+        all_had = self._entries[digest].announced and self._all_have(digest[:HASH_BYTES])
         entry = self._entries.pop(digest)
         self._order.drop(digest)
-        if entry.announced:
-            self._change.remove(digest)
+        if all_had:
+            self._change.remove(digest[:HASH_BYTES])
         entry.dropped = True
         if not entry.num_readers:
             heapq.heappush(self._free_rows, entry.row)
@@ -191,20 +200,27 @@ class HostTier:
     def asked(self, hashes: Sequence[bytes]) -> None:
         """A sequence has these blocks, in the pool, here or nowhere yet."""
         if self.num_rows:
-            self._order.asked(hashes)
+            for group in range(self._pool.num_groups):
+                self._order.asked(hashes if group == 0 else [group_key(digest, group) for digest in hashes])
 
-    def lookup(self, hashes: Sequence[bytes], first: int) -> Sequence[bytes]:
-        """Returns those of the hashes from the `first` on that are here, up to one that is not."""
+    def has(self, digest: bytes, group: int = 0) -> bool:
+        """Returns whether a group's block is here."""
+        return group_key(digest, group) in self._entries
+
+    def lookup(self, hashes: Sequence[bytes], first: int, group: int = 0) -> int:
+        """Returns how many blocks of a group from the `first` on are here, up to one that is not."""
         end = first
-        while end < len(hashes) and hashes[end] in self._entries:
+        while end < len(hashes) and self.has(hashes[end], group):
             end += 1
-        return hashes[first:end]
+        return end - first
 
-    def load(self, sequence: EngineSequence, first: int, hashes: Sequence[bytes], *, is_new: bool) -> None:
-        """`hashes`, just looked up, are to be copied to the sequence's own blocks from the `first` on. Until `loaded` it counts one use
-        more than it is in steps. Nothing happens if there are none."""
-        if not hashes:
+    def load(self, sequence: EngineSequence, first: int, end: int, keys: Sequence[Sequence[bytes]], *, is_new: bool) -> None:
+        """What is here under these keys of each group, just looked up, is to be copied to as many blocks of the sequence's own before the
+        `end` of that group; none before the `first`. Until `loaded` it counts one use more than it is in steps. Nothing happens if there
+        are none."""
+        if not keys:
             return
+        hashes = list(chain.from_iterable(keys))
         entries = [self._entries[digest] for digest in hashes]
         for entry in entries:
             entry.num_readers += 1
@@ -213,7 +229,8 @@ class HostTier:
             sequence=sequence,
             is_new=is_new,
             first=first,
-            blocks=sequence.blocks[first : first + len(hashes)],
+            end=end,
+            blocks=[block for blocks, some in zip(sequence.blocks, keys, strict=True) for block in blocks[end - len(some) : end]],
             rows=[entry.row for entry in entries],
             hashes=hashes,
             entries=entries,
@@ -247,7 +264,7 @@ class HostTier:
 
     def findable(self) -> list[bytes]:
         """Returns all hashes at hash-unit boundaries."""
-        return [digest for digest, entry in self._entries.items() if entry.announced]
+        return [key for key, entry in self._entries.items() if entry.announced and len(key) <= HASH_BYTES and self._all_have(key)]
 
     def check_integrity(self, loading: Iterable[EngineSequence]) -> None:
         """`loading`: the sequences that say they are being loaded. O(rows + blocks). Raises InternalError."""

@@ -262,11 +262,12 @@ class Scheduler:
         """Takes in a new RESERVED sequence, with blocks for its tokens. Raises ResourceExhausted, InvalidRequest."""
         self._check_new(sequence)
         self._blocked = False  # some may give way
-        self._blocks.reserve(sequence, self._room_for(sequence, now))
+        self._blocks.reserve(sequence, *self._room_for(sequence, now))
         self._arrive(sequence)
         if sequence.promise is not None and sequence.promise.gap_s and sequence.priority.rank < _BATCH:
             self._coming_gaps[sequence.seq_id] = sequence.promise.gap_s
-        return Reservation(seq_id=sequence.seq_id, block_ids=sequence.handed_over, num_cached_tokens=sequence.num_cached)
+        block_ids = self._blocks.handed_over(sequence)
+        return Reservation(seq_id=sequence.seq_id, block_ids=block_ids, num_cached_tokens=sequence.num_cached)
 
     def commit(self, seq_id: str, output_ids: Sequence[int], now: float, *, exact: bool, confirmed: bool) -> None:
         """Turns RESERVED to RUNNING: the KV of all given tokens is there, `output_ids` come after them. Not `exact`: nothing of the
@@ -322,7 +323,7 @@ class Scheduler:
                 f"the model reads the prompt's {sequence.least_chunk} tokens in one step, and steps of this worker have room for {room} of "
                 "one prompt; shorten it, or start the worker with a higher --max-num-batched-tokens or a lower --max-num-seqs"
             )
-        num_blocks = sequence.end_blocks + self._blocks.num_state_blocks
+        num_blocks = self._blocks.num_at_most(sequence)
         if num_blocks > self._pool.num_blocks:
             raise InvalidRequest(
                 f"the prompt and its answer need up to {num_blocks} KV blocks and this worker has {self._pool.num_blocks} in all; "
@@ -621,9 +622,9 @@ class Scheduler:
             if len(drafts[i]) > room:
                 num_blocks = -(-(len(drafts[i]) - room) // self._blocks.block_size)
                 num_spare = self._num_spare(now) if num_spare is None else num_spare
-                if num_blocks <= num_spare:
+                if num_blocks * self._blocks.num_groups <= num_spare:
                     self._blocks.extend(sequence, num_blocks)
-                    num_spare -= num_blocks
+                    num_spare -= num_blocks * self._blocks.num_groups
                 drafts[i] = drafts[i][: sequence.num_slots - num_tokens]
         if self._awaits_drafts:
             # What was foretold did not come, for want of room beside prompts, say: the next steps are planned ahead, more each time.
@@ -659,9 +660,10 @@ class Scheduler:
 
     # ---- room for newcomers -----------------------------------------------------------------------------------------
 
-    def _room_for(self, sequence: EngineSequence, now: float) -> list[int]:
-        """Returns a reservation's blocks that were found in the pool, while the others that it needs are free. Raises ResourceExhausted;
-        with `retry_after_s` if batch sequences give way meanwhile, and their blocks are kept for it for a moment."""
+    def _room_for(self, sequence: EngineSequence, now: float) -> tuple[int, list[list[int]]]:
+        """Returns what was found in the pool of a reservation's blocks (BlockManager.find_reserved), while the others that it needs are
+        free. Raises ResourceExhausted; with `retry_after_s` if batch sequences give way meanwhile, and their blocks are kept for it for a
+        moment."""
         rank = sequence.priority.rank
         below = _BATCH if rank < _BATCH else _ANY_RANK
         if self._room(below, now).seats <= 0:
@@ -673,16 +675,18 @@ class Scheduler:
             # Else small reservations would take one by one what comes free for it.
             raise ResourceExhausted("a prompt waits here for KV blocks; try another worker, or later")
         for may_preempt in (below == _BATCH, False):
-            cached = self._pool.lookup(sequence.block_hashes())
+            num_columns, found = self._blocks.find_reserved(sequence)
+            cached = list(chain.from_iterable(found))
             room = self._room(below, now).blocks - self._pool.num_unowned(cached)
-            missing = self._blocks.num_to_admit(sequence) - len(cached) - room
+            needed = self._blocks.num_to_admit(sequence) - len(cached)
+            missing = needed - room
             if missing <= 0:
                 self._kept.pop(sequence.seq_id, None)
-                return cached
+                return num_columns, found
             coming = self._num_coming
             if not may_preempt or not self._preempt_batch(missing - coming, missing - coming):
                 break
-        message = f"{self._blocks.num_now(sequence) - len(cached)} KV blocks are needed and {max(0, room)} are free"
+        message = f"{needed} KV blocks are needed and {max(0, room)} are free"
         if below == _BATCH and missing <= self._num_coming:
             self._kept[sequence.seq_id] = missing + room, now + _KEPT_S
             raise ResourceExhausted(f"{message}; batch sequences give way, so try again after a step", retry_after_s=_RETRY_S)
@@ -705,7 +709,7 @@ class Scheduler:
             if sequence.priority.rank < below and (sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.RESERVED):
                 more = self._blocks.num_to_grow(sequence)
                 seats -= 1
-                num_growing += more > 0
+                num_growing += (more > 0) * self._blocks.num_groups
                 num_wanted += more
         left = watermark(num_blocks=self._pool.num_blocks, num_growing=num_growing, num_wanted=num_wanted)
         return Capacity(seats, self._pool.num_available - left - (self._num_kept(now) if below == _ANY_RANK else 0))
@@ -719,25 +723,27 @@ class Scheduler:
     def _grow(self, sequences: Sequence[EngineSequence], short: Sequence[tuple[EngineSequence, int]]) -> Sequence[EngineSequence]:
         """Returns those of the running sequences, in the same order, that own blocks for all their tokens, the one in flight included: they
         can be planned. The others give way, or wait for the blocks of those that do. `short`: those of them that need more blocks, and how
-        many."""
+        many of each group of layers."""
         if not short:
             return sequences
-        if sum(need for _, need in short) <= self._pool.num_available:
-            for sequence, need in short:
-                self._blocks.extend(sequence, need)
+        num_groups = self._blocks.num_groups
+        if sum(count for _, count in short) * num_groups <= self._pool.num_available:
+            for sequence, count in short:
+                self._blocks.extend(sequence, count)
             return sequences
         stalled: set[str] = set()
         coming = self._num_coming
-        for sequence, need in sorted(short, key=lambda pair: _entitlement(pair[0])):
+        for sequence, count in sorted(short, key=lambda pair: _entitlement(pair[0])):
             if not sequence.is_plannable:
                 continue
+            need = count * num_groups
             while not stalled and self._pool.num_available + coming < need and (victim := self._last_after(sequence)) is not None:
                 coming += self._give_way(victim)
             # Who comes after one that waits takes no block that is for that one.
             if stalled or self._pool.num_available < need:
                 stalled.add(sequence.seq_id)
             else:
-                self._blocks.extend(sequence, need)
+                self._blocks.extend(sequence, count)
         return [sequence for sequence in sequences if sequence.is_plannable and sequence.seq_id not in stalled]
 
     def _last_after(self, sequence: EngineSequence) -> EngineSequence | None:
@@ -990,7 +996,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises InternalError if pool, queues and counts disagree."""
         sequences = self._sequences.values()
-        self._pool.check_integrity([*(sequence.owned for sequence in sequences), *(work.exchanged for work in self._planned)])
+        self._pool.check_integrity([*(self._blocks.owned(sequence) for sequence in sequences), *(work.exchanged for work in self._planned)])
         self._blocks.tier.check_integrity([sequence for sequence in sequences if sequence.loading])
         for sequence in sequences:
             num_uses = sum(sequence in work.sequences for work in self._planned) + sequence.loading

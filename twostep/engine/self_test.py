@@ -43,8 +43,8 @@ def gives_tokens(runner: Runner) -> bool:
         positions=np.zeros(count, np.int64),
         query_start=np.arange(count + 1, dtype=np.int32),
         seq_lens=np.ones(count, np.int32),
-        block_tables=np.arange(count, dtype=np.int32)[:, None],
-        slots=np.arange(count, dtype=np.int64) * shape.block_size,
+        block_tables=shape.in_groups(np.arange(count, dtype=np.int32)[:, None]),
+        slots=shape.in_groups(np.arange(count, dtype=np.int64) * shape.block_size),
         sample_rows=np.arange(count),
         sampling=[
             SamplingRow(params=_SAMPLING, position=0, history=(token,), num_prompt_tokens=1, stop_ids=frozenset()) for token in tokens

@@ -87,25 +87,28 @@ class EngineSequence:
     end_blocks: int
     # None: its blocks are not shared, without a prefix key or because their KV is not what would have been computed here.
     hasher: PrefixHasher | None
-    # In order, for all its tokens; more are taken as it grows.
-    blocks: list[int] = field(default_factory=list)
+    # In order, for all its tokens, those of each group of layers; more are taken as it grows, of all groups together. None: it owns none.
+    blocks: list[list[int]] = field(default_factory=list)
     # Where its planned steps leave its state, where the model has one.
     state_blocks: Sequence[int] = ()
     # While a step is planned: where that finds it, if elsewhere. It owns these too, until the step does.
     state_source: Sequence[int] = ()
     # The hash at which a state is kept that it came by after what was given; None: there is none.
     state_kept: bytes | None = None
-    # How many of `blocks`, the first ones, it has left behind: no token to come sees them, and it owns them no more.
+    # How many blocks of each group with windows, the first ones, it has left behind, or never had: no token to come sees them, and it owns
+    # none of them.
     num_left: int = 0
     # How many tokens those have room for, and their row in the block tables; -1: it owns none.
     num_slots: int = 0
     table: int = -1
-    # While waiting: the cached blocks found for it when it was last considered. They are not owned.
-    matched: list[int] = field(default_factory=list)
-    # The same for those that follow in the host tier: their hashes.
-    matched_in_host: Sequence[bytes] = ()
-    # While waiting: tokens whose KV it would start with; and more, whose KV is there without the state that the model needs with it.
+    # While waiting: the cached blocks found for it when it was last considered, of each group. They are not owned.
+    matched: list[list[int]] = field(default_factory=list)
+    # The same for those that follow in the host tier: their keys, of each group. None: none do.
+    matched_in_host: Sequence[Sequence[bytes]] = ()
+    # While waiting: tokens whose KV it would start with, and those of them that are in the pool; and more, whose KV is there without the
+    # state that the model needs with it.
     num_matched: int = 0
+    num_found: int = 0
     num_stateless: int = 0
     num_computed: int = 0
     num_planned: int = 0
@@ -152,17 +155,6 @@ class EngineSequence:
     @property
     def seq_id(self) -> str:
         return self.request.seq_id
-
-    @property
-    def owned(self) -> list[int]:
-        """The blocks that it owns, in order, those of its state last."""
-        blocks = self.blocks[self.num_left :] if self.num_left else self.blocks
-        return [*blocks, *self.state_blocks] if self.state_blocks else blocks
-
-    @property
-    def handed_over(self) -> list[int]:
-        """The blocks of all its tokens, then those of its state: the order in which they are handed over."""
-        return [*self.blocks, *self.state_blocks]
 
     @property
     def is_plannable(self) -> bool:

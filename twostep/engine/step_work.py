@@ -243,7 +243,7 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
     else:
         row_of = np.repeat(np.arange(num_seqs), counts)
         positions = np.repeat(starts - query_start[:-1], counts) + np.arange(total)
-    slots = block_tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    slots = block_tables[:, row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
     firsts = query_start[:-1]
     token_ids = np.zeros(total, np.int64)
@@ -314,7 +314,8 @@ def _rows_behind(
     accepted = np.arange(most + 1)
     tokens = np.where(places[:, None] > 0, expected[owners[:, None], places[:, None] + accepted], -1)
     at = positions[rows][:, None] + np.minimum(accepted, slack[rows][:, None])
-    slots = block_tables[rows[:, None], at // block_size].astype(np.int64) * block_size + at % block_size
+    # Drafts are planned behind drafts only where all layers are in one group.
+    slots = block_tables[0, rows[:, None], at // block_size].astype(np.int64) * block_size + at % block_size
     firsts = np.array([work.carried[one.place] for one in each])[owners]
     return RowsBehind.of(rows, firsts, drafted, tokens, slots)
 

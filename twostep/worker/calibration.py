@@ -262,13 +262,14 @@ def _batch(runner: Runner, probe: StepProbe) -> Batch:
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(int(query_start[-1])) - np.repeat(query_start[:-1], counts).astype(np.int64) + starts[rows]
+    shape = runner.kv_shape
     return Batch(
         token_ids=positions % runner.vocab_size,
         positions=positions,
         query_start=query_start,
         seq_lens=seq_lens.astype(np.int32),
-        block_tables=tables,
-        slots=tables[rows, positions // size].astype(np.int64) * size + positions % size,
+        block_tables=shape.in_groups(tables),
+        slots=shape.in_groups(tables[rows, positions // size].astype(np.int64) * size + positions % size),
         sample_rows=query_start[1:].astype(np.int64) - 1,
         sampling=[SamplingRow(params=_PARAMS, position=0, history=[0], num_prompt_tokens=1, stop_ids=frozenset()) for _ in probe.counts],
         state_sources=runner.kv_shape.trial_states(len(probe.counts)),

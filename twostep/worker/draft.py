@@ -40,7 +40,7 @@ class Draft:
         self._model_dir = model_dir
         self._max_model_len = min(model.max_model_len, config.max_model_len or served.max_model_len)
         dtype = model.dtype if config.dtype == "auto" else config.dtype
-        self.block_bytes = kv_shape(model, dtype, 1, config.block_size).block_bytes
+        self.block_bytes = kv_shape(model, dtype, 1, config.block_size, one_group=True).block_bytes
         self.fixed_bytes = weight_bytes(model_dir, dtype)
         if config.device != "cpu":
             self.fixed_bytes += captured_bytes(model, dtype, config.max_num_seqs, 0)
@@ -60,6 +60,7 @@ class Draft:
             max_model_len=self._max_model_len,
             load_format=config.load_format,
             max_num_seqs=config.max_num_seqs,
+            one_group=True,
         )
         # It is also its first step, which takes longer than the others.
         if not gives_tokens(runner):

@@ -207,6 +207,9 @@ def layout_of(shape: KvShape, fingerprint: str) -> LayoutRecord:
         num_planes=shape.num_planes,
         num_state_blocks=shape.num_state_blocks,
         state_layout=STATE_LAYOUT if shape.num_state_blocks else 0,
+        num_groups=shape.num_groups,
+        num_windowed=shape.num_windowed,
+        reach=shape.reach if shape.num_windowed else 0,
     )
 
 

@@ -93,7 +93,7 @@ class ModelShape:
         """`dtype` is that of the weights in memory, a name. Raises SetupError for a model whose work is not counted here."""
         if config.encoder is not None:
             raise SetupError(f"{config.architecture} has an encoder, whose work is not counted; measure it with twostep bench serve")
-        return cls(config, dtype, kv.block_bytes / kv.block_size)
+        return cls(config, dtype, config.num_kv_layers * kv.layer_bytes / kv.block_size)
 
     def _matrices(self, experts: float) -> Iterator[_Matrices]:
         """All layers', counted where of each layer's experts so many are."""

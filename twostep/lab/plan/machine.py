@@ -89,7 +89,7 @@ def machine_of_workers(records: Iterable[WorkerRecord], preset: Preset) -> Machi
     layout = decode.layout
     model = PlannedModel(
         name=decode.model,
-        num_layers=layout.num_layers,
+        num_layers=layout.num_layers * layout.num_groups,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         num_planes=layout.num_planes,
@@ -128,7 +128,8 @@ def _published(record: WorkerRecord) -> dict[str, Any]:
         "mixed": None,
         "step_tokens": record.step_tokens,
         "max_num_seqs": record.max_num_seqs,
-        "num_blocks": record.num_blocks,
+        # Of all layers.
+        "num_blocks": record.num_blocks // record.layout.num_groups,
         "block_size": record.layout.block_size,
         "num_state_blocks": record.layout.num_state_blocks,
         "max_step_s": record.max_step_s,

@@ -23,10 +23,16 @@ from twostep.model.step.graph_ladder import StepShape
 _ALIGNMENT = 4
 
 
+def slots_of(group: int) -> str:
+    """Returns the name of a group's slots."""
+    return f"slots {group}"
+
+
 class StepInputs:
     """int32 each, by name:
 
-        token_ids, positions, slots  [rows]
+        token_ids, positions         [rows]
+        slots_of(group)              [rows], the slots of each group of layers
         carried                      [rows], rows of the step before that token ids are carried from, or -1
         seq_lens                     [num_seqs]
         number                       [1], the step's, for its progress (triton_progress.py)
@@ -53,6 +59,7 @@ class StepInputs:
         device: torch.device,
         *,
         padding_length: int = -1,
+        num_groups: int = 1,
         has_states: bool = False,
         placed: int = 0,
     ) -> None:
@@ -61,7 +68,8 @@ class StepInputs:
         self.shape = shape
         self._tile_tokens = tile_tokens
         self._block_size = placed
-        sizes = dict.fromkeys(("token_ids", "positions", "slots", "carried"), shape.rows) | {"seq_lens": shape.num_seqs, "number": 1}
+        slots = [slots_of(group) for group in range(num_groups)]
+        sizes = dict.fromkeys(("token_ids", "positions", *slots, "carried"), shape.rows) | {"seq_lens": shape.num_seqs, "number": 1}
         if has_states:
             sizes |= {"sequences": shape.rows, "offsets": shape.rows}
         if placed:
@@ -75,8 +83,8 @@ class StepInputs:
             self._places[name] = slice(total, total + size)
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._padding = np.zeros(total, np.int32)
-        self._padding[self._places["slots"]] = -1
-        self._padding[self._places["carried"]] = -1
+        for name in (*slots, "carried"):
+            self._padding[self._places[name]] = -1
         if has_states:
             self._padding[self._places["sequences"]] = -1
         self._padding[self._places["seq_lens"]][: shape.decodes] = padding_length
@@ -95,7 +103,8 @@ class StepInputs:
 
         part("token_ids")[:num_rows] = batch.token_ids
         part("positions")[:num_rows] = batch.positions
-        part("slots")[:num_rows] = batch.slots
+        for group, slots in enumerate(batch.slots):
+            part(slots_of(group))[:num_rows] = slots
         if batch.carried is not None:
             part("carried")[:num_rows] = batch.carried
         if "before" in self._places:

@@ -30,6 +30,7 @@ from twostep.model.kernels.delta_net import DeltaWeights
 from twostep.model.kernels.latent import LatentDims, LatentWeights
 from twostep.model.kernels.torch_delta_net import delta_net
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.layer_groups import layer_places
 from twostep.model.step.sequence_states import SequenceStates
 
 Ints = npt.NDArray[np.int64]
@@ -95,12 +96,13 @@ def slots_before(batch: Batch, block_size: int) -> Ints:
     """Returns StatePlaces.before, int64 [T]."""
     owners = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start))
     before = np.maximum(batch.positions - 1, 0)
-    slots: Ints = batch.block_tables[owners, before // block_size].astype(np.int64) * block_size + before % block_size
+    # Of the first group of layers: there is one where a head drafts.
+    slots: Ints = batch.block_tables[0, owners, before // block_size].astype(np.int64) * block_size + before % block_size
     return slots
 
 
 def state_places(batch: Batch, cache: KvCache) -> StatePlaces:
-    return StatePlaces(torch.from_numpy(batch.slots), torch.from_numpy(slots_before(batch, cache.shape.block_size)))
+    return StatePlaces(torch.from_numpy(batch.slots[0]), torch.from_numpy(slots_before(batch, cache.shape.block_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +156,15 @@ class TorchAttentionPlan:
         self._spec = spec
         self._turns = {tables: self._turns_of(tables, dtype) for tables in dict.fromkeys(spec.rope)}
 
-        self._write_index = torch.from_numpy(write_index(batch.slots, shape))
-        self._windows = spec.windows
+        self._layers = layer_places(spec.windows, shape)
+        self._write_indices = [torch.from_numpy(write_index(slots, shape)) for slots in batch.slots]
         share = spec.num_heads // shape.num_kv_heads
-        self._groups = {window: _plan_groups(batch, shape, share, dtype, window) for window in dict.fromkeys(spec.windows)}
+        # By what the layers of a kind see, and where: their group in the pool, and their window.
+        self._kinds = [(place.group, window) for place, window in zip(self._layers, spec.windows, strict=False)]
+        self._groups = {
+            (group, window): _plan_groups(batch, batch.block_tables[group], shape, share, dtype, window)
+            for group, window in dict.fromkeys(self._kinds)
+        }
 
     def _turns_of(self, tables: RopeTables, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """[cos cos] and [-sin sin] of the step's tokens, [T, 1, R]."""
@@ -184,7 +191,8 @@ class TorchAttentionPlan:
             turning = heads[:, : spec.num_heads + self._num_kv_heads, : 2 * half]
             swapped = torch.cat((turning[..., half:], turning[..., :half]), -1)
             turning.mul_(cos).addcmul_(swapped, sin)
-        self._cache.write_rows(layer, self._write_index, heads[:, spec.num_heads :].reshape(-1, d))
+        group, place = self._layers[layer]
+        self._cache.write_rows(place, self._write_indices[group], heads[:, spec.num_heads :].reshape(-1, d))
 
     def write_latent(self, layer: int, kv: torch.Tensor, weights: LatentWeights) -> None:
         raise AssertionError("the pool keeps keys and values")
@@ -198,7 +206,7 @@ class TorchAttentionPlan:
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         query = qkv[:, : self._num_heads * self._head_dim]
-        groups = self._groups[self._windows[layer]]
+        groups = self._groups[self._kinds[layer]]
         if len(groups) == 1 and groups[0].rows is None:
             return self._attend_group(groups[0], layer, query)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -218,7 +226,9 @@ class TorchAttentionPlan:
         """[N * Q, num_heads * D] from the group's queries of that shape."""
         n, q, heads, d = group.num_tiles, group.num_queries, self._num_kv_heads, self._head_dim
         share = self._num_heads // heads
-        kv = self._cache.read_rows(layer, group.index).view(self._cache.shape.num_planes, n, heads, -1, d)[:, :, :, : group.num_keys]
+        kv = self._cache.read_rows(self._layers[layer].layer, group.index).view(self._cache.shape.num_planes, n, heads, -1, d)[
+            :, :, :, : group.num_keys
+        ]
         # A query and its G heads become Q * G rows of one KV head, and back.
         rows = query.view(n, q, heads, share, d).transpose(1, 2).reshape(n, heads, q * share, d)
         out = self._softmax(layer, rows, kv, group.mask)
@@ -249,7 +259,9 @@ class TorchAttentionPlan:
         return logits.softmax(-1)[..., :-1].to(rows.dtype) @ kv[-1]
 
 
-def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int) -> list[_Group]:
+def _plan_groups(
+    batch: Batch, block_tables: npt.NDArray[np.int32], shape: KvShape, share: int, dtype: torch.dtype, window: int
+) -> list[_Group]:
     """Tiles grouped so that padding at most doubles the queries, and the keys of decode tokens (or up to the small context), and
     adds at most a tile's length to the keys of a prompt's tiles."""
     tiles = _cut(batch, shape.block_size, window)
@@ -264,7 +276,7 @@ def _plan_groups(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, w
         key_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         at_once = max(1, _GATHERED_BYTES // (int(tiles.num_keys[alike].max()) * key_bytes))
         parts = [alike[start : start + at_once] for start in range(0, len(alike), at_once)]
-        groups += [_plan_group(batch, shape, share, dtype, window, tiles, part) for part in parts]
+        groups += [_plan_group(batch, block_tables, shape, share, dtype, window, tiles, part) for part in parts]
     return groups
 
 
@@ -288,12 +300,21 @@ def _cut(batch: Batch, block_size: int, window: int) -> _Tiles:
     )
 
 
-def _plan_group(batch: Batch, shape: KvShape, share: int, dtype: torch.dtype, window: int, tiles: _Tiles, members: Ints) -> _Group:
+def _plan_group(
+    batch: Batch,
+    block_tables: npt.NDArray[np.int32],
+    shape: KvShape,
+    share: int,
+    dtype: torch.dtype,
+    window: int,
+    tiles: _Tiles,
+    members: Ints,
+) -> _Group:
     num_queries, num_keys, first_block = tiles.num_queries[members], tiles.num_keys[members], tiles.first_block[members]
     n, q, c = len(members), int(num_queries.max()), int(num_keys.max())
     # Padding repeats a tile's last block.
     nth = np.minimum(np.arange(-(-c // shape.block_size)), -(-num_keys[:, None] // shape.block_size) - 1)
-    tables = batch.block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
+    tables = block_tables[tiles.seq[members, None], first_block[:, None] + nth].astype(np.int64)
     kv = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
     head = np.arange(shape.num_kv_heads)[:, None]
     index = block_rows(shape, tables)[:, None, :] + kv + head

@@ -83,7 +83,7 @@ class EncoderPlan(ABC):
         self._cache = cache
         self._num_heads = num_heads
         self._width = num_heads * cache.shape.head_dim
-        self._slots = torch.from_numpy(write_index(batch.slots[rows], cache.shape)).to(device)
+        self._slots = torch.from_numpy(write_index(batch.slots[0, rows], cache.shape)).to(device)
 
     def write(self, layer: int, kv: torch.Tensor) -> None:
         """Writes keys and values of all rows, [T, 2 * num_heads * D]."""
@@ -204,7 +204,7 @@ class PoolPlan(EncoderPlan):
         num_blocks = -(-stop // shape.block_size) - first_block
         # Padding repeats a sequence's last block.
         nth = np.minimum(np.arange(max(1, int(num_blocks.max()))), np.maximum(num_blocks - 1, 0))
-        blocks = block_rows(shape, batch.block_tables[members[:, None], first_block + nth].astype(np.int64))
+        blocks = block_rows(shape, batch.block_tables[0, members[:, None], first_block + nth].astype(np.int64))
         planes = np.arange(shape.num_planes)[:, None, None, None] * shape.num_kv_heads
         index = blocks[:, None] + planes + np.arange(shape.num_kv_heads)[:, None]
         keys = first_block * shape.block_size + np.arange(nth.shape[1] * shape.block_size)

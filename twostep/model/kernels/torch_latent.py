@@ -47,7 +47,7 @@ class TorchLatentPlan:
         self._dims, self._scale = spec.latent, spec.scale
         # float32 [T, rope / 2]
         self._cos, self._sin = (table.index_select(0, self.positions) for table in (spec.rope[0].cos, spec.rope[0].sin))
-        self._write_index = torch.from_numpy(write_index(batch.slots, cache.shape))
+        self._write_index = torch.from_numpy(write_index(batch.slots[0], cache.shape))
         num_queries = np.diff(batch.query_start).astype(np.int64)
         sizes = zip(num_queries[:, None], batch.seq_lens.astype(np.int64)[:, None], strict=True)
         expanded = np.array([count[0] > 1 and expands(count, length, self._dims) for count, length in sizes], np.bool_)
@@ -131,7 +131,7 @@ class TorchLatentPlan:
         shape = self._cache.shape
         start, stop = int(batch.query_start[seq]), int(batch.query_start[seq + 1])
         length = int(batch.seq_lens[seq])
-        blocks = batch.block_tables[seq, : -(-length // shape.block_size)].astype(np.int64)
+        blocks = batch.block_tables[0, seq, : -(-length // shape.block_size)].astype(np.int64)
         return _Chunk(
             rows=slice(start, stop), context=length - (stop - start), blocks=torch.from_numpy(blocks * (shape.num_layers * shape.vectors))
         )
@@ -146,8 +146,8 @@ def _part(batch: Batch, seqs: Sequence[int] | npt.NDArray[np.int64], rows: npt.N
         positions=batch.positions[rows],
         query_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         seq_lens=batch.seq_lens[seqs],
-        block_tables=batch.block_tables[seqs],
-        slots=batch.slots[rows],
+        block_tables=batch.block_tables[:, seqs],
+        slots=batch.slots[:, rows],
         sample_rows=np.zeros(0, np.int64),
         sampling=(),
     )

@@ -20,7 +20,7 @@ from twostep.model.kernels.experts import EveryExpert, ExpertRouter, Experts, Ex
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.ops import Activation, AttentionPlan, Linear, LinearInParts, Ops
 from twostep.model.kernels.quantized_weight import QuantizedWeight
-from twostep.model.kernels.step_inputs import StepInputs
+from twostep.model.kernels.step_inputs import StepInputs, slots_of
 from twostep.model.kernels.step_upload import StepUpload
 from twostep.model.kernels.torch_attention import AttentionSpec, StatePlaces, slots_before
 from twostep.model.kernels.triton_decode import decode_attention
@@ -40,6 +40,7 @@ from twostep.model.kernels.triton_shared_prefix import SharedPrefix, serves_shar
 from twostep.model.kernels.triton_tokens import MAX_SAMPLED_ROWS, carry_tokens, go_on
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
+from twostep.model.step.layer_groups import layer_places
 from twostep.model.step.sequence_states import SequenceStates
 
 log = logging.getLogger(__name__)
@@ -209,38 +210,49 @@ class TritonOps(Ops):
     def plan_attention(self, batch: Batch, cache: KvCache, spec: AttentionSpec) -> TritonAttentionPlan:
         """Sequences of one token that come first are decoded; the rest attend as chunks of a prompt, in the same step."""
         kv = cache.shape
+        assert len(batch.block_tables) == len(batch.slots) == kv.num_groups
         num_queries = np.diff(batch.query_start).astype(np.int64)
         num_decodes = num_leading_decodes(num_queries.tolist(), kv.block_size)
         num_queries[:num_decodes] = 0
         max_queries = int(num_queries.max())
         tile, tokens = self._chunk_tile(cache, spec, max_queries)
-        *sent, number = self.upload.send(
+        token_ids, positions, sample_rows, query_start, seq_lens, tiles, number, *by_group = self.upload.send(
             (
                 batch.token_ids,
                 batch.positions,
-                batch.slots,
                 batch.sample_rows,
                 batch.query_start,
                 batch.seq_lens,
-                batch.block_tables,
                 triton_prefill.plan_tiles(num_queries, batch.seq_lens.astype(np.int64), tokens),
                 np.array([self.progress.number], np.int32),
+                *batch.slots,
+                *batch.block_tables,
             )
         )
         if batch.carried is not None:
             (carried,) = self.upload.send((batch.carried,))
-            carry_tokens(sent[0], carried, self.tokens)
+            carry_tokens(token_ids, carried, self.tokens)
         if batch.behind is not None:
             (table,) = self.upload.send((batch.behind.table,))
-            go_on(table, self.tokens, sent[0], sent[1], sent[2], sent[5], self.accepted)
-        plan = TritonAttentionPlan(StepTensors(*sent), cache, spec, tile)
+            go_on(table, self.tokens, token_ids, positions, by_group[0], seq_lens, self.accepted)
+        step = StepTensors(
+            token_ids=token_ids,
+            positions=positions,
+            slots=by_group[: kv.num_groups],
+            sample_rows=sample_rows,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=by_group[kv.num_groups :],
+            tiles=tiles,
+        )
+        plan = TritonAttentionPlan(step, cache, spec, tile)
         if spec.latent is not None and num_decodes < len(num_queries):
             plan.expanded = self._expanded_chunks(num_queries, batch.seq_lens.astype(np.int64), cache, spec)
         if batch.state_tables is not None:
             plan.states = self._state_rows(batch) if self.has_delta_kernels else SequenceStates(batch, cache)
         if spec.placed:
             (before,) = self.upload.send((slots_before(batch, kv.block_size),))
-            plan.placed_at = StatePlaces(plan.slots, before)
+            plan.placed_at = StatePlaces(plan.slots[0], before)
         if batch.mark_layers:
             plan.progress = self.progress.word, number
         if num_decodes:
@@ -345,6 +357,7 @@ class TritonOps(Ops):
             tile_tokens,
             self._device,
             padding_length=padding_length,
+            num_groups=cache.shape.num_groups,
             has_states=cache.shape.num_state_blocks > 0,
             placed=cache.shape.block_size if spec.placed else 0,
         )
@@ -352,7 +365,7 @@ class TritonOps(Ops):
     def plan_captured(
         self,
         inputs: StepInputs,
-        block_tables: torch.Tensor,
+        block_tables: Sequence[torch.Tensor],
         cache: KvCache,
         spec: AttentionSpec,
         *,
@@ -361,7 +374,7 @@ class TritonOps(Ops):
     ) -> TritonAttentionPlan:
         """A step whose inputs are on the device and may change between runs.
 
-        block_tables  int32 [num_seqs, B]
+        block_tables  of each group of layers int32 [num_seqs, B]
         states        int32 [num_seqs, num_state_blocks] twice, of a model whose layers keep states: Batch.state_sources, .state_tables
         sharing       layers without a window read what `plan.shared` lists once for all that share it; only without chunks
         """
@@ -373,13 +386,13 @@ class TritonOps(Ops):
         else:
             # Every row is a sequence and is sampled; where no decode kernel takes the pool, it is a chunk of one token.
             sample_rows = None
-            query_start = torch.arange(shape.rows + 1, dtype=torch.int32, device=block_tables.device)
+            query_start = torch.arange(shape.rows + 1, dtype=torch.int32, device=self._device)
             first = torch.zeros_like(query_start)
             tiles = torch.stack((torch.cat((first.new_tensor([shape.rows]), query_start[:-1])), first), 1)
         step = StepTensors(
             token_ids=inputs.tensor("token_ids"),
             positions=inputs.tensor("positions"),
-            slots=inputs.tensor("slots"),
+            slots=[inputs.tensor(slots_of(group)) for group in range(kv.num_groups)],
             sample_rows=sample_rows,
             query_start=query_start,
             seq_lens=inputs.tensor("seq_lens"),
@@ -388,7 +401,7 @@ class TritonOps(Ops):
         )
         plan = TritonAttentionPlan(step, cache, spec, self._chunk_tile(cache, spec, shape.rows if shape.chunks else 1)[0])
         if spec.placed:
-            plan.placed_at = StatePlaces(step.slots, inputs.tensor("before"))
+            plan.placed_at = StatePlaces(step.slots[0], inputs.tensor("before"))
         if states:
             sources, tables = states
             plan.states = StateRows(
@@ -404,7 +417,7 @@ class TritonOps(Ops):
         if decodes_apart and shape.decodes:
             if sharing and serves_shared(kv, num_heads=num_heads, windows=windows):
                 plan.shared = SharedPrefix(
-                    kv, num_heads=num_heads, num_seqs=shape.decodes, device=block_tables.device, workspace=self.shared_workspace
+                    kv, num_heads=num_heads, num_seqs=shape.decodes, device=cache.tensor.device, workspace=self.shared_workspace
                 )
             plan.decode = {
                 window: self._new_decode_plan(cache, spec, shape.decodes, window, None if window else plan.shared)
@@ -421,15 +434,16 @@ def _decodes_apart(cache: KvCache) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A Batch on the device (shapes in twostep/engine/batch.py; int64 may be int32). `sample_rows` None: all rows, in order."""
+    """A Batch on the device (shapes in twostep/engine/batch.py; int64 may be int32). `slots` and `block_tables` are those of each group of
+    layers, each at an address that is a multiple of 16, as kernels are compiled for. `sample_rows` None: all rows, in order."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     sample_rows: torch.Tensor | None
     query_start: torch.Tensor
     seq_lens: torch.Tensor
-    block_tables: torch.Tensor
+    block_tables: Sequence[torch.Tensor]
     tiles: torch.Tensor
 
 
@@ -444,6 +458,9 @@ class TritonAttentionPlan:
         self._step = step
         self._cache = cache
         self._spec = spec
+        self._places = layer_places(spec.windows, cache.shape)
+        # Of one group, those with KV; some models have others beside them.
+        self._last_layer = (cache.shape.num_layers if cache.shape.num_groups == 1 else len(spec.windows)) - 1
         self._tile_shape = tile_shape
         # By window: the decode kernel serves the first `num_decodes` sequences, of one token each. The tiles are those of the others.
         self.decode: dict[int, DecodePlan] = {}
@@ -468,7 +485,7 @@ class TritonAttentionPlan:
     def write_beside(self, layer: int, qkv: torch.Tensor, spec: AttentionSpec) -> None:
         step, tables = self._step, spec.rope[layer]
         triton_elementwise.rotate_and_write(
-            qkv, step.positions, step.slots, tables.cos, tables.sin, self._cache, layer, spec.num_heads, self.progress
+            qkv, step.positions, step.slots[0], tables.cos, tables.sin, self._cache, layer, spec.num_heads, self.progress
         )
         self._note(layer)
 
@@ -479,14 +496,15 @@ class TritonAttentionPlan:
         # No query turns.
         turned = kv.new_empty(len(kv), 0, dims.rope)
         write_latent(
-            kv, turned, kv, self._step.positions, self._step.slots, tables.cos, tables.sin, self._cache, layer, weights=weights, dims=dims,
+            kv, turned, kv, self._step.positions, self._step.slots[0], tables.cos, tables.sin, self._cache, layer,
+            weights=weights, dims=dims,
             progress=self.progress,
         )  # fmt: skip
         self._note(layer)
 
     def _note(self, layer: int) -> None:
         """The layer's KV is written; of the last one nothing else would tell."""
-        if self.progress is not None and layer == self._cache.shape.num_layers - 1:
+        if self.progress is not None and layer == self._last_layer:
             note_layers(*self.progress, layer + 1)
 
     def refresh(self) -> None:
@@ -496,27 +514,28 @@ class TritonAttentionPlan:
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor, norms: triton_elementwise.HeadNorms | None = None) -> None:
         """`norms`: of each head of queries and keys, before it turns."""
-        step, spec = self._step, self._spec
+        step, spec, (group, place) = self._step, self._spec, self._places[layer]
         if layer == spec.first:
             self.refresh()
             if self._tile_shape is None and self._cache.quantized is None:
-                triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], step.block_tables[self.num_decodes :])
+                for tables in step.block_tables:
+                    triton_prefill.clear_tails(self._cache, step.seq_lens[self.num_decodes :], tables[self.num_decodes :])
+        cos, sin = spec.rope[layer].cos, spec.rope[layer].sin
         triton_elementwise.rotate_and_write(
-            qkv, step.positions, step.slots, spec.rope[layer].cos, spec.rope[layer].sin, self._cache, layer, spec.num_heads,
-            progress=self.progress, norms=norms,
-        )  # fmt: skip
+            qkv, step.positions, step.slots[group], cos, sin, self._cache, place, spec.num_heads, progress=self.progress, norms=norms
+        )
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         step, spec, head_dim = self._step, self._spec, self._cache.shape.head_dim
-        num_heads = spec.num_heads
+        num_heads, (group, place) = spec.num_heads, self._places[layer]
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
         if self.decode:
             some = slice(0, self.num_decodes)
             decode_attention(
                 qkv.view(len(qkv), -1, head_dim)[some, :num_heads],
                 self._cache,
-                layer,
-                step.block_tables[some],
+                place,
+                step.block_tables[group][some],
                 step.seq_lens[some],
                 plan=self.decode[spec.windows[layer]],
                 scale=spec.scale,
@@ -548,7 +567,7 @@ class TritonAttentionPlan:
         else:
             turned = query.new_empty(len(query), spec.num_heads, dims.rope)
         write_latent(
-            query, turned, kv, step.positions, step.slots, tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
+            query, turned, kv, step.positions, step.slots[0], tables.cos, tables.sin, cache, layer, weights=weights, dims=dims,
             progress=self.progress,
         )  # fmt: skip
         if chunks is None:
@@ -568,7 +587,7 @@ class TritonAttentionPlan:
                 dims=dims,
                 query_start=step.query_start,
                 seq_lens=step.seq_lens,
-                block_tables=step.block_tables,
+                block_tables=step.block_tables[0],
                 scale=scale,
             )
             if self.decode:
@@ -592,7 +611,7 @@ class TritonAttentionPlan:
                 out[some],
                 cache,
                 layer,
-                step.block_tables[some],
+                step.block_tables[0][some],
                 step.seq_lens[some],
                 plan=self.decode[0],
                 program=latent_program(cache, dims, num_heads=self._spec.num_heads, max_queries=1),
@@ -608,19 +627,19 @@ class TritonAttentionPlan:
                 tiles=step.tiles,
                 query_start=step.query_start,
                 seq_lens=step.seq_lens,
-                block_tables=step.block_tables,
+                block_tables=step.block_tables[0],
                 program=self._tile_shape,
                 scale=scale,
             )
 
     def _attend_chunks(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        step, cache, spec = self._step, self._cache, self._spec
+        step, cache, spec, (group, place) = self._step, self._cache, self._spec, self._places[layer]
         inputs: dict[str, Any] = {
             "num_heads": spec.num_heads,
             "tiles": step.tiles,
             "query_start": step.query_start,
             "seq_lens": step.seq_lens,
-            "block_tables": step.block_tables,
+            "block_tables": step.block_tables[group],
             "window": spec.windows[layer],
             "scale": spec.scale,
             "softcap": spec.softcap,
@@ -628,16 +647,16 @@ class TritonAttentionPlan:
         }
         if self._tile_shape is not None:
             assert isinstance(self._tile_shape, triton_prefill.TileShape)
-            triton_prefill.prefill_attention(qkv, out, cache, layer, shape=self._tile_shape, **inputs)
+            triton_prefill.prefill_attention(qkv, out, cache, place, shape=self._tile_shape, **inputs)
             return
         # Gluon is there, and needed, on Hopper only.
         if cache.quantized is not None:
             from twostep.model.kernels.hopper_prefill_quantized import hopper_quantized_attention  # noqa: PLC0415
 
-            hopper_quantized_attention(qkv, out, cache, layer, num_programs=num_sms_of(qkv.device), **inputs)
+            hopper_quantized_attention(qkv, out, cache, place, num_programs=num_sms_of(qkv.device), **inputs)
             return
         from twostep.model.kernels.hopper_prefill import hopper_attention, pool_blocks  # noqa: PLC0415
 
         if self._pool_blocks is None:
             self._pool_blocks = pool_blocks(cache)
-        hopper_attention(qkv, out, cache, layer, num_programs=num_sms_of(qkv.device), blocks=self._pool_blocks, **inputs)
+        hopper_attention(qkv, out, cache, place, num_programs=num_sms_of(qkv.device), blocks=self._pool_blocks, **inputs)

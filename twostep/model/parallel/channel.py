@@ -60,11 +60,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Launches the batch in a step's slot, of so many tokens, sequences, blocks of a table, sampled, scored and pooled rows, blocks of a
-    state, and rows behind drafts with so many columns. Numbers start at 1."""
+    """Launches the batch in a step's slot, of so many tokens, groups of layers, sequences, blocks of a table, sampled, scored and pooled
+    rows, blocks of a state, and rows behind drafts with so many columns. Numbers start at 1."""
 
     number: int
     num_tokens: int
+    num_groups: int
     num_seqs: int
     width: int
     num_rows: int
@@ -140,18 +141,19 @@ class StepMemory:
         for array in arrays:
             np.frombuffer(self._memory, array.dtype, array.size, start).reshape(array.shape)[...] = array
             start += _aligned(array.nbytes)
-        num_seqs, width = batch.block_tables.shape
+        num_groups, num_seqs, width = batch.block_tables.shape
         scored = (0, 0) if batch.scored is None else (len(batch.scored.rows), batch.scored.num_top)
         pooled = (0, 0) if batch.pooled is None else (len(batch.pooled.rows), len(batch.pooled.counts))
         carried = batch.carried is not None
         states = 0 if batch.state_tables is None else batch.state_tables.shape[1]
         behind = (0, 0) if batch.behind is None else batch.behind.table.shape
-        sizes = len(batch.token_ids), num_seqs, width, len(batch.sample_rows)
+        sizes = len(batch.token_ids), num_groups, num_seqs, width, len(batch.sample_rows)
         return StepCommand(number, *sizes, carried, *scored, *pooled, states, *behind)
 
     def get(self, command: StepCommand) -> Batch:
         """Returns the batch of a command, in the shared memory: valid until `set_done` of it. Nothing of it is to be sampled here."""
         start = _slot_start(command.number)
+        groups, seqs, width = command.num_groups, command.num_seqs, command.width
 
         def take(dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
             nonlocal start
@@ -161,15 +163,15 @@ class StepMemory:
 
         def take_states() -> npt.NDArray[np.int32] | None:
             count = command.num_state_blocks
-            return take(np.int32, command.num_seqs * count).reshape(command.num_seqs, count) if count else None
+            return take(np.int32, seqs * count).reshape(seqs, count) if count else None
 
         return Batch(
             token_ids=take(np.int64, command.num_tokens),
             positions=take(np.int64, command.num_tokens),
-            query_start=take(np.int32, command.num_seqs + 1),
-            seq_lens=take(np.int32, command.num_seqs),
-            block_tables=take(np.int32, command.num_seqs * command.width).reshape(command.num_seqs, command.width),
-            slots=take(np.int64, command.num_tokens),
+            query_start=take(np.int32, seqs + 1),
+            seq_lens=take(np.int32, seqs),
+            block_tables=take(np.int32, groups * seqs * width).reshape(groups, seqs, width),
+            slots=take(np.int64, groups * command.num_tokens).reshape(groups, -1),
             sample_rows=take(np.int64, command.num_rows),
             sampling=(),
             carried=take(np.int32, command.num_tokens) if command.carried else None,

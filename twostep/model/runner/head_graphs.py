@@ -96,7 +96,7 @@ class DeviceRounds:
         drafted = []
         steps = [self._captured_for(len(batch.seq_lens), number) for number, batch in enumerate(batches)]
         packed = [step.inputs.packed(batch, len(batch.seq_lens), 0) for step, batch in zip(steps, batches, strict=True)]
-        with self._ops.upload.ahead((*packed, batches[0].block_tables)) as (*sent, tables):
+        with self._ops.upload.ahead((*packed, batches[0].block_tables[0])) as (*sent, tables):
             num_rows, width = tables.shape
             self._tables[:num_rows, :width].copy_(tables)
             for step, inputs, batch in zip(steps, sent, batches, strict=True):
@@ -154,7 +154,7 @@ class _CapturedRound(CapturedStep):
         else:
             spec = replace(head.attention, placed=True)
             self.inputs = ops.captured_inputs(shape, cache, spec)
-            self._plan = ops.plan_captured(self.inputs, tables, cache, spec)
+            self._plan = ops.plan_captured(self.inputs, [tables], cache, spec)
         self._head = head
         self._by_slot = tap.by_slot
         self._tokens = ops.tokens[:size]

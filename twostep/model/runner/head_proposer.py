@@ -68,7 +68,7 @@ class HeadProposer(ModelProposer):
 
     def _row(self, sequence: EngineSequence, count: int) -> DraftRow | None:
         """None: it was drafted for and has not been looked at, or another thread has just taken its blocks."""
-        tokens, blocks = sequence.tokens, list(sequence.blocks)
+        tokens, blocks = sequence.tokens, next((list(blocks) for blocks in sequence.blocks), [])
         position = len(tokens) - 1
         if count < 1 or self._num_proposed(sequence) >= count or len(blocks) * self._runner.kv_shape.block_size < position:
             return None

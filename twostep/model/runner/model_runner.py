@@ -46,6 +46,7 @@ from twostep.model.step.expert_load import ExpertLoadMeter
 from twostep.model.step.graph_ladder import graph_bytes, ladder, mixed_ladder
 from twostep.model.step.kv_cache import DTYPES, KvCache
 from twostep.model.step.kv_sums import KvSums, bytes_beside_block, can_keep
+from twostep.model.step.layer_groups import LayerGroups, layer_groups
 from twostep.model.step.pool_sizing import PoolSizing, free_memory, measured_blocks
 from twostep.model.step.prompt_readout import PromptReadout
 from twostep.process.startup import NoProgress, Progress
@@ -142,6 +143,7 @@ class ModelRunner:
         max_graph_tokens: int = 0,
         keep_kv_sums: bool = False,
         head: HeadSource | None = None,
+        one_group: bool = False,
         progress: Progress | None = None,
         member: Member | None = None,
     ) -> None:
@@ -151,9 +153,9 @@ class ModelRunner:
         as they are read. `enable_expert_parallel`: of several ranks each holds whole experts. `architecture`: in place of config.json's.
         `max_num_seqs`: decode steps of up to so many sequences are captured as CUDA graphs (0: none), and steps with prompts of up to
         `max_graph_tokens` tokens. `keep_kv_sums`: steps keep checksums of the pool's blocks as they write them, where the device and the
-        model's shape allow it. `head`: what drafts from what steps leave for it. `num_threads` sets torch's, for the whole
-        process. `member`: this is one of several ranks (ParallelRunner makes them), and holds its part of the model and of every block.
-        Raises SetupError with what to change."""
+        model's shape allow it. `head`: what drafts from what steps leave for it. `one_group`: sequences keep all blocks of all layers, also
+        of those with windows. `num_threads` sets torch's, for the whole process. `member`: this is one of several ranks (ParallelRunner
+        makes them), and holds its part of the model and of every block. Raises SetupError with what to change."""
         self._device = device_of(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -217,7 +219,15 @@ class ModelRunner:
                 # Nobody has measured the head's: the largest of the model's.
                 scales = torch.cat((scales, scales.amax(0, keepdim=True)))
             new_cache = partial(KvCache, device=str(self._device), scales=scales)
-            new_shape = partial(kv_shape, local, chosen, block_size=block_size, kv_cache_dtype=kv_cache_dtype, num_head_layers=head_layers)
+            new_shape = partial(
+                kv_shape,
+                local,
+                chosen,
+                block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
+                num_head_layers=head_layers,
+                one_group=one_group,
+            )
             if isinstance(num_blocks, PoolSizing):
                 self._set_cache(new_cache(new_shape(1)))
                 self._steps = self._device_steps(ops, 0, progress)
@@ -303,11 +313,6 @@ class ModelRunner:
         return self._config.generates
 
     @property
-    def reach(self) -> int:
-        windows = self._config.windows
-        return max(windows) + KEYS_TOGETHER if all(windows) else 0
-
-    @property
     def reads_shared_once(self) -> bool:
         return self._steps.reads_shared_once
 
@@ -318,8 +323,8 @@ class ModelRunner:
 
     @property
     def marks_layers(self) -> bool:
-        # A state is there when a step has ended, and not layer by layer.
-        return self.overlaps and self._member is None and not self.kv_shape.num_state_blocks
+        # A state is there when a step has ended, and not layer by layer; and a block of several groups is not of the first layers.
+        return self.overlaps and self._member is None and not self.kv_shape.num_state_blocks and self.kv_shape.num_groups == 1
 
     def launch(self, batch: Batch) -> InFlight:
         with torch.inference_mode(), self._on_device():
@@ -449,21 +454,37 @@ def with_quantization(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def kv_shape(
-    config: ModelConfig, dtype: str, num_blocks: int, block_size: int, kv_cache_dtype: str = "auto", *, num_head_layers: int = 0
+    config: ModelConfig,
+    dtype: str,
+    num_blocks: int,
+    block_size: int,
+    kv_cache_dtype: str = "auto",
+    *,
+    num_head_layers: int = 0,
+    one_group: bool = False,
 ) -> KvShape:
-    """The pool's shape for a model, and for the layers of a head; `dtype` is a name, not auto. Raises SetupError."""
+    """The pool's shape for a model, and for the layers of a head, which lie in the blocks of all layers; `dtype` is a name, not auto.
+    `one_group`: see ModelRunner. Raises SetupError."""
     if num_blocks < 1 or block_size < 1:
         raise SetupError(f"the KV cache has {num_blocks} blocks of {block_size} tokens; give at least 1 of each")
+    groups, reach = LayerGroups(config.num_kv_layers, 1, 0), max(config.windows, default=0) + KEYS_TOGETHER
+    # A model whose layers all have windows has one group. Scales of the checkpoint are of each layer, not of each place in a block.
+    one_group = one_group or num_head_layers > 0 or (config.kv_scheme is not None and config.kv_scheme.static)
+    if any(config.windows) and reach < config.max_model_len and not (one_group and 0 in config.windows):
+        groups = layer_groups(config.windows)
     shape = KvShape(
         num_blocks=num_blocks,
         block_size=block_size,
-        num_layers=config.num_kv_layers + num_head_layers,
+        num_layers=groups.num_layers + num_head_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         quantization=kv_format(kv_cache_dtype, config.kv_scheme),
         num_planes=2 if config.latent is None else 1,
         has_encoder=config.encoder is not None,
+        num_groups=groups.num_full + groups.num_windowed,
+        num_windowed=groups.num_windowed,
+        reach=reach if groups.num_windowed else 0,
     )
     if (delta := config.gated_delta) is None:
         return shape

@@ -147,10 +147,6 @@ class ParallelRunner:
         return self._local.generates
 
     @property
-    def reach(self) -> int:
-        return self._local.reach
-
-    @property
     def reads_shared_once(self) -> bool:
         return self._local.reads_shared_once
 

@@ -22,6 +22,7 @@ import torch
 
 from twostep.engine.batch import Batch
 from twostep.model.families.decoder import Decoder
+from twostep.model.kernels.step_inputs import slots_of
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_prefill import num_leading_decodes
 from twostep.model.kernels.triton_shared_prefix import serves_shared
@@ -71,13 +72,17 @@ class StepGraphs:
             mixed = ()
         blocks = -(-self._max_model_len // cache.shape.block_size)
         most_seqs = max([self._sizes[-1], *(shape.num_seqs for shape in mixed)])
-        self._tables = torch.zeros(most_seqs, blocks, dtype=torch.int32, device=cache.tensor.device)
+        # Of each group of layers.
+        self._tables = [
+            torch.zeros(most_seqs, blocks, dtype=torch.int32, device=cache.tensor.device) for _ in range(cache.shape.num_groups)
+        ]
         state_blocks = cache.shape.num_state_blocks
         # Batch.state_sources and .state_tables, where the model has states.
         self._states = [
             torch.zeros(most_seqs, state_blocks, dtype=torch.int32, device=cache.tensor.device) for _ in range(2 * bool(state_blocks))
         ]
-        shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows)
+        # Equal blocks in one group say nothing of another.
+        shareable = serves_shared(cache.shape, num_heads=model.config.num_heads, windows=model.config.windows) and cache.shape.num_full == 1
         sharing = sharing_ladder(self._sizes) if shareable and meet is None else []
         self._pool: Any = None
         self._num_done, self._total = 0, len(self._sizes) + len(sharing) + len(mixed)
@@ -125,7 +130,7 @@ class StepGraphs:
         return prepared
 
     def _prepare(self, model: Decoder, shape: StepShape, *, sharing: bool = False, warm_ups: int | None = None) -> _Captured:
-        tables, *states = (each[: shape.num_seqs] for each in (self._tables, *self._states))
+        tables, states = ([each[: shape.num_seqs] for each in some] for some in (self._tables, self._states))
         step = _Captured(model, self._cache, self._ops, shape, tables, states, sharing=sharing)
         step.warm_up(self._warming, _WARM_UPS if warm_ups is None else warm_ups)
         return step
@@ -178,7 +183,7 @@ class StepGraphs:
         qkv = torch.randn(size, width, device=self._cache.tensor.device).to(self._cache.dtype)
         layer = self._attention.windows.index(0)
         want = self._attended(alone, batch, (), layer, qkv)
-        got = self._attended(sharing, batch, (sharing.shared.listing(batch.block_tables, batch.seq_lens),), layer, qkv)
+        got = self._attended(sharing, batch, (sharing.shared.listing(batch.block_tables[0], batch.seq_lens),), layer, qkv)
         self._cache.tensor[:used].zero_()
         # Of the sequence that differs most.
         difference = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
@@ -196,7 +201,7 @@ class StepGraphs:
     def _worth_sharing(self, captured: _Captured) -> Batch | None:
         """A batch of one prefix, as long as the pool allows."""
         shape, size = self._cache.shape, captured.shape.decodes
-        num_shared = min(_TRIAL_KEYS // shape.block_size, self._tables.shape[1] - 1, shape.num_blocks - size)
+        num_shared = min(_TRIAL_KEYS // shape.block_size, self._tables[0].shape[1] - 1, shape.num_blocks - size)
         if num_shared < 1 or captured.shared is None:
             return None
         tables = np.empty((size, num_shared + 1), np.int32)
@@ -211,8 +216,8 @@ class StepGraphs:
             positions=lengths.astype(np.int64) - 1,
             query_start=np.arange(size + 1, dtype=np.int32),
             seq_lens=lengths,
-            block_tables=tables,
-            slots=np.full(size, -1, np.int64),
+            block_tables=shape.in_groups(tables),
+            slots=shape.in_groups(np.full(size, -1, np.int64)),
             sample_rows=np.arange(size),
             sampling=(),
         )
@@ -225,7 +230,8 @@ class StepGraphs:
             captured, listing = self._graphs[next(size for size in self._sizes if size >= num_seqs)], None
             sharing = self._sharing.get(min((size for size in self._sharing if size >= num_seqs), default=0))
             if sharing is not None and sharing.shared is not None:
-                listing = sharing.shared.listing(batch.block_tables, batch.seq_lens)
+                # The group of the layers that read all.
+                listing = sharing.shared.listing(batch.block_tables[0], batch.seq_lens)
                 captured = captured if listing is None else sharing
             return self._replay(captured, batch, num_seqs, () if listing is None else (listing,))
         num_decodes = num_leading_decodes(np.diff(batch.query_start).tolist(), self._cache.shape.block_size)
@@ -245,14 +251,14 @@ class StepGraphs:
         # Without tables of states (a trial) its rows are padding to those layers.
         states = () if batch.state_sources is None or batch.state_tables is None else (batch.state_sources, batch.state_tables)
         behind = () if batch.behind is None else (batch.behind.table,)
-        with self._ops.upload.ahead((packed, *behind, *listing, batch.block_tables, *states)) as (inputs, *sent):
+        with self._ops.upload.ahead((packed, *behind, *listing, *batch.block_tables, *states)) as (inputs, *sent):
             captured.inputs.memory.copy_(inputs)
             if behind:
-                token_ids, positions, slots, lens = map(captured.inputs.tensor, ("token_ids", "positions", "slots", "seq_lens"))
+                token_ids, positions, slots, lens = map(captured.inputs.tensor, ("token_ids", "positions", slots_of(0), "seq_lens"))
                 go_on(sent.pop(0), self._ops.tokens, token_ids, positions, slots, lens, self._ops.accepted)
             if captured.shared is not None:
                 captured.shared.listed.copy_(sent[0])
-            for kept, tables in zip((self._tables, *self._states), sent[len(listing) :], strict=False):
+            for kept, tables in zip((*self._tables, *self._states), sent[len(listing) :], strict=False):
                 num_seqs, width = tables.shape
                 if num_decodes:
                     kept[:num_decodes, :width].copy_(tables[:num_decodes])
@@ -269,7 +275,7 @@ class _Captured(CapturedStep):
         cache: KvCache,
         ops: TritonOps,
         shape: StepShape,
-        tables: torch.Tensor,
+        tables: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor],
         *,
         sharing: bool,

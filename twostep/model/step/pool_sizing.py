@@ -78,9 +78,10 @@ def measured_blocks(
             block_size=shape.block_size,
             num_blocks=shape.num_blocks,
         )
+        tables, slots = shape.in_groups(widest.block_tables[0]), shape.in_groups(widest.slots[0])
         states = shape.trial_states(len(widest.seq_lens))
         encoded = None if num_encoded is None else np.full(len(widest.seq_lens), num_encoded, np.int32)
-        return replace(widest, state_sources=states, state_tables=states, num_encoded=encoded)
+        return replace(widest, block_tables=tables, slots=slots, state_sources=states, state_tables=states, num_encoded=encoded)
 
     most = sizing.max_num_batched_tokens
     largest = [batch(most, sizing.max_num_seqs)]
@@ -112,7 +113,7 @@ def measured_blocks(
         total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs, draft=sizing.draft_bytes
     )
     # A pool that cannot hold one full step is of no use.
-    least = -(-min(max_model_len, most) // shape.block_size)
+    least = -(-min(max_model_len, most) // shape.block_size) * shape.num_groups
     num_blocks = num_blocks_within(
         profile, sizing.utilization, block_bytes=shape.block_bytes + beside_block, least_blocks=least, device=str(device)
     )
@@ -131,10 +132,11 @@ def measured_blocks(
     if sizing.draft_bytes:
         kv_bytes = num_blocks * sizing.draft_block_bytes
         log.info("what drafts takes about %.2f GiB more, and %.2f beside the pool", profile.draft / 2**30, kv_bytes / 2**30)
-    if num_blocks * shape.block_size < max_model_len:
+    num_tokens = num_blocks // shape.num_groups * shape.block_size
+    if num_tokens < max_model_len:
         log.warning(
             "the KV pool holds %d tokens, less than the context of %d: longer requests are refused",
-            num_blocks * shape.block_size,
+            num_tokens,
             max_model_len,
         )
     return num_blocks
@@ -142,7 +144,7 @@ def measured_blocks(
 
 def widest_batch(num_tokens: int, num_seqs: int, *, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> Batch:
     """A prefill step of `num_tokens` in up to `num_seqs` prompts, all of them sampled in the dearest way. It wants no more blocks than
-    there are: what is read and written does not matter."""
+    there are: what is read and written does not matter. Of one group of layers."""
     num_seqs = min(num_seqs, num_tokens)
     counts = np.full(num_seqs, num_tokens // num_seqs, np.int64)
     counts[: num_tokens % num_seqs] += 1
@@ -159,8 +161,8 @@ def widest_batch(num_tokens: int, num_seqs: int, *, vocab_size: int, max_model_l
         positions=positions,
         query_start=query_start,
         seq_lens=counts.astype(np.int32),
-        block_tables=tables,
-        slots=tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size,
+        block_tables=tables[None],
+        slots=tables[None, rows, positions // block_size].astype(np.int64) * block_size + positions % block_size,
         sample_rows=query_start[1:].astype(np.int64) - 1,
         sampling=[
             SamplingRow(params=params, position=0, history=tokens[:count].tolist(), num_prompt_tokens=int(count), stop_ids=frozenset())

@@ -66,6 +66,9 @@ class KvLayout(_message.Message):
     NUM_PLANES_FIELD_NUMBER: _builtins.int
     NUM_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     STATE_LAYOUT_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_WINDOWED_FIELD_NUMBER: _builtins.int
+    REACH_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     block_size: _builtins.int
@@ -82,6 +85,12 @@ class KvLayout(_message.Message):
     """Blocks that a sequence's state takes beside those of its tokens, where layers of the model have one; they come after them."""
     state_layout: _builtins.int
     """How a state's bytes lie in them, counted up with every change; 0: there is no state, or it lies as in the first versions with states."""
+    num_groups: _builtins.int
+    """A block is of num_layers layers of one of so many groups (0, as older workers have it: 1), the last num_windowed of which have windows,
+    with which no token reaches further back than `reach`: of those, blocks out of reach are not handed over.
+    """
+    num_windowed: _builtins.int
+    reach: _builtins.int
     def __init__(
         self,
         *,
@@ -97,10 +106,13 @@ class KvLayout(_message.Message):
         num_planes: _builtins.int = ...,
         num_state_blocks: _builtins.int = ...,
         state_layout: _builtins.int = ...,
+        num_groups: _builtins.int = ...,
+        num_windowed: _builtins.int = ...,
+        reach: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_planes", b"num_planes", "num_state_blocks", b"num_state_blocks", "quantization", b"quantization", "state_layout", b"state_layout", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_groups", b"num_groups", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_planes", b"num_planes", "num_state_blocks", b"num_state_blocks", "num_windowed", b"num_windowed", "quantization", b"quantization", "reach", b"reach", "state_layout", b"state_layout", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
