@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernel_pools import DEVICE
 
+from twostep.engine.batch import SamplingRow
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
@@ -26,16 +27,21 @@ from twostep.model.loading.weights import load_weights
 from twostep.model.runner import head_graphs, step_graphs
 from twostep.model.runner.device_steps import DeviceSteps
 from twostep.model.runner.head_graphs import DeviceRounds
-from twostep.model.runner.head_rounds import HeadRounds, num_scratch_blocks
+from twostep.model.runner.head_rounds import DraftRow, HeadRounds, num_scratch_blocks
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.model.runner.step_graphs import StepGraphs
 from twostep.model.step.graph_ladder import StepShape
 from twostep.model.step.kv_cache import KvCache
+from twostep.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
 from head_cases import asked_requests, drafting, head_case, listen
 
-NUM_BLOCKS, BLOCK_SIZE, MOST, MOST_SEQS = 40, 16, 2, 9
+NUM_BLOCKS, BLOCK_SIZE, MOST, MOST_SEQS = 40, 16, 3, 9
+
+GREEDY = SamplingRow(
+    params=SamplingParams(max_tokens=1, temperature=0.0), position=0, history=(), num_prompt_tokens=0, stop_ids=frozenset()
+)
 
 # Nothing attends for rows of padding: what the memory held before is multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -118,10 +124,14 @@ def test_proposals_are_the_cpu_s(method: str, captured: bool, tmp_path: Path, mo
     requests = few_requests()
     plain = generate(Engine(ModelRunner(case.model_dir, **pool), bounds), requests)
     want, _ = proposals(ModelRunner(case.model_dir, **pool, head=case.source), case.source)
-    got, answers = proposals(DeviceRunner(case.model_dir, case.source, captured=captured), case.source)
+    runner = DeviceRunner(case.model_dir, case.source, captured=captured)
+    got, answers = proposals(runner, case.source)
     assert answers == [[token.token_id for token in answer] for answer in plain]
     # How many are wanted differs with the steps that are planned.
     both = {each: list(zip(got[each], want[each], strict=False)) for each in got.keys() & want.keys()}
     assert {seq_id for seq_id, _ in both} == {"r0", "r1", "r4"}
     assert all(ours == theirs for pairs in both.values() for ours, theirs in pairs)
-    assert max(map(len, both.values())) == MOST
+    assert max(map(len, both.values())) > 1
+    # What is drafted behind the last block of a sequence is in no slot of the pool.
+    (drafted,) = runner.head.draft([DraftRow(5, BLOCK_SIZE, [3], [GREEDY] * runner.head.most_tokens)])
+    assert len(drafted) == runner.head.most_tokens

@@ -166,8 +166,10 @@ class _CapturedRound(CapturedStep):
         inputs = self.inputs
         token_ids, carried = inputs.tensor("token_ids"), inputs.tensor("carried")
         carry_tokens(token_ids, carried, self._all_tokens)
-        left = self._by_slot.index_select(0, inputs.tensor("before"))
-        states = torch.where((carried < 0).unsqueeze(1), left, self._hidden)
+        first = carried < 0
+        # What later rounds go on from is in no slot of the pool: the token before may lie in a scratch block.
+        left = self._by_slot.index_select(0, torch.where(first, inputs.tensor("before"), 0))
+        states = torch.where(first.unsqueeze(1), left, self._hidden)
         hidden, logits = self._head.step(self._plan, token_ids, states, self._number)
         self._hidden.copy_(hidden)
         pick(self._head, logits, self._tokens)
