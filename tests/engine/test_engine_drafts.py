@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from grammar_cases import EOS, VOCAB, regex_case, save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.drafts import DraftRecord, DraftTime, PromptLookup, Proposal, choose_drafts, look_up
+from twostep.engine.drafts import DraftRecord, DraftTime, Looking, PromptLookup, Proposal, choose_drafts, look_up
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
 from twostep.errors import SetupError
@@ -350,3 +352,29 @@ def test_one_length_alone_moves_the_other() -> None:
 def test_a_wrong_config_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         SpeculativeConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("times_as_long", "tokens", "share"),
+    [(3.5, 2.2, (0.0, 0.05)), (1.3, 1.0, (0.0, 0.05)), (1.05, 2.2, (0.95, 1.0)), (1.5, 2.2, (0.95, 1.0))],
+)
+def test_steps_are_drafted_for_where_that_gives_more_tokens_a_second(
+    times_as_long: float, tokens: float, share: tuple[float, float]
+) -> None:
+    """Whatever it is that takes the time; single steps take ten times as long for other reasons, and two are planned ahead."""
+    looking, rng, planned, num_looked, num_steps = Looking(), random.Random(1), deque([True, True]), 0, 4000
+    for _ in range(num_steps):
+        planned.append(looking.looks)
+        looked = planned.popleft()
+        num_looked += looked
+        seconds = (times_as_long if looked else 1.0) * rng.uniform(0.9, 1.1) * (10.0 if rng.random() < 0.002 else 1.0)
+        looking.learn(40, round(40 * tokens) if looked else 40, seconds, 1.0)
+    assert share[0] <= num_looked / num_steps <= share[1]
+
+
+def test_what_turns_out_worth_it_later_is_found() -> None:
+    looking = Looking()
+    for step in range(8000):
+        pays = step >= 4000
+        looking.learn(8, 16 if pays and looking.looks else 8, 1.5 if looking.looks else 1.0, 1.0)
+    assert looking.looks

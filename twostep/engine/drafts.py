@@ -66,6 +66,11 @@ _TRIAL_SHARE = 0.01
 _FORGETTING_GAIN, _PRIOR_STEPS = 0.98, 16
 # No step is shorter, whatever a curve says.
 _LEAST_STEP_S = 1e-6
+# Steps of one kind in a row, with drafts or without, at first, and twice as many each time that the other kind was no better, up to a
+# bound; of that kind, to see what they give; and of those that begin such a run, so many were planned before. What one step gave counts for
+# so much; and what gives so much more is better.
+_FIRST_RUN, _LONGEST_RUN, _SHORT_RUN, _IN_FLIGHT = 50, 3200, 10, 3
+_LEARNING_GAIN, _CLEARLY = 0.1, 1.02
 # Of a step, what it takes longer where it is not planned while another runs: for a trial.
 _WAITING_SHARE = 0.15
 # How much one step teaches of how long steps take, and one without drafts of that those with them take no longer; and how many times
@@ -428,6 +433,53 @@ class Slowness:
         self._shares[key] = without, slower
 
 
+class Looking:
+    """Chooses whether steps are drafted for at all: the kind of step that gave more tokens a second of late, with about as many sequences.
+    What looking up takes the host is in no curve, and it is taken where nothing is drafted in the end, too. A few steps in a row are of the
+    other kind now and then, to see."""
+
+    def __init__(self) -> None:
+        # By the power of 2 of sequences, of steps without and with: tokens of a sequence in the time that a step is foretold to take.
+        self._gains: dict[int, list[float | None]] = {}
+        self.looks = True
+        self._tries = False
+        self._run = self._left = _FIRST_RUN
+        self._settling = self._seen = 0
+
+    def learn(self, num_seqs: int, num_tokens: int, seconds: float, foretold_s: float) -> None:
+        """A step of so many sequences gave so many tokens, so long after the one before it; without drafts it was to take `foretold_s`."""
+        if seconds <= 0.0 or foretold_s <= 0.0:
+            return
+        gains = self._gains.setdefault(num_seqs.bit_length(), [None, None])
+        self._left -= 1
+        # What was planned before the last change is still on its way.
+        if self._settling:
+            self._settling -= 1
+        else:
+            self._seen += 1
+            gain, known = num_tokens / num_seqs * foretold_s / seconds, gains[self.looks]
+            # A trial tells by itself, whatever was known before.
+            weight = 1.0 / self._seen if self._tries else _LEARNING_GAIN
+            gains[self.looks] = gain if known is None else known + weight * (min(gain, 2.0 * known) - known)
+        mine, others = gains[self.looks], gains[not self.looks]
+        loses = mine is not None and others is not None and others > _CLEARLY * mine
+        if self._tries:
+            if self._left <= 0:
+                better = mine is not None and others is not None and mine > _CLEARLY * others
+                self._run = _FIRST_RUN if better else min(2 * self._run, _LONGEST_RUN)
+                self._begin(looks=self.looks == better, tries=False)
+        elif loses:
+            self._run = _FIRST_RUN
+            self._begin(looks=not self.looks, tries=False)
+        elif self._left <= 0:
+            self._begin(looks=not self.looks, tries=True)
+
+    def _begin(self, *, looks: bool, tries: bool) -> None:
+        self._tries, self._left, self._seen = tries, _SHORT_RUN if tries else self._run, 0
+        if looks != self.looks:
+            self.looks, self._settling = looks, _IN_FLIGHT
+
+
 def _may_pay(num_tokens: int, step_s: Callable[[int], float] | None, bound_s: float, slower: float = 1.0) -> bool:
     """Returns whether a step of so many tokens gains by drafts that are certain, one for each. Where not, nothing is looked up, which under
     load would take longer than anything here."""
@@ -449,6 +501,7 @@ class Drafting:
         self._records: dict[str, DraftRecord] = {}
         self._common, self._common_again = CommonRate(), CommonRate()
         self.slowness = Slowness()
+        self.looking = Looking()
         # Seconds that may go into drafts to find out whether they would pay.
         self._trial_s = 0.0
         # By place among a step's drafts, since the start.
@@ -462,7 +515,7 @@ class Drafting:
     ) -> list[Sequence[int]]:
         """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
+        if most < 1 or not self._looks or not _may_pay(len(decodes), step_s, bound_s, slower):
             return [()] * len(decodes)
         proposals = [self._late_proposal(sequence) if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
         choice = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
@@ -474,7 +527,7 @@ class Drafting:
         """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, for the sake of its
         drafts: as if it were this one. Asked once for each step: it learns, and where the answer is no, saves time up for a trial."""
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
+        if most < 1 or not self._looks or not _may_pay(len(decodes), step_s, bound_s, slower):
             return False
         choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         time = self._proposer.time
@@ -493,6 +546,11 @@ class Drafting:
             return True
         self._save_up(offers, step_s(0))
         return False
+
+    @property
+    def _looks(self) -> bool:
+        """Proposers that compute are tried by what they take instead."""
+        return self.looking.looks or self.computes
 
     @property
     def computes(self) -> bool:

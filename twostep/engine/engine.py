@@ -351,7 +351,7 @@ class Engine:
             self._note_work()
             since = max(launched.since, self._ended_at)
             if self._goes_on and sampled is not None:
-                self._learn_slowness(launched, ended_at - self._ended_at)
+                self._learn_slowness(launched, ended_at - self._ended_at, len(result.tokens))
             self._goes_on = self._busy_since is not None
             begin_seen, self._end_seen = self._end_seen or launched.since > self._ended_at, collected.blocked_s >= UNSEEN_S
             self._ended_at = ended_at
@@ -373,11 +373,13 @@ class Engine:
             timed=not self._runner.overlaps or (begin_seen and self._end_seen),
         )
 
-    def _learn_slowness(self, launched: LaunchedStep, seconds: float) -> None:
-        """A step came so long after the one before it, after which there was more to do at once."""
+    def _learn_slowness(self, launched: LaunchedStep, seconds: float, num_tokens: int) -> None:
+        """A step came so long after the one before it, after which there was more to do at once, and gave so many tokens."""
         work, workload, curve = launched.work, launched.workload, self._pacing.curve
         if self._drafting is None or curve is None or not self._runner.overlaps or workload.prompt_tokens:
             return
+        if work.num_decodes:
+            self._drafting.looking.learn(work.num_decodes, num_tokens, seconds, curve.step_s(work.without_drafts))
         drafted, waited = any(work.drafts), launched.since > self._ended_at
         # Those of a model take time that is reckoned apart.
         if (drafted and not self._drafting.computes) or not waited:
