@@ -376,10 +376,14 @@ class Engine:
     def _learn_slowness(self, launched: LaunchedStep, seconds: float, num_tokens: int) -> None:
         """A step came so long after the one before it, after which there was more to do at once, and gave so many tokens."""
         work, workload, curve = launched.work, launched.workload, self._pacing.curve
-        if self._drafting is None or curve is None or not self._runner.overlaps or workload.prompt_tokens:
+        if self._drafting is None or curve is None or not self._runner.overlaps:
             return
         if work.num_decodes:
+            # A prompt's first token is none of theirs.
+            num_tokens -= sum(work.sampled[work.num_decodes :])
             self._drafting.looking.learn(work.num_decodes, num_tokens, seconds, curve.step_s(work.without_drafts))
+        if workload.prompt_tokens:
+            return
         drafted, waited = any(work.drafts), launched.since > self._ended_at
         # Those of a model take time that is reckoned apart.
         if (drafted and not self._drafting.computes) or not waited:
