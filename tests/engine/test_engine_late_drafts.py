@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -165,8 +166,20 @@ class Ending:
         return replace(self._sampled, ready_at=self._device.clock.now)
 
 
-def on(device: Device, rate: float, most: int = 4) -> Engine:
-    clock, proposer = device.clock, KnowingProposer(VOCAB, rate, tireless=True)
+class SlowProposer(KnowingProposer):
+    """Looks up for so long."""
+
+    def __init__(self, clock: Clock, seconds: float, rate: float) -> None:
+        super().__init__(VOCAB, rate, tireless=True)
+        self._clock, self._seconds = clock, seconds
+
+    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self._clock.sleep(self._seconds)
+        return super().propose(seq_id, tokens, most)
+
+
+def on(device: Device, rate: float, most: int = 4, proposer: KnowingProposer | None = None) -> Engine:
+    clock, proposer = device.clock, proposer or KnowingProposer(VOCAB, rate, tireless=True)
     bounds = EngineConfig(hash_unit=4, speculative=config(most))
     engine = Engine(device, bounds, clock=clock.monotonic, sleep=clock.sleep, proposer=proposer)
     engine.set_curve(CURVE)
@@ -196,6 +209,19 @@ def test_drafting_ends_where_steps_with_drafts_take_longer_than_foretold(slower:
     assert ids_of(tokens["a"]) == answer_of(request, 1000)
     num_drafted = sum(engine.stats().num_drafted)
     assert num_drafted < 60 if slower > 1.0 else num_drafted > 300, num_drafted
+
+
+@pytest.mark.parametrize(("look_up_s", "rate", "looks"), [(0.04, 0.5, False), (0.04, 0.0, False), (0.002, 0.9, True)])
+def test_nothing_is_looked_up_where_that_takes_longer_than_it_saves(look_up_s: float, rate: float, looks: bool) -> None:
+    """The host is slower than the device then, which no curve tells; where drafts are never right, too."""
+    device = Device(Clock(), 0.0005)
+    proposer = SlowProposer(device.clock, look_up_s, rate)
+    engine = on(device, rate, most=2, proposer=proposer)
+    request = make_request("a", [5, 7, 2], max_tokens=900)
+    engine.submit(request)
+    tokens, _ = drain(engine)
+    assert ids_of(tokens["a"]) == answer_of(request, 1000)
+    assert proposer.num_asked > 0.7 * device.num_steps if looks else proposer.num_asked < 0.15 * device.num_steps
 
 
 def test_slowness_is_that_of_steps_with_drafts_alone_and_is_forgotten() -> None:
