@@ -90,15 +90,8 @@ def test_answers_are_those_without_whatever_the_blocks_are_like(family: str, kv_
     save_head(new_head(runner, torch.arange(runner.vocab_size), 1), head_dir)
     source = HeadSource(method="eagle3", head_dir=head_dir, most_tokens=3)
     prompt = list(range(3, 33))
-    asked = [
-        EngineRequest(
-            seq_id=f"r{number}",
-            token_ids=prompt[number:],
-            num_prompt_tokens=len(prompt) - number,
-            sampling=SamplingParams(max_tokens=170, temperature=0.0, ignore_eos=True),
-        )
-        for number in range(2)
-    ]
+    sampling = SamplingParams(max_tokens=170, temperature=0.0, ignore_eos=True)
+    asked = [EngineRequest(seq_id="r", token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling)]
     engine, proposer = drafting(ModelRunner(model_dir, **pool, head=source), source)
     plain = Engine(runner, EngineConfig(hash_unit=16))
     got, want = ([[token.token_id for token in answer] for answer in generate(each, asked)] for each in (engine, plain))

@@ -109,8 +109,9 @@ def proposals(runner: ModelRunner, source: HeadSource) -> tuple[dict[tuple[str, 
     ("method", "captured"),
     [
         ("eagle3", True),
-        pytest.param("eagle3", False, marks=pytest.mark.system),
-        *(pytest.param(method, captured, marks=pytest.mark.system) for method in ("mtp", "medusa") for captured in (False, True)),
+        pytest.param("medusa", True, marks=pytest.mark.system),
+        pytest.param("mtp", True, marks=pytest.mark.exhaustive),
+        *(pytest.param(method, False, marks=pytest.mark.exhaustive) for method in ("eagle3", "mtp", "medusa")),
     ],
 )
 def test_proposals_are_the_cpu_s(method: str, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
