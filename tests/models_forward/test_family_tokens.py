@@ -34,10 +34,10 @@ OFTEN = ("gemma3", "deepseek-v2", "qwen3-next")
 )
 def test_tokens_are_the_likeliest(family: str, tmp_path: Path) -> None:
     oracle = save_model(family, tmp_path)
-    num_groups = ModelRunner(tmp_path, num_blocks=1, block_size=BLOCK).kv_shape.num_groups
-    # Too few for all three answers, of which layers with windows in groups of their own keep a part.
-    sizes = 64, 130 if num_groups == 1 else 100
-    prefill_runner, decode_runner = (ModelRunner(tmp_path, num_blocks=number * num_groups, block_size=BLOCK) for number in sizes)
+    shape = ModelRunner(tmp_path, num_blocks=1, block_size=BLOCK).kv_shape
+    # Too few for all three answers, of which layers with windows keep a part.
+    sizes = (number * shape.num_groups for number in (64, 100 if shape.reach else 130))
+    prefill_runner, decode_runner = (ModelRunner(tmp_path, num_blocks=number, block_size=BLOCK) for number in sizes)
     prefill = Engine(prefill_runner, EngineConfig(max_num_batched_tokens=9, hash_unit=BLOCK))
     decode = Engine(decode_runner, EngineConfig(max_num_batched_tokens=16, hash_unit=BLOCK))
     rng = random.Random(family)
