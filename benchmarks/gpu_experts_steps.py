@@ -77,7 +77,7 @@ def main() -> None:
                 measure(name, args.batch_size, profiled=not args.no_profile)
 
 
-class Steps:
+class LayerSteps:
     """Captured steps of one depth of a model."""
 
     def __init__(self, name: str, depth: int, most: int, device: str, *, small: bool) -> None:
@@ -142,7 +142,7 @@ def list_kernels(name: str, sizes: list[int]) -> None:
         launched.append(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}")
 
     JITFunction.run = run
-    depths = [Steps(name, depth, 1, "cpu", small=True) for depth in (2, 3)]
+    depths = [LayerSteps(name, depth, 1, "cpu", small=True) for depth in (2, 3)]
     for size in sizes:
         lists = []
         for steps in depths:
@@ -165,7 +165,7 @@ def measure(name: str, sizes: list[int], *, profiled: bool) -> None:
     times: dict[int, dict[int, float]] = {}
     kernels: dict[int, dict[int, dict[str, tuple[int, float]]]] = {}
     for depth in DEPTHS:
-        steps = Steps(name, depth, max(sizes), "cuda", small=False)
+        steps = LayerSteps(name, depth, max(sizes), "cuda", small=False)
         stream = torch.cuda.Stream()
         for size in sizes:
             captured = steps.step(size)

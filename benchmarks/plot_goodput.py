@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 
 
 def shares(folders: list[Path], targets: str, place: int) -> dict[float, float]:
-    """Of each rate, the share that met the targets; the mean where it was run several times."""
+    """Returns the share of requests that met the targets, by rate; the mean where a rate was run several times."""
     found = defaultdict[float, list[float]](list)
     for file in (file for folder in folders for file in folder.glob("requests-*.jsonl")):
         run = Run.parse(file.stem.removeprefix("requests-"))

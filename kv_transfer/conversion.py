@@ -26,8 +26,8 @@ from twostep.errors import Incompatible, InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTarget:
-    """Where the KV of a prompt's `num_tokens` goes: its `num_blocks` blocks in the order of a hand-over (twostep/block_order.py), the first
-    `num_cached_blocks` of which hold theirs already, all that there is of the first `num_cached_tokens`."""
+    """Says where the KV of a prompt's `num_tokens` goes: its `num_blocks` blocks in the order of a hand-over (twostep/block_order.py), the
+    first `num_cached_blocks` of which hold theirs already, all that there is of the first `num_cached_tokens`."""
 
     block_ids: Sequence[int]
     num_cached_blocks: int

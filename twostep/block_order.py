@@ -22,8 +22,8 @@ def num_out_of_reach(num_tokens: int, *, reach: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOrder:
-    """Of a sequence of `num_tokens`. `num_full` and `num_windowed`: groups of layers, the latter with windows, of which tokens to come
-    reach back so far (see KvShape.reach). `num_state_blocks` come last."""
+    """Orders the blocks of a sequence of `num_tokens`. `num_full` and `num_windowed`: groups of layers, the latter with windows, of
+    which tokens to come reach back so far (see KvShape.reach). `num_state_blocks` come last."""
 
     num_tokens: int
     block_size: int

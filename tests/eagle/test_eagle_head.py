@@ -1,4 +1,4 @@
-"""What a head proposes is what the published model would, unrolled over all positions at once."""
+"""A head proposes what the published model would, unrolled over all positions at once."""
 
 from __future__ import annotations
 

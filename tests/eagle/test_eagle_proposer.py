@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_cases import PlainHead, random_head
+from heard_proposals import listen
 
 from twostep.engine.batch import SamplingRow
 from twostep.engine.drafts import WantedDrafts
@@ -118,21 +119,6 @@ def test_a_head_that_knows_the_answer_saves_steps(tiny_llama_dir: Path, learned:
     assert sum(stats.num_accepted) > 0.7 * sum(stats.num_drafted)
 
 
-def listen(proposer: HeadProposer) -> list[tuple[WantedDrafts, list[int], Sequence[int]]]:
-    """Returns what will be proposed: of whom, after what tokens."""
-    told: list[tuple[WantedDrafts, list[int], Sequence[int]]] = []
-    prepare = proposer.prepare
-
-    def listening(wanted: Sequence[WantedDrafts], most_rows: int) -> None:
-        prepare(wanted, most_rows)
-        for each in wanted:
-            tokens = list(each.sequence.tokens)
-            told.append((each, tokens, proposer.propose(each.sequence.seq_id, tokens, K)))
-
-    proposer.prepare = listening  # type: ignore[method-assign]
-    return told
-
-
 HEADS: dict[str, dict[str, Any]] = {
     "usual": {},
     "all tokens": {"draft_vocab_size": None},
@@ -160,10 +146,10 @@ def plain_head(directory: Path, kind: str) -> tuple[EagleHead, PlainHead]:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_proposals_are_the_head_s_own(tiny_llama_dir: Path, kind: str) -> None:
-    """Of several sequences at once, greedy and drawn, of prompts in chunks: those of a plain reading over the states that the model has."""
+    """They are those of a plain reading over the states that the model has, of several sequences at once, greedy and drawn, in chunks."""
     head, plain = plain_head(tiny_llama_dir, kind)
     engine, proposer = drafting(new_runner(tiny_llama_dir, head=head), max_num_batched_tokens=24)
-    told = listen(proposer)
+    told = listen(proposer, K)
     asked = [
         request(0, [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], max_tokens=9),
         request(1, [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5, 31, 32, 33], max_tokens=8, temperature=0.8, top_p=0.9, seed=7),

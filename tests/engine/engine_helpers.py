@@ -84,6 +84,19 @@ def ids_of(tokens: Sequence[TokenOutput]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
+class Clock:
+    """In place of the module `time`: seconds pass when a thread sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(0.0, seconds)
+
+
 class HookedRunner(FakeRunner):
     """A fake device that calls `during` in the middle of every run, after the KV was written, `launching` at every launch, `copying` before
     blocks are copied "out" or "back", and, where it marks layers, `computing` before each of them."""

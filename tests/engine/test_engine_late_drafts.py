@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_helpers import VOCAB, HookedRunner, KnowingProposer, answer_of, assert_idle, drain, engine_of, ids_of, make_request
+from engine_helpers import VOCAB, Clock, HookedRunner, KnowingProposer, answer_of, assert_idle, drain, engine_of, ids_of, make_request
 
 from twostep.engine.batch import Batch, InFlight, Sampled
 from twostep.engine.drafts import DraftRecord, Slowness
@@ -115,19 +115,6 @@ def test_a_penalized_one_has_drafts_only_where_its_last_token_is_known() -> None
     assert ids_of(tokens["a"]) == answer_of(request, CONTEXT)
     assert not runner.num_behind
     assert len(steps) < 20
-
-
-class Clock:
-    """Seconds pass when somebody sleeps or works."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(0.0, seconds)
 
 
 class Device(Watched):

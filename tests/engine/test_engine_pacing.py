@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from engine_helpers import HookedRunner, answer_of, drain, ids_of, make_request
+from engine_helpers import Clock, HookedRunner, answer_of, drain, ids_of, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,19 +95,6 @@ def test_steps_that_become_longer_are_waited_for_as_long(more_s: float, num_step
     for _ in range(8):
         pacing.settled(many, 0.02 + more_s, 0.001)
     assert abs(pacing.wait_s(many, 0.0) + 0.0005 - 0.02 - more_s) < 1e-9
-
-
-class Clock:
-    """In place of the module `time`: seconds pass when a thread sleeps or works."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(0.0, seconds)
 
 
 class Clocked(HookedRunner):

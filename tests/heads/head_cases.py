@@ -146,7 +146,7 @@ class PlainMedusa:
 
 
 def asked_requests() -> list[EngineRequest]:
-    """Of different kinds, two with the same beginning."""
+    """Returns requests of different kinds, two with the same beginning."""
     beginning = [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5, 14, 15, 16, 17, 18]
     kinds: list[tuple[list[int], dict[str, Any]]] = [
         (beginning, {"max_tokens": 9}),
@@ -174,21 +174,6 @@ def drafting(runner: ModelRunner, source: HeadSource, **bounds: Any) -> tuple[En
     )
     usual = {"max_num_batched_tokens": 24, "max_num_seqs": 24, "hash_unit": 16}
     return Engine(runner, EngineConfig(**(usual | bounds), speculative=config), proposer=proposer), proposer
-
-
-def listen(proposer: HeadProposer, most: int) -> list[tuple[WantedDrafts, list[int], Sequence[int]]]:
-    """Returns what will be proposed: of whom, after what tokens."""
-    told: list[tuple[WantedDrafts, list[int], Sequence[int]]] = []
-    prepare = proposer.prepare
-
-    def listening(wanted: Sequence[WantedDrafts], most_rows: int) -> None:
-        prepare(wanted, most_rows)
-        for each in wanted:
-            tokens = list(each.sequence.tokens)
-            told.append((each, tokens, proposer.propose(each.sequence.seq_id, tokens, most)))
-
-    proposer.prepare = listening  # type: ignore[method-assign]
-    return told
 
 
 def as_the_model(wanted: WantedDrafts, tokens: Sequence[int], *, sees_drafts: bool = True) -> Choice:

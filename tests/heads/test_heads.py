@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from head_cases import NUM_MEDUSA, PlainMedusa, as_the_model, asked_requests, drafting, head_case, listen, save_model
+from head_cases import NUM_MEDUSA, PlainMedusa, as_the_model, asked_requests, drafting, head_case, save_model
+from heard_proposals import listen
 from safetensors.torch import load_file, save_file
 
 from twostep.engine.engine import Engine, EngineConfig

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from heard_proposals import listen
 from kernel_pools import DEVICE
 
 from twostep.engine.batch import SamplingRow
@@ -35,7 +36,7 @@ from twostep.model.step.kv_cache import KvCache
 from twostep.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
-from head_cases import asked_requests, drafting, head_case, listen
+from head_cases import asked_requests, drafting, head_case
 
 NUM_BLOCKS, BLOCK_SIZE, MOST, MOST_SEQS = 40, 16, 3, 9
 

@@ -162,7 +162,7 @@ def test_a_draft_model_on_the_same_device_says_what_is_drawn(tmp_path: Path) -> 
 
 
 def test_drafts_behind_drafts_change_no_token(tmp_path: Path) -> None:
-    """What of the step in flight is accepted is found out on the device: which tokens come next, where they stand, and the noise that they
+    """The device finds out what of the step in flight is accepted: which tokens come next, where they stand, and the noise that they
     are drawn with."""
     save_model("llama", tmp_path)
     device = DeviceRunner(tmp_path)

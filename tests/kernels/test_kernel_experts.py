@@ -185,7 +185,7 @@ def test_rows(second: bool, in_parts: bool, dtype: torch.dtype, held: range) -> 
 @pytest.mark.parametrize("tokens", [13, 21])
 @pytest.mark.parametrize(("second", "in_parts"), [(False, False), (True, False), (True, True)])
 def test_tiles(second: bool, in_parts: bool, tokens: int, turned: bool, bulk: bool, dtype: torch.dtype, held: range) -> None:
-    """Of few tokens programs find their pairs, of more they are listed."""
+    """Programs find the pairs of few tokens by themselves; those of more are listed."""
     pairs = random_pairs(tokens, 40, 5, held, dtype=dtype, second=second, in_parts=in_parts)
     weight = (torch.randn(len(held), 44, 40, device=DEVICE) * 40**-0.5).to(dtype)
     tile = ExpertTile(tokens=16, cols=32, depth=16, num_warps=2, num_stages=2, turned=turned, bulk=bulk)

@@ -155,7 +155,7 @@ def _raise(*args: object, **kwargs: object) -> torch.Tensor:
 
 
 def test_a_routers_product_is_no_librarys() -> None:
-    """Of few rows and up to 256 tokens: in parts, so that some multiprocessors have work."""
+    """Few rows and up to 256 tokens are multiplied in parts, so that more multiprocessors have work."""
     chip = {"num_sms": 132, "shared_bytes": 227 * 1024}
     for tokens in (3, 16, 33, 64, 65, 128, 256):
         tile = choose_tile(tokens, 128, 2048, gated=False, in_parts=True, **chip)

@@ -29,7 +29,7 @@ _NUM_CLIENTS = 16
 
 @dataclass
 class Tally:
-    """What was seen: requests, answers (of `n`), and what befell them."""
+    """Counts requests, answers (of `n`), and what befell them."""
 
     seen: Counter[str] = field(default_factory=Counter)
     drafted: list[int] = field(default_factory=lambda: [0] * 7)

@@ -343,8 +343,8 @@ class _Offers(NamedTuple):
     trial_s: float
 
 
-class Choice(NamedTuple):
-    """Of how many tokens of each proposal a step gains, and how many tokens a second it gives then, in all."""
+class DraftChoice(NamedTuple):
+    """Says of how many tokens of each proposal a step gains, and how many tokens a second it gives then, in all."""
 
     counts: Sequence[int]
     tokens_per_s: float
@@ -364,7 +364,7 @@ def choose_drafts(
     time: DraftTime = _NO_TIME,
     slower: float = 1.0,
     wait_s: float = 0.0,
-) -> Choice:
+) -> DraftChoice:
     """Returns of how many tokens of each proposal a step gains, at most `most` in all.
 
     num_tokens  tokens that the step gives without drafts
@@ -383,7 +383,7 @@ def choose_drafts(
     if step_s is None:
         for _, index in gains:
             best[-index] += 1
-        return Choice(best, num_tokens + sum(gain for gain, _ in gains))
+        return DraftChoice(best, num_tokens + sum(gain for gain, _ in gains))
     least_s = step_s(0)
     tokens, before_s, draft_s, num_rounds = float(num_tokens), slower * least_s, wait_s, 0
     best_tokens, best_s, bound_s = tokens, least_s, max(bound_s, least_s)
@@ -403,7 +403,7 @@ def choose_drafts(
             break
         if tokens * best_s > best_tokens * (longer_s + draft_s):
             best, best_tokens, best_s = counts.copy(), tokens, longer_s + draft_s
-    return Choice(best, best_tokens / best_s if best_s > 0.0 else math.inf)
+    return DraftChoice(best, best_tokens / best_s if best_s > 0.0 else math.inf)
 
 
 class Slowness:

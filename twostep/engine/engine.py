@@ -378,7 +378,8 @@ class Engine:
         work, workload, curve = launched.work, launched.workload, self._pacing.curve
         if self._drafting is None or curve is None or not self._runner.overlaps:
             return
-        if work.num_decodes:
+        # Models and heads are tried by what they take.
+        if work.num_decodes and not self._drafting.computes:
             # A prompt's first token is none of theirs.
             num_tokens -= sum(work.sampled[work.num_decodes :])
             self._drafting.looking.learn(work.num_decodes, num_tokens, seconds, curve.step_s(work.without_drafts))

@@ -321,7 +321,7 @@ class FakeRunner:
         return [i for i, tokens in enumerate(of_row) if (tokens.reshape(-1)[self._seen(int(lens[i]))] == self._broken_token).any()]
 
     def _seen(self, num_tokens: int) -> slice:
-        """What the last of so many tokens sees in the first group."""
+        """Returns what the last of so many tokens sees in the first group."""
         return slice(max(0, num_tokens - self._windows[0]) if self._windows[0] else 0, num_tokens)
 
     def _scores(self, batch: Batch, scored: ScoredRows) -> npt.NDArray[np.float64]:

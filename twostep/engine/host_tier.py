@@ -215,7 +215,7 @@ class HostTier:
         return end - first
 
     def load(self, sequence: EngineSequence, first: int, end: int, keys: Sequence[Sequence[bytes]], *, is_new: bool) -> None:
-        """What is here under these keys of each group, just looked up, is to be copied to as many blocks of the sequence's own before the
+        """Has what is here under these keys of each group, just looked up, copied to as many blocks of the sequence's own before the
         `end` of that group; none before the `first`. Until `loaded` it counts one use more than it is in steps. Nothing happens if there
         are none."""
         if not keys:

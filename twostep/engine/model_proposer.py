@@ -1,5 +1,5 @@
-"""What proposers that compute have in common, a smaller model (draft_model.py) and heads of the served one (twostep/model/heads): what
-their rounds take is learnt from each, what they said is kept until it is asked for, and one that fails says nothing any more.
+"""Holds what proposers that compute have in common, smaller models (draft_model.py) and heads of the served one (twostep/model/heads):
+what their rounds take is learnt from each, what they said is kept until it is asked for, and one that fails says nothing any more.
 
 A *round* drafts a token more of each of some sequences.
 """

@@ -1,4 +1,4 @@
-"""What a head that drafts computes, whatever it is made of."""
+"""The interface of heads that draft, whatever they are made of."""
 
 from __future__ import annotations
 

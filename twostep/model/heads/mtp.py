@@ -43,7 +43,7 @@ class MtpDrafts(DraftHead):
         return Drafted(residual, self._model.logits(normed))
 
     def _enter(self, token_ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What enters the layer, and what its attention's first product makes of it."""
+        """Returns what enters the layer, and what its attention's first product makes of it."""
         embedded = F.embedding(token_ids, self._model.embedding)
         residual = self._next.join(embedded, states)
         return residual, self._own.enter(self._next.layer.input_norm(residual))

@@ -1,4 +1,4 @@
-"""Where a head comes from, and whether it is one of a model: known before anything is loaded."""
+"""Says where a head comes from, and whether it is one of a model, before anything is loaded."""
 
 from __future__ import annotations
 

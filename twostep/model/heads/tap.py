@@ -1,4 +1,4 @@
-"""What each step of the model leaves for a head, as a part of the step: captured with it, nothing is launched beside.
+"""Each step of the model leaves something for a head, as a part of the step: captured with it, nothing is launched beside.
 
     residuals ─ LayerStates ─┐
     last norm ───────────────┴─ head.state ─▶ by slot ─ of the tokens before ─ head.write ─▶ the pool's last layer

@@ -197,7 +197,7 @@ class Experts(Protocol):
 
     @property
     def enter(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What gives x as it is, from what the norm gave: by it a device knows that experts come next."""
+        """Gives x as it is, from what the norm gave: by it a device knows that experts come next."""
         ...
 
     def __call__(self, x: torch.Tensor, routing: Routing, beside: Beside | None = None) -> torch.Tensor:

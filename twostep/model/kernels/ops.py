@@ -70,7 +70,7 @@ class AttentionPlan(Protocol):
 
     @property
     def places(self) -> StatePlaces:
-        """Where the T tokens' states go, of a model whose AttentionSpec asks for it."""
+        """Says where the T tokens' states go, of a model whose AttentionSpec asks for it."""
         ...
 
     def rotate_and_write(self, layer: int, qkv: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ class AttentionSpec:
 
 
 class StatePlaces(NamedTuple):
-    """Where the states of T tokens go that a head drafts from, by slot as their KV does.
+    """Says where the states of T tokens go that a head drafts from, by slot as their KV does.
 
     slots   integer [T], the batch's; negative: nowhere
     before  integer [T], slots of the tokens before them; of a sequence's first one its own

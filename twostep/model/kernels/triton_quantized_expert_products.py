@@ -160,7 +160,7 @@ def _scaled_sums(
     weight, x, scales_ptr, stride, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     W_GROUPS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Of rows [ROWS, BLOCK] with x [BLOCK], each times its scale or scales."""
+    """Returns the products of rows [ROWS, BLOCK] with x [BLOCK], each times its scale or scales."""
     product = to_float32(weight, ON_GPU) * x[None, :]
     if W_GROUPS:
         group = tl.arange(0, BLOCK // 128)[None, :]

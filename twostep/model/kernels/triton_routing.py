@@ -176,7 +176,7 @@ class ExpertTiles:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """What pairs_of asks of a kernel, and AMONG."""
+        """Returns what pairs_of asks of a kernel, and AMONG."""
         return self.pairs, self.experts, self.first
 
 

@@ -46,7 +46,7 @@ def num_scratch_blocks(block_size: int, max_num_seqs: int, most_tokens: int) -> 
 
 
 class Rounds(Protocol):
-    """How rounds run on a device: CpuRounds, or DeviceRounds (head_graphs.py)."""
+    """Runs rounds on a device: CpuRounds, or DeviceRounds (head_graphs.py)."""
 
     def run(self, batches: Sequence[Batch]) -> Sequence[Sequence[int]]:
         """Returns the tokens of each round, those of its batch's rows in order, negative where there is none. Of every batch but the first,

@@ -193,7 +193,7 @@ class StepGraphs:
         return f"attention differs by {difference:.1e} from that without"
 
     def _attended(self, captured: _Captured, batch: Batch, listing: Sequence[Any], layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """What attention of this batch's decodes gives, float32 [size, num_heads * head_dim]."""
+        """Returns what attention of this batch's decodes gives, float32 [size, num_heads * head_dim]."""
         self._send(captured, batch, len(batch.seq_lens), listing)
         captured.plan.refresh()
         return captured.plan.attend(layer, qkv).float()
