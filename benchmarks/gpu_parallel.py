@@ -4,6 +4,7 @@
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --sizes 1 2 4
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py speed --model llama-3.1-70b --sizes 4 --decode 1 16 64 128
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check --quantization fp8 int8 int4      formats, as they are made at load
+    PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check --checkpoints DIR... --base DIR          quantized ones of a model
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check speed --model qwen3-30b-a3b --experts    whole experts on each rank
     PYTHONPATH=.:benchmarks python -P benchmarks/gpu_parallel.py check speed --tiny --sizes 1 2          a dry run on the CPU
 
@@ -11,8 +12,9 @@ Each number of GPUs is a process of its own. All of them start at once where the
 
 check   a small random model with steps of prompts beside decodes. float32: the tokens of the CPU's single-process engine, greedy and drawn,
         near-ties counted, blocks read and written whole, logprobs beside one GPU's. bfloat16: how far each greedy token's logit lies below
-        the largest, by the CPU in float32 on the same tokens, as a share of the logits' standard deviation. Of quantized weights,
-        bfloat16: how many answers are one GPU's, and its log probabilities and KV beside several's
+        the largest, by the CPU in float32 on the same tokens, as a share of the logits' standard deviation. Of quantized weights:
+        how many answers are one GPU's (where inputs are rounded, too, the smallest difference becomes a step of theirs), and its log
+        probabilities and KV beside several's
 speed   dummy weights in bfloat16, medians in ms. decode: between consecutive tokens on the host, step n + 1 launched before n is collected,
         contexts from 1024 on. mixed, prefill: from the launch until the tokens are on the host, after a pause
 """
@@ -29,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -78,12 +80,19 @@ class Case:
     sized: bool
     seed: int = 0
     quantization: str = "none"
+    base: str = ""  # the model of which model_dir is a quantized checkpoint
     experts: bool = False  # whole ones on each rank
 
     @property
     def title(self) -> str:
         kind = f"{self.size} GPU{'s' if self.size > 1 else ''}{'' if self.one_shot else ', NCCL'}{', experts' if self.experts else ''}"
+        if self.base:
+            return f"{kind}, {Path(self.model_dir).name}"
         return kind if self.quantization == "none" else f"{kind}, {self.quantization}"
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self.base) or self.quantization != "none"
 
 
 # ---- a process: makes a runner, says so, and does its part when it is told ---------------------------------------------------------
@@ -103,7 +112,7 @@ def serve(case: Case) -> None:
         return
     if case.what in ("float32", "bfloat16"):
         _say(answers=_answers(runner, case))
-        if case.size > 1 and (case.what == "float32" or case.quantization != "none"):
+        if case.size > 1 and (case.what == "float32" or case.quantized):
             _say(**_beside_one(runner, case))
         _say(steps=steps)
     else:
@@ -173,12 +182,12 @@ def _answers(runner: Runner, case: Case) -> list[list[int]]:
 
 
 def _beside_one(several: Runner, case: Case) -> dict[str, object]:
-    """The same steps by one device, launched kernel by kernel: KV, blocks read and written whole, logprobs. Differences in float32 are
-    the largest; others are the largest log probability's as a share of that, and KV's norm as a share of KV's, with what the format costs
-    one device, `cost`, in the same way."""
+    """The same steps by one device, launched kernel by kernel: KV, blocks read and written whole, logprobs. Differences are the
+    largest; with quantized weights the largest log probability's as a share of that, and KV's norm as a share of KV's, with what the format
+    costs one device, `cost`, in the same way."""
     options: dict[str, Any] = {"dtype": case.what, "num_blocks": CHECK_BLOCKS, "block_size": BLOCK_SIZE, "device": case.device}
     one = ModelRunner(case.model_dir, quantization=case.quantization, **options)
-    exact = ModelRunner(case.model_dir, **options)
+    exact = ModelRunner(case.base or case.model_dir, **options)
     tables = tables_for(one, 3, 300)
     blocks = tables.ravel().tolist()
     kv, back = (np.zeros((len(blocks), one.kv_shape.block_bytes), np.uint8) for _ in range(2))
@@ -189,19 +198,19 @@ def _beside_one(several: Runner, case: Case) -> dict[str, object]:
         batch = batch_of(starts, counts, tables, seed=i, vocab=vocab)
         batch = replace(batch, sampling=[replace(row, params=replace(row.params, logprobs=20)) for row in batch.sampling])
         a, b, _ = (runner.launch(batch).result() for runner in (one, several, exact))
-        if case.what == "float32":
+        if not case.quantized:
             assert list(a.token_ids) == list(b.token_ids), (a.token_ids, b.token_ids)
         for x, y in zip(a.top_logprobs, b.top_logprobs, strict=True):
             there = {top.token_id: top.logprob for top in y}
             errors += [abs(top.logprob - there[top.token_id]) for top in x[:15] if top.token_id in there]
-            if case.what != "float32":
+            if case.quantized:
                 largest = max(largest, *(abs(top.logprob) for top in x))
     one.read_blocks(blocks, kv)
     several.read_blocks(blocks, back)
-    want, got = (torch.from_numpy(each).view(getattr(torch, case.what)).float() for each in (kv, back))
-    difference = float((want - got).abs().max()) if case.what == "float32" else float((want - got).norm() / want.norm())
+    want, got = (torch.tensor(each).view(getattr(torch, case.what)).float() for each in (kv, back))
+    difference = float((want - got).abs().max()) if not case.quantized else float((want - got).norm() / want.norm())
     exact.read_blocks(blocks, kv)
-    unquantized = torch.from_numpy(kv).view(getattr(torch, case.what)).float()
+    unquantized = torch.tensor(kv).view(getattr(torch, case.what)).float()
     cost = float((want - unquantized).norm() / want.norm())
     several.write_blocks(blocks, kv)
     several.read_blocks(blocks, back)
@@ -355,27 +364,30 @@ def check(args: argparse.Namespace, directory: Path, deadline: float) -> Callabl
     fields = size | {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.05}
     if SHAPES[args.model].get("num_experts"):
         fields |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96 if args.tiny else 256, "head_dim": 32}
-    cases = list[Case]()
-    judges: dict[tuple[str, str], Path] = {}
-    for quantization in args.quantization:
+    cases = [
+        replace(_case(args, dtype, size, str(checkpoint), "none"), base=str(args.base))
+        for checkpoint in args.checkpoints
+        for dtype in ("float32", "bfloat16")
+        for size in args.sizes
+    ]
+    for quantization in [] if args.checkpoints else args.quantization:
         for dtype in ("float32", "bfloat16") if quantization == "none" else ("bfloat16",):
             model_dir = directory / f"{dtype}-{quantization}"
             model = save_tiny_model(model_dir, SHAPES[args.model]["model_type"], dtype=getattr(torch, dtype), **fields)
-            judges[dtype, quantization] = model
             cases += [_case(args, dtype, size, str(model), quantization) for size in args.sizes]
     groups = CaseGroups([cases], deadline)
-    return lambda: _judged(groups.run(), judges, Oracle)
+    return lambda: _judged(groups.run(), Oracle)
 
 
-def _judged(processes: Sequence[CaseProcess], judges: Mapping[tuple[str, str], Path], oracle: Callable[[Path], Any]) -> bool:
+def _judged(processes: Sequence[CaseProcess], oracle: Callable[[Path], Any]) -> bool:
     good = True
     print(f"{'':24}{'answers':>9}{'equal':>7}{'near-ties':>11}{'wrong':>7}   steps")
-    for (dtype, quantization), model in judges.items():
-        mine = [process for process in processes if (process.case.what, process.case.quantization) == (dtype, quantization)]
+    for model, dtype in dict.fromkeys((process.case.model_dir, process.case.what) for process in processes):
+        mine = [process for process in processes if (process.case.model_dir, process.case.what) == (model, dtype)]
         first = mine[0].found("answers")
         judge: Any = None
-        if quantization == "none":
-            judge = oracle(model) if dtype == "float32" else ModelRunner(model, dtype="float32", num_blocks=64, block_size=BLOCK_SIZE)
+        if not mine[0].case.quantized:
+            judge = oracle(Path(model)) if dtype == "float32" else ModelRunner(model, dtype="float32", num_blocks=64, block_size=BLOCK_SIZE)
         for process in mine:
             answers = process.found("answers")
             if answers is None or first is None:
@@ -395,7 +407,9 @@ def _judged(processes: Sequence[CaseProcess], judges: Mapping[tuple[str, str], P
             if process.found("kv") is not None:
                 beside = {key: process.found(key) for key in ("logprobs", "kv", "cost", "whole")}
                 near = (
-                    max(beside["logprobs"], beside["kv"]) < 1e-3 if dtype == "float32" else beside["kv"] < QUANTIZED_SHARE * beside["cost"]
+                    beside["kv"] < QUANTIZED_SHARE * beside["cost"]
+                    if process.case.quantized
+                    else max(beside["logprobs"], beside["kv"]) < 1e-3
                 )
                 good &= beside["whole"] and near
                 print(f"{'':24}beside one device: {beside}", flush=True)
@@ -512,12 +526,18 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--steps", type=int, default=60, help="decode steps of each kind")
     parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8", "int8", "int4"))
+    parser.add_argument(
+        "--checkpoints", type=Path, nargs="+", default=[], help="of `check`: quantized ones of --base, instead of --quantization"
+    )
+    parser.add_argument("--base", type=Path, help="the model without quantization")
     parser.add_argument("--experts", action="store_true", help="expert parallelism; `speed` has tensor parallelism beside it")
     parser.add_argument("--nccl", action="store_true", help="measure sums by NCCL alone, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--deadline", type=float, default=150.0, help="seconds that each part may take")
     args = parser.parse_args()
+    if args.checkpoints and not args.base:
+        parser.error("--checkpoints needs --base, the model that they were made of")
     if not args.tiny:
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     parts: dict[str, Callable[[argparse.Namespace, Path, float], Callable[[], bool]]] = {"check": check, "speed": speed}
