@@ -437,7 +437,7 @@ class DraftModelWorld(DraftWorld):
             broken_token=rng.choice([self.broken_token, 9]),
         )
         draft_model = DraftModel(runner, max_num_seqs=rng.choice([1, 4, 16]), clock=self.clock)
-        runner.during = partial(self.while_drafting, rng.choice([0.0, 0.0, 0.02]))
+        runner.during = partial(self.while_drafting, rng.choice([0.0, 0.0, 0.05]))
         self.draft_models.append(draft_model)
         config = SpeculativeConfig(method="draft_model", model="another", num_speculative_tokens=rng.choice([1, 3, 7]))
         return {"speculative": config, "proposer": draft_model}

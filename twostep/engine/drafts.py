@@ -522,10 +522,18 @@ class Drafting:
         return [proposal.tokens[:count] for proposal, count in zip(proposals, choice.counts, strict=True)]
 
     def is_worth(
-        self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float, wait_s: float
+        self,
+        decodes: Sequence[EngineSequence],
+        *,
+        most: int,
+        step_s: Callable[[int], float] | None,
+        bound_s: float,
+        wait_s: float,
+        num_steps: int = 1,
     ) -> bool:
         """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, for the sake of its
-        drafts: as if it were this one. Asked once for each step: it learns, and where the answer is no, saves time up for a trial."""
+        drafts: as if it were this one. It learns, and where the answer is no, saves time up for a trial: of `num_steps`, after which it is
+        asked again."""
         slower = self.slowness.of(len(decodes))
         if most < 1 or not self._looks or not _may_pay(len(decodes), step_s, bound_s, slower):
             return False
@@ -544,7 +552,7 @@ class Drafting:
             return False
         if self._may_try(offers, time, step_s(0), bound_s):
             return True
-        self._save_up(offers, step_s(0))
+        self._save_up(offers, num_steps * step_s(0))
         return False
 
     @property

@@ -77,6 +77,8 @@ from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, chunk_p
 _KEPT_S = 1.0
 # Steps that are planned ahead, at most, after drafts were waited for in vain.
 _MOST_AHEAD = 15
+# Steps that are planned ahead, unasked, behind one that was not worth the drafts of a model.
+_NOT_ASKED = 7
 # When a reservation for which they give way is worth trying again.
 _RETRY_S = 0.02
 _BATCH = int(RequestClass.BATCH)
@@ -370,7 +372,13 @@ class Scheduler:
             for sequence in self._running.values()
             if sequence.num_pending and not sequence.hold and sequence.constraint is None and sequence.request.pooling is None
         ]
-        self._awaits_drafts = bool(decodes) and drafting.is_worth(decodes, wait_s=wait_s, **self._foretold_bounds(decodes))
+        if not decodes:
+            return False
+        # Where each is reckoned with, that takes the host a part of a short step: not in each, while the answer is no.
+        num_steps = 1 + _NOT_ASKED if drafting.computes else 1
+        self._awaits_drafts = drafting.is_worth(decodes, wait_s=wait_s, num_steps=num_steps, **self._foretold_bounds(decodes))
+        if not self._awaits_drafts:
+            self._num_ahead = num_steps - 1
         return self._awaits_drafts
 
     def drafts_wanted(self, now: float) -> tuple[list[WantedDrafts], int]:
@@ -612,6 +620,9 @@ class Scheduler:
         self, drafting: Drafting, decodes: Sequence[EngineSequence], prompts: Sequence[Chunk[EngineSequence]], now: float
     ) -> Sequence[Sequence[int]]:
         """Returns the tokens drafted after each of a step's decodes; empty: after none. Their KV takes blocks that nobody waits for."""
+        if drafting.computes and all(sequence.num_pending for sequence in decodes):
+            # What computes has to see the last tokens.
+            return ()
         pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
         bounds = self._draft_bounds(decodes, sum(chunk.num_tokens for chunk in prompts), len(prompts), pairs)
         drafts = drafting.draft(decodes, **bounds)

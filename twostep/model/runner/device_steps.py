@@ -36,6 +36,7 @@ class DeviceSteps:
         self._cache = cache
         self._graphs = graphs
         self._tokens = ops.tokens
+        self._upload = ops.upload
         self._progress = ops.progress
         self._sampler = DeviceSampler(ops.upload, ops.tokens, model.config.vocab_size, ops.accepted)
         self._experts = ExpertLoadMeter(model.expert_loads)
@@ -88,7 +89,7 @@ class DeviceSteps:
         done = torch.cuda.Event() if self._on_gpu else None
         marks: list[ProgressMark] = []
         if done is not None:
-            done.record()
+            done.record(self._upload.current_stream())
             marks = [self._progress.mark(num_layers, done.query) for num_layers in batch.mark_layers]
         imbalance = None if counts is None else partial(self._experts.imbalance, counts)
         return DeviceStep(batch.sampling, tokens, logprobs, values, scores, pooled, done, marks, imbalance)
