@@ -367,7 +367,7 @@ def check(args: argparse.Namespace, directory: Path, deadline: float) -> Callabl
     cases = [
         replace(_case(args, dtype, size, str(checkpoint), "none"), base=str(args.base))
         for checkpoint in args.checkpoints
-        for dtype in ("float32", "bfloat16")
+        for dtype in args.dtypes
         for size in args.sizes
     ]
     for quantization in [] if args.checkpoints else args.quantization:
@@ -529,6 +529,7 @@ def main() -> None:
     parser.add_argument(
         "--checkpoints", type=Path, nargs="+", default=[], help="of `check`: quantized ones of --base, instead of --quantization"
     )
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), help="of --checkpoints")
     parser.add_argument("--base", type=Path, help="the model without quantization")
     parser.add_argument("--experts", action="store_true", help="expert parallelism; `speed` has tensor parallelism beside it")
     parser.add_argument("--nccl", action="store_true", help="measure sums by NCCL alone, too")
