@@ -5,14 +5,18 @@
 
 A cell is its routers and fake workers, half of which are prefill workers, as processes on cores of their own, with a load client for each
 router and Redis. Every router has sequences on every decode worker, so that each of their steps comes to each router as a message of its
-own. Linear is the first cell's tokens a second for each router. Every token of every answer is checked.
+own. Linear is the first cell's tokens a second for each router. Every token of every answer is checked. `machine` is what processes that
+share nothing get done on the routers' cores before and after a cell, of linear: rented cores are not equally fast at all times.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +30,14 @@ from twostep.settings.reading import FlagParser
 # A process that used so much of its core had none of it to spare.
 _BUSY = 0.95
 _CONNECTIONS = 8
+# Counts rounds over objects that are no longer in the processor's nearest cache, in half a second.
+_ROUNDS = """
+import time
+table, count, end = {i: [i] for i in range(20000)}, 0, time.perf_counter() + 0.5
+while time.perf_counter() < end:
+    count += sum(table[i * 7919 % 20000][0] & 1 for i in range(2000)) > 0
+print(count)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +91,17 @@ async def measure(num_routers: int, num_workers: int, arguments: argparse.Namesp
         )
 
 
+def machine_itself(cores: Sequence[int]) -> float:
+    """Returns what a process gets done that shares nothing, with one on each of these cores, in rounds a second."""
+
+    def start(core: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _ROUNDS], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
+        )
+
+    return statistics.mean(2 * int(process.communicate()[0]) for process in [start(core) for core in cores])
+
+
 def cores_for(num_routers: int, num_workers: int) -> Cores:
     """Routers first, then clients, then workers; with too few cores the last two kinds share the last one. Second hardware threads of cores
     are taken last."""
@@ -106,17 +129,22 @@ def _siblings(core: int) -> list[int]:
 async def main(arguments: argparse.Namespace) -> None:
     cells = {cell: (int(cell.split("x")[0]), int(cell.split("x")[1])) for cell in arguments.cells}
     seen: dict[str, list[Seen]] = {cell: [] for cell in cells}
+    machine: dict[str, list[float]] = {cell: [] for cell in cells}
     for _ in range(arguments.rounds):
         for cell, (num_routers, num_workers) in cells.items():
+            routers = cores_for(num_routers, num_workers).routers
+            machine[cell].append(machine_itself(routers))
             async with asyncio.timeout(arguments.deadline):
                 seen[cell].append(await measure(num_routers, num_workers, arguments))
+            machine[cell].append(machine_itself(routers))
             print(f"{cell}: {seen[cell][-1]}", flush=True)
     first = statistics.median(each.tokens_s for each in seen[arguments.cells[0]]) / cells[arguments.cells[0]][0]
-    print(f"{'routers':>8}{'workers':>9}{'tokens/s':>11}{'a router':>10}{'of linear':>11}")
+    print(f"{'routers':>8}{'workers':>9}{'tokens/s':>11}{'a router':>10}{'of linear':>11}{'machine':>9}")
     for cell, (num_routers, num_workers) in cells.items():
         rate = statistics.median(each.tokens_s for each in seen[cell])
         linear = rate / num_routers / first
-        print(f"{num_routers:8}{num_workers:9}{rate:11,.0f}{rate / num_routers:10,.0f}{linear:11.3f}{seen[cell][-1].limits}")
+        itself = statistics.mean(machine[cell]) / statistics.mean(machine[arguments.cells[0]])
+        print(f"{num_routers:8}{num_workers:9}{rate:11,.0f}{rate / num_routers:10,.0f}{linear:11.3f}{itself:9.3f}{seen[cell][-1].limits}")
 
 
 if __name__ == "__main__":
