@@ -185,14 +185,15 @@ def test_drafts_take_no_block_that_others_wait_for(look_ahead: bool) -> None:
     assert with_drafts == without or (look_ahead and len(with_drafts) <= len(without) and min(with_drafts, default=99) >= min(without))
 
 
-def test_where_no_draft_pays_nothing_is_looked_up() -> None:
+def test_where_no_draft_pays_nothing_is_looked_up_of_many() -> None:
     proposer = KnowingProposer(1000, 1.0, tireless=True)
     engine = engine_of(HookedRunner(num_blocks=40, block_size=4, vocab_size=1000, max_model_len=100), speculative=NGRAM, proposer=proposer)
     engine.set_curve(StepCurve(fixed_s=0.0, per_row_s=0.001))
-    request = make_request("a", [5, 6, 7], max_tokens=20)
-    engine.submit(request)
+    requests = [make_request(name, [5, 6, 7 + place], max_tokens=16) for place, name in enumerate("abcde")]
+    for request in requests:
+        engine.submit(request)
     tokens, _ = drain(engine)
-    assert ids_of(tokens["a"]) == answer_of(request)
+    assert [ids_of(tokens[request.seq_id]) for request in requests] == [answer_of(request) for request in requests]
     assert not proposer.num_asked
 
 
@@ -364,7 +365,7 @@ def test_steps_are_drafted_for_where_that_gives_more_tokens_a_second(
     """Whatever it is that takes the time; single steps take ten times as long for other reasons, and two are planned ahead."""
     looking, rng, planned, num_looked, num_steps = Looking(), random.Random(1), deque([True, True]), 0, 4000
     for _ in range(num_steps):
-        planned.append(looking.looks)
+        planned.append(looking.looks(40))
         looked = planned.popleft()
         num_looked += looked
         seconds = (times_as_long if looked else 1.0) * rng.uniform(0.9, 1.1) * (10.0 if rng.random() < 0.002 else 1.0)
@@ -376,5 +377,5 @@ def test_what_turns_out_worth_it_later_is_found() -> None:
     looking = Looking()
     for step in range(8000):
         pays = step >= 4000
-        looking.learn(8, 16 if pays and looking.looks else 8, 1.5 if looking.looks else 1.0, 1.0)
-    assert looking.looks
+        looking.learn(8, 16 if pays and looking.looks(8) else 8, 1.5 if looking.looks(8) else 1.0, 1.0)
+    assert looking.looks(8)

@@ -67,10 +67,12 @@ _FORGETTING_GAIN, _PRIOR_STEPS = 0.98, 16
 # No step is shorter, whatever a curve says.
 _LEAST_STEP_S = 1e-6
 # Steps of one kind in a row, with drafts or without, at first, and twice as many each time that the other kind was no better, up to a
-# bound; of that kind, to see what they give; and of those that begin such a run, so many were planned before. What one step gave counts for
-# so much; and what gives so much more is better.
-_FIRST_RUN, _LONGEST_RUN, _SHORT_RUN, _IN_FLIGHT = 50, 3200, 10, 3
-_LEARNING_GAIN, _CLEARLY = 0.1, 1.02
+# bound; of the other kind, to see what they give: more of those with drafts, which are not all alike; and of those that begin such a run,
+# so many were planned before. What gives so much more is better.
+_FIRST_RUN, _LONGEST_RUN, _PLAIN_TRIAL, _LOOKING_TRIAL, _IN_FLIGHT = 50, 3200, 10, 20, 3
+_CLEARLY = 1.02
+# For so few sequences it takes less to look up than to reckon whether it may pay.
+_LOOKED_UP_FIRST = 4
 # Of a step, what it takes longer where it is not planned while another runs: for a trial.
 _WAITING_SHARE = 0.15
 # How much one step teaches of how long steps take, and one without drafts of that those with them take no longer; and how many times
@@ -434,50 +436,68 @@ class Slowness:
 
 
 class Looking:
-    """Chooses whether steps are drafted for at all: the kind of step that gave more tokens a second of late, with about as many sequences.
-    What looking up takes the host is in no curve, and it is taken where nothing is drafted in the end, too. A few steps in a row are of the
-    other kind now and then, to see."""
+    """Chooses whether steps are drafted for at all, apart for steps of about as many sequences: as those that gave more tokens a second.
+    What looking up takes the host is in no curve, and it is taken where nothing is drafted in the end, too. Behind each run of steps of one
+    kind comes a short one of the other, to see."""
 
     def __init__(self) -> None:
-        # By the power of 2 of sequences, of steps without and with: tokens of a sequence in the time that a step is foretold to take.
-        self._gains: dict[int, list[float | None]] = {}
-        self.looks = True
-        self._tries = False
-        self._run = self._left = _FIRST_RUN
-        self._settling = self._seen = 0
+        # By the power of 2 of sequences.
+        self._runs: dict[int, _Run] = {}
+
+    def looks(self, num_seqs: int) -> bool:
+        run = self._runs.get(num_seqs.bit_length())
+        return run is None or run.looks
 
     def learn(self, num_seqs: int, num_tokens: int, seconds: float, foretold_s: float) -> None:
         """A step of so many sequences gave so many tokens, so long after the one before it; without drafts it was to take `foretold_s`."""
-        if seconds <= 0.0 or foretold_s <= 0.0:
-            return
-        gains = self._gains.setdefault(num_seqs.bit_length(), [None, None])
-        self._left -= 1
-        # What was planned before the last change is still on its way.
-        if self._settling:
-            self._settling -= 1
-        else:
-            self._seen += 1
-            gain, known = num_tokens / num_seqs * foretold_s / seconds, gains[self.looks]
-            # A trial tells by itself, whatever was known before.
-            weight = 1.0 / self._seen if self._tries else _LEARNING_GAIN
-            gains[self.looks] = gain if known is None else known + weight * (min(gain, 2.0 * known) - known)
-        mine, others = gains[self.looks], gains[not self.looks]
-        loses = mine is not None and others is not None and others > _CLEARLY * mine
-        if self._tries:
-            if self._left <= 0:
-                better = mine is not None and others is not None and mine > _CLEARLY * others
-                self._run = _FIRST_RUN if better else min(2 * self._run, _LONGEST_RUN)
-                self._begin(looks=self.looks == better, tries=False)
-        elif loses:
-            self._run = _FIRST_RUN
-            self._begin(looks=not self.looks, tries=False)
-        elif self._left <= 0:
-            self._begin(looks=not self.looks, tries=True)
+        if seconds > 0.0 and foretold_s > 0.0:
+            run = self._runs.setdefault(num_seqs.bit_length(), _Run())
+            run.learn(num_tokens / num_seqs * foretold_s / seconds)
 
-    def _begin(self, *, looks: bool, tries: bool) -> None:
-        self._tries, self._left, self._seen = tries, _SHORT_RUN if tries else self._run, 0
-        if looks != self.looks:
-            self.looks, self._settling = looks, _IN_FLIGHT
+
+@dataclass(slots=True)
+class _Run:
+    """A run of steps of one kind. Gains are tokens of a sequence in the time that a step is foretold to take."""
+
+    looks: bool = True
+    trial: bool = False
+    # Of a run that is none.
+    length: int = _FIRST_RUN
+    left: int = _FIRST_RUN
+    settling: int = 0
+    total: float = 0.0
+    seen: int = 0
+    before: float | None = None
+
+    def learn(self, gain: float) -> None:
+        self.left -= 1
+        # What was planned before the last change is still on its way.
+        if self.settling:
+            self.settling -= 1
+        else:
+            self.total += gain
+            self.seen += 1
+        if self.left > 0:
+            return
+        mean, better = self.total / self.seen, False
+        if self.trial:
+            better = self.before is not None and mean > _CLEARLY * self.before
+            self.length = _FIRST_RUN if better else min(2 * self.length, _LONGEST_RUN)
+        else:
+            self.before = mean
+        looks = self.looks if better else not self.looks
+        self.trial = not self.trial
+        self.left = self.length if not self.trial else _LOOKING_TRIAL if looks else _PLAIN_TRIAL
+        self.settling = _IN_FLIGHT if looks != self.looks else 0
+        self.looks, self.total, self.seen = looks, 0.0, 0
+
+
+class DraftBounds(NamedTuple):
+    """Says what bounds the drafts of a step: `most` tokens in all, `step_s` as in choose_drafts, `bound_s` that it may take."""
+
+    most: int
+    step_s: Callable[[int], float] | None
+    bound_s: float
 
 
 def _may_pay(num_tokens: int, step_s: Callable[[int], float] | None, bound_s: float, slower: float = 1.0) -> bool:
@@ -510,32 +530,29 @@ class Drafting:
         self.gain = DraftGain()
         self._num_seen = 0
 
-    def draft(
-        self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
-    ) -> list[Sequence[int]]:
-        """Returns what is drafted after the last token of each of a step's decodes, at most `most` tokens in all; see choose_drafts."""
+    def draft(self, decodes: Sequence[EngineSequence], bounds: Callable[[], DraftBounds]) -> list[Sequence[int]]:
+        """Returns what is drafted after the last token of each of a step's decodes; see choose_drafts. `bounds` are asked for only where
+        there may be any: that takes as long as all else here."""
+        nothing: list[Sequence[int]] = [()] * len(decodes)
+        if not self._may_propose(decodes):
+            return nothing
+        most, step_s, bound_s = bounds()
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not self._looks or not _may_pay(len(decodes), step_s, bound_s, slower):
-            return [()] * len(decodes)
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
+            return nothing
         proposals = [self._late_proposal(sequence) if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
         choice = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, choice.counts, strict=True)]
 
-    def is_worth(
-        self,
-        decodes: Sequence[EngineSequence],
-        *,
-        most: int,
-        step_s: Callable[[int], float] | None,
-        bound_s: float,
-        wait_s: float,
-        num_steps: int = 1,
-    ) -> bool:
+    def is_worth(self, decodes: Sequence[EngineSequence], bounds: Callable[[], DraftBounds], *, wait_s: float, num_steps: int = 1) -> bool:
         """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, for the sake of its
         drafts: as if it were this one. It learns, and where the answer is no, saves time up for a trial: of `num_steps`, after which it is
         asked again."""
+        if not self._may_propose(decodes):
+            return False
+        most, step_s, bound_s = bounds()
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not self._looks or not _may_pay(len(decodes), step_s, bound_s, slower):
+        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
             return False
         choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         time = self._proposer.time
@@ -555,10 +572,13 @@ class Drafting:
         self._save_up(offers, num_steps * step_s(0))
         return False
 
-    @property
-    def _looks(self) -> bool:
-        """Proposers that compute are tried by what they take instead."""
-        return self.looking.looks or self.computes
+    def _may_propose(self, decodes: Sequence[EngineSequence]) -> bool:
+        """Returns whether anything is proposed, or may be. Proposers that compute are tried by what they take instead."""
+        if self.computes:
+            return True
+        if not self.looking.looks(len(decodes)):
+            return False
+        return len(decodes) > _LOOKED_UP_FIRST or any(self._looked_up(sequence).proposed(sequence.tokens) for sequence in decodes)
 
     @property
     def computes(self) -> bool:
@@ -569,10 +589,9 @@ class Drafting:
     def failed(self) -> bool:
         return self._proposer.failed
 
-    def wanted(
-        self, decodes: Sequence[EngineSequence], *, most: int, step_s: Callable[[int], float] | None, bound_s: float
-    ) -> tuple[list[WantedDrafts], int]:
+    def wanted(self, decodes: Sequence[EngineSequence], bounds: DraftBounds) -> tuple[list[WantedDrafts], int]:
         """Returns what is worth drafting for a step of these decodes, and how many missing tokens may be computed for it."""
+        most, step_s, bound_s = bounds
         time = self._proposer.time
         if time is None or self._proposer.failed or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
             return [], 0

@@ -38,11 +38,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from heapq import merge
 from itertools import chain, repeat
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +50,7 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, WantedDrafts, may_go_on, num_sampled
+from twostep.engine.drafts import DraftBounds, Drafting, WantedDrafts, may_go_on, num_sampled
 from twostep.engine.host_tier import HostLoad
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import StepTimeLimit, time_limit_of
@@ -107,14 +106,6 @@ def _with_drafts_s(curve: StepCurve, work: StepWorkload, reads_once: bool, num_r
 def _entitlement(sequence: EngineSequence) -> tuple[int, int]:
     """Sorts the most entitled first."""
     return sequence.priority.rank, sequence.arrival
-
-
-class DraftBounds(TypedDict):
-    """See Drafting.draft."""
-
-    most: int
-    step_s: Callable[[int], float] | None
-    bound_s: float
 
 
 class Scheduler:
@@ -376,7 +367,7 @@ class Scheduler:
             return False
         # Where each is reckoned with, that takes the host a part of a short step: not in each, while the answer is no.
         num_steps = 1 + _NOT_ASKED if drafting.computes else 1
-        self._awaits_drafts = drafting.is_worth(decodes, wait_s=wait_s, num_steps=num_steps, **self._foretold_bounds(decodes))
+        self._awaits_drafts = drafting.is_worth(decodes, partial(self._foretold_bounds, decodes), wait_s=wait_s, num_steps=num_steps)
         if not self._awaits_drafts:
             self._num_ahead = num_steps - 1
         return self._awaits_drafts
@@ -390,7 +381,7 @@ class Scheduler:
         self._begins_at = now
         decodes = [sequence for sequence in self._running.values() if sequence.is_plannable and sequence.decodes]
         del decodes[self._max_num_seqs :]
-        return drafting.wanted(decodes, **self._foretold_bounds(decodes))
+        return drafting.wanted(decodes, self._foretold_bounds(decodes))
 
     def _foretold_bounds(self, decodes: Sequence[EngineSequence]) -> DraftBounds:
         """Returns what bounds the drafts of a step of these decodes, beside prompts that will likely fill what they leave of it."""
@@ -623,9 +614,12 @@ class Scheduler:
         if drafting.computes and all(sequence.num_pending for sequence in decodes):
             # What computes has to see the last tokens.
             return ()
-        pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
-        bounds = self._draft_bounds(decodes, sum(chunk.num_tokens for chunk in prompts), len(prompts), pairs)
-        drafts = drafting.draft(decodes, **bounds)
+
+        def bounds() -> DraftBounds:
+            pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
+            return self._draft_bounds(decodes, sum(chunk.num_tokens for chunk in prompts), len(prompts), pairs)
+
+        drafts = drafting.draft(decodes, bounds)
         num_spare = None
         for i, sequence in enumerate(decodes):
             num_tokens = len(sequence.tokens) + sequence.num_pending
