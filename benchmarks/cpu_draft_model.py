@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from twostep.engine.draft_model import DraftModel
-from twostep.engine.drafts import WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.proposer import WantedDrafts
 from twostep.engine.types import EngineRequest
 from twostep.model.loading.store import DEFAULT_MODEL, default_cache_dir, resolve
 from twostep.model.runner.model_runner import ModelRunner

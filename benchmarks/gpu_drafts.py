@@ -28,8 +28,8 @@ import torch
 from gpu_step_loop import BLOCK_SIZE, CONTEXT, SMALL, TimedRunner, make
 
 from twostep.engine.batch import Batch, InFlight, LayerMark, Sampled
-from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.proposer import Proposer
 from twostep.engine.types import EngineRequest
 from twostep.lab.bench.shapes import LLAMA_8B
 from twostep.model.runner.model_runner import ModelRunner

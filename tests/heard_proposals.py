@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from twostep.engine.drafts import WantedDrafts
+from twostep.engine.proposer import WantedDrafts
 from twostep.model.runner.head_proposer import HeadProposer
 
 

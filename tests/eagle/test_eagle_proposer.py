@@ -15,9 +15,9 @@ from eagle_cases import PlainHead, random_head
 from heard_proposals import listen
 
 from twostep.engine.batch import SamplingRow
-from twostep.engine.drafts import WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.proposer import WantedDrafts
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.lab.eagle.acceptance import measure

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import Batch, InFlight, LayerRange, Sampled
-from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner, fake_next_token, state_after
+from twostep.engine.proposer import Proposer
 from twostep.engine.types import EngineRequest, FinishReason, StepOutput, TokenOutput
 from twostep.request_class import RequestClass
 from twostep.sampling_params import SamplingParams

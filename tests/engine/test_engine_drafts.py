@@ -17,9 +17,13 @@ from grammar_cases import EOS, VOCAB, regex_case, save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostep.engine.drafts import DraftRecord, DraftTime, Looking, PromptLookup, Proposal, choose_drafts, look_up
+from twostep.engine.draft_choice import Proposal, choose_drafts
+from twostep.engine.draft_learning import Looking
+from twostep.engine.draft_record import DraftRecord
 from twostep.engine.generate import generate
 from twostep.engine.grammar import GrammarCompiler
+from twostep.engine.prompt_lookup import PromptLookup, look_up
+from twostep.engine.proposer import DraftTime
 from twostep.errors import SetupError
 from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import PACE_SHARE, StepCurve

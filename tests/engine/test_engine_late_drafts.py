@@ -11,7 +11,8 @@ import pytest
 from engine_helpers import VOCAB, Clock, HookedRunner, KnowingProposer, answer_of, assert_idle, drain, engine_of, ids_of, make_request
 
 from twostep.engine.batch import Batch, InFlight, Sampled
-from twostep.engine.drafts import DraftRecord, Slowness
+from twostep.engine.draft_learning import Slowness
+from twostep.engine.draft_record import DraftRecord
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import StepCurve

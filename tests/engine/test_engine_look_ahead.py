@@ -22,9 +22,9 @@ from engine_helpers import (
 )
 
 from twostep.engine.batch import Batch, InFlight, Sampled
-from twostep.engine.drafts import DraftTime, WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.proposer import DraftTime, WantedDrafts
 from twostep.engine.types import FinishReason
 from twostep.pooling import Pooling
 from twostep.settings.speculative import SpeculativeConfig

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 from twostep.engine.batch import SamplingRow
-from twostep.engine.drafts import WantedDrafts
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.proposer import WantedDrafts
 from twostep.engine.types import EngineRequest
 from twostep.lab.eagle.target import new_head
 from twostep.model.eagle.files import save_head

@@ -15,9 +15,9 @@ from t5_models import VOCAB, save_t5
 
 from twostep.engine.batch import Batch, InFlight
 from twostep.engine.draft_model import DraftModel
-from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.proposer import Proposer
 from twostep.engine.types import EngineRequest, StepOutput, TokenOutput
 from twostep.model.families.registry import build_model
 from twostep.model.kernels.triton_ops import TritonOps

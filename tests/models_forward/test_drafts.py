@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from twostep.engine.draft_model import DraftModel
-from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
+from twostep.engine.proposer import Proposer
 from twostep.engine.types import EngineRequest, TokenOutput
 from twostep.model.runner.model_runner import ModelRunner
 from twostep.sampling_params import SamplingParams

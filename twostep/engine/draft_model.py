@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from twostep.engine.batch import Batch, Runner, SamplingRow
-from twostep.engine.drafts import LEAST_CAUGHT_UP, WantedDrafts
 from twostep.engine.model_proposer import ModelProposer
+from twostep.engine.proposer import LEAST_CAUGHT_UP, WantedDrafts
 from twostep.engine.sequence import EngineSequence
 from twostep.sampling_params import SamplingParams
 

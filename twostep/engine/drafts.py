@@ -35,305 +35,30 @@ token, always. Where no drafts are worth it, planning goes on ahead.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from twostep.engine.draft_choice import NO_TIME, DraftBounds, Proposal, choose_drafts, may_pay
+from twostep.engine.draft_learning import DraftGain, Looking, Slowness
+from twostep.engine.draft_record import CommonRate, DraftRecord
+from twostep.engine.proposer import MOST_CAUGHT_UP, DraftTime, Proposer, WantedDrafts
 from twostep.engine.sequence import EngineSequence
 from twostep.engine.step_work import StepWork
-from twostep.settings.speculative import SpeculativeConfig
 from twostep.step_curve import StepCurve
 
-# What a sequence's last drafts came to counts for so much less with each of its steps.
-_FORGETTING = 0.8
-# What drafts of all sequences came to counts for so much less with each of them: that is what is expected of one that has none yet.
-_FORGETTING_ALL = 0.99
-# Before anything is known: one draft, of which half were right.
-_PRIOR_RATE = 0.5
 # A sequence is taken to go on for as many tokens as it has generated, so many at least: over them, what a draft model must compute of it
 # first has to pay.
 _LEAST_TO_COME = 32
-# Tokens that a draft model computes in one step of those it lacks, at most; and at least, or it would never catch up.
-MOST_CAUGHT_UP, LEAST_CAUGHT_UP = 256, 16
 # Share of the steps' time that goes into drafts which do not seem to pay, to find out whether they would.
 _TRIAL_SHARE = 0.01
-# What a step with drafts came to counts for so much less with each step; without any, so many count as known.
-_FORGETTING_GAIN, _PRIOR_STEPS = 0.98, 16
 # No step is shorter, whatever a curve says.
 _LEAST_STEP_S = 1e-6
-# Steps of one kind in a row, with drafts or without, at first, and twice as many each time that the other kind was no better, up to a
-# bound; of the other kind, to see what they give: more of those with drafts, which are not all alike; and of those that begin such a run,
-# so many were planned before. What gives so much more is better.
-_FIRST_RUN, _LONGEST_RUN, _PLAIN_TRIAL, _LOOKING_TRIAL, _IN_FLIGHT = 50, 3200, 10, 20, 3
-_CLEARLY = 1.02
 # For so few sequences it takes less to look up than to reckon whether it may pay.
 _LOOKED_UP_FIRST = 4
 # Of a step, what it takes longer where it is not planned while another runs: for a trial.
 _WAITING_SHARE = 0.15
-# How much one step teaches of how long steps take, and one without drafts of that those with them take no longer; and how many times
-# longer than was known one step may seem to take.
-_LEARNING, _UNLEARNING, _MOST_SLOWER = 1 / 16, 1 / 512, 2.0
-
-
-class WantedDrafts(NamedTuple):
-    """Asks for so many tokens, at least one, after the last of a sequence; its tokens do not change meanwhile."""
-
-    sequence: EngineSequence
-    num_tokens: int
-
-
-class DraftTime(NamedTuple):
-    """Says what one token more of each of some sequences takes a proposer: fixed_s + per_row_s * sequences. A token of a sequence that it
-    has yet to compute takes per_row_s."""
-
-    fixed_s: float
-    per_row_s: float
-
-
-class Proposer(Protocol):
-    """Says what may come next: what came before, a smaller model, or heads on the served one. For each step, in this order:
-
-      1. time, num_missing   under the engine's lock, on its thread: how many tokens are worth drafting is chosen by them
-      2. prepare             without the lock, on the engine's thread, with nothing else on the device: a model computes here, and may read
-                             what the step settled last has left on the device (hidden states, for heads)
-      3. propose             under the lock: takes microseconds
-
-    Subclasses that propose at once leave the first two as they are."""
-
-    @property
-    def time(self) -> DraftTime | None:
-        """None: proposals take no time, and `prepare` is never called."""
-        return None
-
-    @property
-    def max_len(self) -> int:
-        """Returns how many tokens of a sequence, drafts among them, it can see."""
-        return sys.maxsize
-
-    def num_missing(self, sequence: EngineSequence) -> int:
-        """Returns how many tokens, but for the last one, have to be computed before the first can be drafted."""
-        return 0
-
-    def prepare(self, wanted: Sequence[WantedDrafts], most_rows: int) -> None:
-        """Drafts what can be; called before each step, also where nothing is wanted. Of tokens that are missing at most `most_rows` are
-        computed. Never raises: whoever fails proposes nothing any more."""
-        return
-
-    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Returns at most `most` tokens that may follow `tokens`, prompt and answer of a sequence so far; they only grow at their end from
-        call to call."""
-        ...
-
-    def forget(self, seq_id: str) -> None:
-        """The sequence has ended, or has never been here. From any thread, also while another one prepares."""
-        ...
-
-    @property
-    def failed(self) -> bool:
-        """Returns whether it has given up."""
-        return False
-
-
-class PromptLookup(Proposer):
-    """A Proposer that looks the last tokens up in what came before, and proposes what followed there: the longest run of equal tokens wins,
-    then the latest (Saxena: Prompt lookup decoding, 2023)."""
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._config = config
-        self._known: dict[str, _Tokens] = {}
-
-    def propose(self, seq_id: str, tokens: Sequence[int], most: int) -> Sequence[int]:
-        known = self._known.get(seq_id)
-        if known is None:
-            known = self._known[seq_id] = _Tokens()
-        known.extend(tokens)
-        return look_up(known.array, most, shortest=self._config.prompt_lookup_min, longest=self._config.prompt_lookup_max)
-
-    def forget(self, seq_id: str) -> None:
-        self._known.pop(seq_id, None)
-
-
-def look_up(tokens: npt.NDArray[np.int32], most: int, *, shortest: int, longest: int) -> list[int]:
-    """Returns what followed the last `shortest` to `longest` of the tokens [N] where they came before; none: they did not."""
-    count = len(tokens)
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-    length = 1
-    while length < longest and len(ends):
-        before = ends[ends >= length] - length
-        longer = before[tokens[before] == tokens[count - 1 - length]] + length
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
-    if length < shortest or not len(ends):
-        return []
-    # Close to the end little follows: then the first one.
-    far = ends[ends + 1 + most <= count]
-    start = int(far[-1] if len(far) else ends[0]) + 1
-    return [int(token) for token in tokens[start : start + most]]
-
-
-class _Tokens:
-    """A sequence's tokens as an array that grows."""
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(256, np.int32)
-        self._count = 0
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """`tokens`: all of them, those known already among them."""
-        count = len(tokens)
-        if count > len(self._buffer):
-            larger = np.empty(max(count, 2 * len(self._buffer)), np.int32)
-            larger[: self._count] = self._buffer[: self._count]
-            self._buffer = larger
-        self._buffer[self._count : count] = tokens[self._count : count]
-        self._count = count
-
-    @property
-    def array(self) -> npt.NDArray[np.int32]:
-        return self._buffer[: self._count]
-
-
-@dataclass(slots=True)
-class CommonRate:
-    """Remembers how often the proposals of all sequences were right of late."""
-
-    right: float = _PRIOR_RATE
-    wrong: float = 1.0 - _PRIOR_RATE
-
-    @property
-    def rate(self) -> float:
-        return self.right / (self.right + self.wrong)
-
-    def learn(self, num_right: int, *, failed: bool) -> None:
-        self.right = _FORGETTING_ALL * self.right + num_right
-        self.wrong = _FORGETTING_ALL * self.wrong + failed
-
-
-class SequenceRate:
-    """Remembers how often proposals of one sequence were right of late."""
-
-    def __init__(self, common: CommonRate) -> None:
-        self._common = common
-        self._right = self._wrong = 0.0
-        # What is known of all counts as one draft of its own, and then as less.
-        self._weight = 1.0
-
-    @property
-    def rate(self) -> float:
-        """Returns the probability that a drafted token is right, those before it being so."""
-        return (self._right + self._weight * self._common.rate) / (self._right + self._wrong + self._weight)
-
-    def learn(self, proposed: Sequence[int], came: Sequence[int]) -> None:
-        """Compares what was proposed with what came in its place, if anything was, and did."""
-        num_right = num_seen = 0
-        for draft, token in zip(proposed, came, strict=False):
-            num_seen += 1
-            if draft != token:
-                break
-            num_right += 1
-        if num_seen:
-            self._right = _FORGETTING * self._right + num_right
-            self._wrong = _FORGETTING * self._wrong + (num_right < num_seen)
-            self._weight *= _FORGETTING
-            self._common.learn(num_right, failed=num_right < num_seen)
-
-
-class DraftRecord:
-    """Remembers what was proposed last in a sequence, and how often its proposals were right, also those that no step computed: learning
-    costs no row.
-
-        tokens   . . . . │ a b c d e f g h      proposed after those that are known
-        came     . . . . │ a b x                of the step in flight, which has a b c as drafts
-        next     . . . .         │ d e f        drafts of the step that is planned meanwhile: as if x were a word in place of another
-    """
-
-    def __init__(self, common: CommonRate | None = None, common_again: CommonRate | None = None, most: int = sys.maxsize) -> None:
-        """`most`: tokens drafted in one step."""
-        self._right = SequenceRate(common or CommonRate())
-        self._again = SequenceRate(common_again or CommonRate())
-        self._most = most
-        self._proposed: Sequence[int] = ()
-        # What was to come behind a token that another one came for.
-        self._behind_wrong: Sequence[int] = ()
-        self._after = 0
-
-    @property
-    def rate(self) -> float:
-        """Returns the probability that a drafted token is right, those before it being so."""
-        return self._right.rate
-
-    @property
-    def again_rate(self) -> float:
-        """Returns the probability that the first one behind a wrong one is right."""
-        return self._again.rate
-
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Compares what was proposed last with what came since, if anything did."""
-        proposed, num_came = self._proposed, len(tokens) - self._after
-        if not num_came:
-            return
-        # At first, a prompt came.
-        came = tokens[self._after : self._after + max(1, len(proposed))]
-        self._right.learn(proposed[: self._most], came)
-        self._again.learn(self._behind_wrong, came)
-        right = all(draft == token for draft, token in zip(proposed, came, strict=False))
-        self._behind_wrong = () if right else proposed[num_came : num_came + 1]
-        self._proposed = ()
-
-    def propose(self, proposed: Sequence[int], tokens: Sequence[int]) -> None:
-        """`learn` has seen these tokens."""
-        self._proposed, self._after = proposed, len(tokens)
-
-    def is_after(self, tokens: Sequence[int]) -> bool:
-        """Returns whether it was these after which something was proposed last."""
-        return self._after == len(tokens)
-
-    def proposed(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Returns what was proposed after these."""
-        return self._proposed if self._after == len(tokens) else ()
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Holds tokens that may follow in one sequence, and with what probability each is right, those before it being so: `first` that of the
-    first, if it is another. Tokens that have yet to be drafted are any; `before_s` is then this step's part of what the proposer must
-    compute first."""
-
-    tokens: Sequence[int]
-    rate: float
-    before_s: float = 0.0
-    first: float | None = None
-
-    def gains(self) -> Iterator[float]:
-        """Yields what each adds to a step's tokens."""
-        gain = self.rate if self.first is None else self.first
-        for _ in self.tokens:
-            yield gain
-            gain *= self.rate
-
-
-class DraftGain:
-    """Learns how many tokens drafts give a sequence in the time that a step takes without them: what they are worth to whoever reckons with
-    steps. It stays as it is while nothing decodes."""
-
-    def __init__(self) -> None:
-        self._tokens = self._steps = float(_PRIOR_STEPS)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Returns 1 where drafts bring nothing, and never less."""
-        return max(1.0, self._tokens / self._steps)
-
-    def learn(self, num_tokens: float, longer: float) -> None:
-        """Takes a step that gave each of its sequences so many tokens, on average, and took `longer` times as long as without drafts."""
-        self._tokens = _FORGETTING_GAIN * self._tokens + num_tokens
-        self._steps = _FORGETTING_GAIN * self._steps + longer
+_NOTHING = Proposal((), 0.0)
 
 
 class _Offers(NamedTuple):
@@ -343,170 +68,6 @@ class _Offers(NamedTuple):
     proposals: Sequence[Proposal]
     cheapest: int
     trial_s: float
-
-
-class DraftChoice(NamedTuple):
-    """Says of how many tokens of each proposal a step gains, and how many tokens a second it gives then, in all."""
-
-    counts: Sequence[int]
-    tokens_per_s: float
-
-
-_NOTHING = Proposal((), 0.0)
-_NO_TIME = DraftTime(0.0, 0.0)
-
-
-def choose_drafts(
-    proposals: Sequence[Proposal],
-    *,
-    num_tokens: int,
-    most: int,
-    step_s: Callable[[int], float] | None,
-    bound_s: float,
-    time: DraftTime = _NO_TIME,
-    slower: float = 1.0,
-    wait_s: float = 0.0,
-) -> DraftChoice:
-    """Returns of how many tokens of each proposal a step gains, at most `most` in all.
-
-    num_tokens  tokens that the step gives without drafts
-    step_s      how long it takes with so many rows of drafts; None: not known, and all are worth it
-    bound_s     that it may take with them
-    time        what it takes to draft them
-    slower      how many times that it takes, where it has drafts
-    wait_s      how long it is waited for them
-
-    Of the drafts in the order of what each adds, so many are taken that the step gives most tokens a second. One more may gain where the
-    one before it did not: the first token drafted costs what drafting takes at all. A row never gets cheaper, so that the search ends with
-    the first whose own is not worth it."""
-    # A token is right if all before it are.
-    gains = sorted(((gain, -index) for index, proposal in enumerate(proposals) for gain in proposal.gains()), reverse=True)[: max(0, most)]
-    counts, best = [0] * len(proposals), [0] * len(proposals)
-    if step_s is None:
-        for _, index in gains:
-            best[-index] += 1
-        return DraftChoice(best, num_tokens + sum(gain for gain, _ in gains))
-    least_s = step_s(0)
-    tokens, before_s, draft_s, num_rounds = float(num_tokens), slower * least_s, wait_s, 0
-    best_tokens, best_s, bound_s = tokens, least_s, max(bound_s, least_s)
-    for rows, (gain, index) in enumerate(gains, 1):
-        longer_s = slower * step_s(rows)
-        if gain * best_s <= best_tokens * (longer_s - before_s + time.per_row_s):
-            break
-        counts[-index] += 1
-        draft_s += time.per_row_s
-        if counts[-index] > num_rounds:
-            num_rounds += 1
-            draft_s += time.fixed_s
-        if counts[-index] == 1:
-            draft_s += proposals[-index].before_s
-        tokens, before_s = tokens + gain, longer_s
-        if longer_s + draft_s > bound_s:
-            break
-        if tokens * best_s > best_tokens * (longer_s + draft_s):
-            best, best_tokens, best_s = counts.copy(), tokens, longer_s + draft_s
-    return DraftChoice(best, best_tokens / best_s if best_s > 0.0 else math.inf)
-
-
-class Slowness:
-    """Remembers how many times longer steps with drafts take than is foretold, as against steps without: whatever costs time and is not
-    foretold ends drafting by itself. Apart for steps of about as many sequences. While none is drafted it is slowly forgotten, so
-    that it is tried again."""
-
-    def __init__(self) -> None:
-        # By the power of 2 of sequences: what steps without drafts took of what was foretold, and how many times that those with them did.
-        self._shares: dict[int, tuple[float, float]] = {}
-
-    def of(self, num_seqs: int) -> float:
-        return max(1.0, self._shares.get(num_seqs.bit_length(), (1.0, 1.0))[1])
-
-    def learn(self, num_seqs: int, seconds: float, foretold_s: float, *, drafted: bool) -> None:
-        """A step of so many sequences came so long after the one before it."""
-        if foretold_s <= 0.0 or seconds <= 0.0:
-            return
-        share, key = seconds / foretold_s, num_seqs.bit_length()
-        without, slower = self._shares.get(key, (1.0, 1.0))
-        # One step that took very long did so for other reasons.
-        if drafted:
-            slower += _LEARNING * (min(share / without, _MOST_SLOWER * slower) - slower)
-        else:
-            without += _LEARNING * (min(share, _MOST_SLOWER * without) - without)
-            slower += _UNLEARNING * (1.0 - slower)
-        self._shares[key] = without, slower
-
-
-class Looking:
-    """Chooses whether steps are drafted for at all, apart for steps of about as many sequences: as those that gave more tokens a second.
-    What looking up takes the host is in no curve, and it is taken where nothing is drafted in the end, too. Behind each run of steps of one
-    kind comes a short one of the other, to see."""
-
-    def __init__(self) -> None:
-        # By the power of 2 of sequences.
-        self._runs: dict[int, _Run] = {}
-
-    def looks(self, num_seqs: int) -> bool:
-        run = self._runs.get(num_seqs.bit_length())
-        return run is None or run.looks
-
-    def learn(self, num_seqs: int, num_tokens: int, seconds: float, foretold_s: float) -> None:
-        """A step of so many sequences gave so many tokens, so long after the one before it; without drafts it was to take `foretold_s`."""
-        if seconds > 0.0 and foretold_s > 0.0:
-            run = self._runs.setdefault(num_seqs.bit_length(), _Run())
-            run.learn(num_tokens / num_seqs * foretold_s / seconds)
-
-
-@dataclass(slots=True)
-class _Run:
-    """A run of steps of one kind. Gains are tokens of a sequence in the time that a step is foretold to take."""
-
-    looks: bool = True
-    trial: bool = False
-    # Of a run that is none.
-    length: int = _FIRST_RUN
-    left: int = _FIRST_RUN
-    settling: int = 0
-    total: float = 0.0
-    seen: int = 0
-    before: float | None = None
-
-    def learn(self, gain: float) -> None:
-        self.left -= 1
-        # What was planned before the last change is still on its way.
-        if self.settling:
-            self.settling -= 1
-        else:
-            self.total += gain
-            self.seen += 1
-        if self.left > 0:
-            return
-        mean, better = self.total / self.seen, False
-        if self.trial:
-            better = self.before is not None and mean > _CLEARLY * self.before
-            self.length = _FIRST_RUN if better else min(2 * self.length, _LONGEST_RUN)
-        else:
-            self.before = mean
-        looks = self.looks if better else not self.looks
-        self.trial = not self.trial
-        self.left = self.length if not self.trial else _LOOKING_TRIAL if looks else _PLAIN_TRIAL
-        self.settling = _IN_FLIGHT if looks != self.looks else 0
-        self.looks, self.total, self.seen = looks, 0.0, 0
-
-
-class DraftBounds(NamedTuple):
-    """Says what bounds the drafts of a step: `most` tokens in all, `step_s` as in choose_drafts, `bound_s` that it may take."""
-
-    most: int
-    step_s: Callable[[int], float] | None
-    bound_s: float
-
-
-def _may_pay(num_tokens: int, step_s: Callable[[int], float] | None, bound_s: float, slower: float = 1.0) -> bool:
-    """Returns whether a step of so many tokens gains by drafts that are certain, one for each. Where not, nothing is looked up, which under
-    load would take longer than anything here."""
-    # Where one costs more than the next, many may pay what one does not.
-    most = 1 if slower == 1.0 else num_tokens
-    certain = [Proposal((0,), 1.0)] * most
-    return any(choose_drafts(certain, num_tokens=num_tokens, most=most, step_s=step_s, bound_s=bound_s, slower=slower).counts)
 
 
 class Drafting:
@@ -538,7 +99,7 @@ class Drafting:
             return nothing
         most, step_s, bound_s = bounds()
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
+        if most < 1 or not may_pay(len(decodes), step_s, bound_s, slower):
             return nothing
         proposals = [self._late_proposal(sequence) if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
         choice = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
@@ -552,7 +113,7 @@ class Drafting:
             return False
         most, step_s, bound_s = bounds()
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not _may_pay(len(decodes), step_s, bound_s, slower):
+        if most < 1 or not may_pay(len(decodes), step_s, bound_s, slower):
             return False
         choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         time = self._proposer.time
@@ -593,7 +154,7 @@ class Drafting:
         """Returns what is worth drafting for a step of these decodes, and how many missing tokens may be computed for it."""
         most, step_s, bound_s = bounds
         time = self._proposer.time
-        if time is None or self._proposer.failed or most < 1 or not decodes or not _may_pay(len(decodes), step_s, bound_s):
+        if time is None or self._proposer.failed or most < 1 or not decodes or not may_pay(len(decodes), step_s, bound_s):
             return [], 0
         # Not known how long steps take: anything is worth it.
         least_s = math.inf if step_s is None else step_s(0)
@@ -716,7 +277,7 @@ class Drafting:
         """A step with decodes is over, and its drafts are counted. `curve` None: not known how long it took; drafts then cost nothing."""
         counts, longer = [len(drafted) for drafted in work.drafts], 1.0
         if any(counts) and curve is not None:
-            time = self._proposer.time or _NO_TIME
+            time = self._proposer.time or NO_TIME
             drafting_s = time.fixed_s * max(counts) + time.per_row_s * sum(counts)
             with_drafts_s = self.slowness.of(work.num_decodes) * curve.step_s(work.workload) + drafting_s
             longer = with_drafts_s / max(curve.step_s(work.without_drafts), _LEAST_STEP_S)

@@ -35,10 +35,12 @@ from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import Drafting, PromptLookup, Proposer, WantedDrafts
+from twostep.engine.drafts import Drafting
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad, HostTier
 from twostep.engine.pacing import UNSEEN_S, Pacing
+from twostep.engine.prompt_lookup import PromptLookup
+from twostep.engine.proposer import Proposer, WantedDrafts
 from twostep.engine.scheduler import Scheduler
 from twostep.engine.self_test import SICK, SelfTest
 from twostep.engine.sequence import EngineSequence, SequenceState, make_sequence

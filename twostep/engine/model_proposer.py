@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from twostep.engine.drafts import DraftTime, Proposer, WantedDrafts
+from twostep.engine.proposer import DraftTime, Proposer, WantedDrafts
 from twostep.engine.sequence import EngineSequence
 
 log = logging.getLogger(__name__)

@@ -50,8 +50,10 @@ from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
 from twostep.engine.constrained import Advanced, ConstrainedSequences
-from twostep.engine.drafts import DraftBounds, Drafting, WantedDrafts, may_go_on, num_sampled
+from twostep.engine.draft_choice import DraftBounds
+from twostep.engine.drafts import Drafting, may_go_on, num_sampled
 from twostep.engine.host_tier import HostLoad
+from twostep.engine.proposer import WantedDrafts
 from twostep.engine.sequence import EngineSequence, SequenceState
 from twostep.engine.step_bound import StepTimeLimit, time_limit_of
 from twostep.engine.step_plan import BatchDecode, Capacity, Chunk, RunningPrompt, StepPlan, WaitingPrompt, plan_step, watermark

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from twostep.engine.batch import Runner
 from twostep.engine.draft_model import DraftModel
-from twostep.engine.drafts import Proposer
 from twostep.engine.engine import Engine, EngineConfig
+from twostep.engine.proposer import Proposer
 from twostep.engine.types import EngineRequest, EngineStats, FailureKind, PrefixDelta, Reservation, SequenceFailure, StepOutput
 from twostep.errors import InternalError, InvalidRequest, NotFound
 from twostep.settings.speculative import SpeculativeConfig

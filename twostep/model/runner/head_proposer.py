@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from twostep.engine.batch import SamplingRow
-from twostep.engine.drafts import WantedDrafts
 from twostep.engine.model_proposer import ModelProposer
+from twostep.engine.proposer import WantedDrafts
 from twostep.engine.sequence import EngineSequence
 from twostep.model.runner.head_rounds import DraftRow
 from twostep.model.runner.model_runner import ModelRunner
