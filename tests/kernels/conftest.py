@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
 import torch
 import triton.language as tl
+from quick_interpreter import quicken
 from triton.runtime import interpreter
 
 assert torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", "there is no GPU: set TRITON_INTERPRET=1"
@@ -34,11 +36,17 @@ interpreter._patch_lang_tensor = _one_number_as_an_index(interpreter._patch_lang
 def _only_once(patch_lang):
     """Triton 3.6 prepares its language, which takes milliseconds, for each call of one kernel's function by another as well."""
 
+    @functools.cache
+    def seen_by(fn):
+        return [module for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())]
+
     def patch(fn):
-        seen = [module for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())]
-        return patch_lang(fn) if any(tl.core.is_builtin(module.load) for module in seen) else interpreter._LangPatchScope()
+        return patch_lang(fn) if any(tl.core.is_builtin(module.load) for module in seen_by(fn)) else interpreter._LangPatchScope()
 
     return patch
 
 
 interpreter._patch_lang = _only_once(interpreter._patch_lang)
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
