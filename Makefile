@@ -71,6 +71,9 @@ REPLAY_FLAGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
+# Tests start hundreds of processes, each of which would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := deploy/constraints.txt
