@@ -19,6 +19,7 @@ def quicken() -> None:
     _remember_shapes()
     _compare_by_identity_first()
     _remember_numpy_types()
+    _let_equal_types_pass()
 
 
 def _remember_shapes() -> None:
@@ -80,3 +81,15 @@ def _remember_numpy_types() -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _let_equal_types_pass() -> None:
+    """Most operations have two tensors of one type, of which neither is cast."""
+    checked = TritonSemantic.binary_op_type_checking_impl
+
+    def operands(self: TritonSemantic, lhs: Any, rhs: Any, *options: bool) -> Any:
+        alike = type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()
+        # The fourth option is for divisions, before which numbers of 16 bits become wider.
+        return self.broadcast_impl_value(lhs, rhs) if alike and len(options) < 4 else checked(self, lhs, rhs, *options)
+
+    TritonSemantic.binary_op_type_checking_impl = operands

@@ -94,7 +94,7 @@ def stream(tokens: Sequence[TokenOutput]) -> list[tuple[int, int, object]]:
 
 
 def test_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
-    save_model("llama", tmp_path)
+    save_model("llama", tmp_path, num_hidden_layers=2)
     device = DeviceRunner(tmp_path)
     assert device.overlaps
     # A budget that splits prompts, so that chunks and decodes mix.
@@ -129,7 +129,7 @@ def test_the_engine_s_tokens_are_the_cpu_s_with_an_encoder(tmp_path: Path) -> No
 
 def test_drafts_change_no_token(tmp_path: Path) -> None:
     """Several rows of a sequence are sampled in one step, penalized ones among them, beside chunks of prompts."""
-    save_model("llama", tmp_path)
+    save_model("llama", tmp_path, num_hidden_layers=2)
     device = DeviceRunner(tmp_path)
     bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, hash_unit=16)
     work = requests(1, device.vocab_size)
@@ -147,7 +147,7 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
 
 def test_a_draft_model_on_the_same_device_says_what_is_drawn(tmp_path: Path) -> None:
     """Its rounds take turns with the steps of the served model, which it is itself."""
-    save_model("llama", tmp_path)
+    save_model("llama", tmp_path, num_hidden_layers=2)
     served, draft = DeviceRunner(tmp_path), DeviceRunner(tmp_path)
     bounds = EngineConfig(max_num_batched_tokens=16, max_num_seqs=9, hash_unit=16)
     work = requests(1, served.vocab_size)[:3]
@@ -164,7 +164,7 @@ def test_a_draft_model_on_the_same_device_says_what_is_drawn(tmp_path: Path) -> 
 def test_drafts_behind_drafts_change_no_token(tmp_path: Path) -> None:
     """The device finds out what of the step in flight is accepted: which tokens come next, where they stand, and the noise that they
     are drawn with."""
-    save_model("llama", tmp_path)
+    save_model("llama", tmp_path, num_hidden_layers=2)
     device = DeviceRunner(tmp_path)
     bounds = EngineConfig(max_num_batched_tokens=40, max_num_seqs=30, hash_unit=16)
     work = [
@@ -204,7 +204,7 @@ class HalfRight(Proposer):
 
 def test_vectors_beside_the_engine_s_tokens_are_the_cpu_s(tmp_path: Path) -> None:
     """The readout is of prompts that chunks cut, while others decode tokens that are carried on the device."""
-    save_model("llama", tmp_path)
+    save_model("llama", tmp_path, num_hidden_layers=2)
     device = DeviceRunner(tmp_path)
     cpu = ModelRunner(tmp_path, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
     rng = np.random.default_rng(4)
