@@ -157,7 +157,9 @@ async def test_one_that_dies_while_another_comes_up_is_waited_for(tmp_path: Path
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("engine_process", "struck"), [("off", "worker"), ("on", "edge"), ("on", "engine")])
+@pytest.mark.parametrize(
+    ("engine_process", "struck"), [pytest.param("off", "worker", marks=pytest.mark.exhaustive), ("on", "edge"), ("on", "engine")]
+)
 async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, redis_url: str, engine_process: str, struck: str) -> None:
     """Either process of a worker that has two is struck: both begin again."""
     first, (health,) = first_port_for(2), free_ports(1)

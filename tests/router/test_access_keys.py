@@ -273,7 +273,10 @@ async def test_without_redis_the_last_keys_go_on(redis_server: RedisServer, redi
 # ---- shared by replicas ------------------------------------------------------------------------------------------------------
 
 
-async def test_replicas_share_what_keys_use(stopped_minutes: None, redis_client: redis.asyncio.Redis) -> None:
+async def test_replicas_share_what_keys_use(
+    stopped_minutes: None, redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.access.share._DAY_SYNC_S", 0.1)
     key = make_key(limits=Limits(tokens_per_minute=1000, tokens_per_day=5000, requests_per_minute=10))[1]
     await RedisKeys(redis_client, SECRET).put(key)
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisAway
 from redis.exceptions import RedisError, ResponseError
 
@@ -73,7 +75,7 @@ async def test_nobody_waits_for_a_connection_that_is_closed(shared: SharedConnec
 
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
-    async with redis.asyncio.Redis(host="127.0.0.1", port=1) as nobody:
+    async with redis.asyncio.Redis(host="127.0.0.1", port=1, retry=Retry(NoBackoff(), 1)) as nobody:
         connection = SharedConnection(nobody)
         with pytest.raises((RedisError, OSError)):
             await connection.ask([("PING",)])

@@ -1,18 +1,16 @@
 """A shared prefix: the second prompt goes to the workers that hold it, is not computed again there, and is not moved again; a router that
-is started anew knows where it is; and what a small KV cache gives up comes back from host memory."""
+is started anew knows where it is."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-from pathlib import Path
 
 import pytest
-from oracle import Oracle
-from running import System, running, wait_until
+from running import System, wait_until
 
-from twostep import Client, SamplingOptions
+from twostep import Client
 from twostep.client import Transfer
 
 _BLOCK_SIZE = 16
@@ -71,50 +69,3 @@ def _found_by_a_new_router(system: System, client: Client, rng: random.Random) -
         warm = fresh.generate(token_ids=[*shared, 8, 9], max_tokens=3, ignore_eos=True).result()
     assert cold.usage.cached_tokens == 0
     return warm.usage.cached_tokens == len(shared)
-
-
-class _Talk:
-    """A conversation: every prompt is all that was said before, and some words more."""
-
-    def __init__(self, client: Client, oracle: Oracle, rng: random.Random) -> None:
-        self._client = client
-        self._oracle = oracle
-        self._rng = rng
-        self.history: list[int] = []
-        self.num_prompt_tokens = 0
-
-    def turn(self) -> tuple[int, int]:
-        """The next question and its answer, which is right. Returns the tokens that the prefill worker found, and the blocks that the
-        decode worker had."""
-        prompt = self.history + [self._rng.randrange(3, 200) for _ in range(self._rng.randrange(20, 50))]
-        options = SamplingOptions(max_tokens=self._rng.randrange(20, 40), temperature=0.0, ignore_eos=True)
-        done = self._client.generate(token_ids=prompt, timeout=120, **options).result()
-        self._oracle.compare(prompt, options, done.token_ids)
-        self.history = [*prompt, *done.token_ids]
-        self.num_prompt_tokens = len(prompt)
-        return done.usage.cached_tokens, done.transfer.blocks_reused
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("alone")
-def test_conversations_find_what_was_said_in_the_pool_or_in_host_memory(tiny_llama_dir: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """The prefill worker finds the prompts before, the decode worker the answers too. Its KV cache has room for one conversation. Every
-    prompt is handed over, so that both workers have their part of it."""
-    rng = random.Random(11)
-    env = {"TWOSTEP_NUM_BLOCKS": "64", "TWOSTEP_PREFIX_CACHE_SPACE": "0.05"}
-    extra = ("--dtype", "float32", "--block-size", str(_BLOCK_SIZE))
-    with running(tiny_llama_dir, tmp_path, extra=extra, env=env) as system, system.client() as client:
-        talk = _Talk(client, oracle, rng)
-        for number in range(7):
-            wanted = talk.num_prompt_tokens // _BLOCK_SIZE * _BLOCK_SIZE, max(0, len(talk.history) - 1) // _BLOCK_SIZE
-            assert talk.turn() == wanted, f"turn {number}"
-        for _ in range(30):
-            # A little at a time: what is cached is saved ahead of being given up, not all at once.
-            _Talk(client, oracle, rng).turn()
-        wanted = talk.num_prompt_tokens // _BLOCK_SIZE * _BLOCK_SIZE, max(0, len(talk.history) - 1) // _BLOCK_SIZE
-        assert talk.turn() == wanted
-        for worker in system.all_workers():
-            stats = worker.stats(check_integrity=True)
-            assert not stats.integrity_error
-            assert stats.num_host_hit_tokens > 0, stats
-        system.check_empty()

@@ -16,7 +16,7 @@ from twostep import AsyncClient, DeadlineExceeded, SamplingOptions
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-NUM_REQUESTS = 90
+NUM_REQUESTS = 60
 MOST_NEAR_TIES = 3
 
 

@@ -170,7 +170,7 @@ def start(ray: LocalRay, redis_url: str, tmp_path: Path) -> Iterator[Callable[..
         process.kill()
 
 
-@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("form", [pytest.param("off", marks=pytest.mark.exhaustive), pytest.param("on", marks=pytest.mark.smoke)])
 async def test_kv_goes_through_ray_and_a_killed_worker_leaves_nothing(ray: LocalRay, start: Callable[..., Process], form: str) -> None:
     """`form`: whether engines have processes of their own."""
     prefill, decode = (start(role, f"smoke-{role}", "--engine-process", form) for role in ("prefill", "decode"))
