@@ -231,7 +231,7 @@ class Served:
 CURVES = st.sampled_from([CURVE, replace(CURVE, mixed_s=9e-3), replace(CURVE, mixed_s=0.02)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SEQUENCES, CURVES, st.booleans(), st.sampled_from([0.0, 0.005, 0.02]))
 def test_prompts_never_starve(sequences: list[Sequence], curve: StepCurve, look_ahead: bool, max_step_s: float) -> None:
     served = Served(sequences, curve, look_ahead=look_ahead, max_step_s=max_step_s)
@@ -244,7 +244,7 @@ def test_prompts_never_starve(sequences: list[Sequence], curve: StepCurve, look_
         assert len(served.times[name]) == sequence.max_tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SEQUENCES, CURVES, st.booleans())
 def test_a_pace_that_can_be_kept_is_missed_by_no_more_than_is_made_up(
     sequences: list[Sequence], curve: StepCurve, look_ahead: bool
@@ -264,7 +264,7 @@ def test_a_pace_that_can_be_kept_is_missed_by_no_more_than_is_made_up(
             assert late_s <= max(MADE_UP_WITHIN * (every_s - ALONE_S), running_s) + 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SEQUENCES, CURVES, st.booleans())
 def test_a_gap_bounds_steps_with_prompts_from_the_reservation_on(sequences: list[Sequence], curve: StepCurve, look_ahead: bool) -> None:
     served = Served(sequences, curve, look_ahead=look_ahead)

@@ -139,7 +139,7 @@ def changed(config: Config, changes: list[Change]) -> Config:
 
 
 # Without its checkpoint_format, gptq_v2 is gptq, whose zero points are others.
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(name=st.sampled_from([name for name in KINDS if name != "gptq_v2 asymmetric"]), changes=CHANGES)
 def test_a_changed_config_is_refused_or_gives_the_same(checkpoints: dict[str, Checkpoint], name: str, changes: list[Change]) -> None:
     checkpoint = checkpoints[name]
@@ -175,7 +175,7 @@ OTHER_FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.sampled_from(list(KINDS)),
     st.sampled_from(["k_proj", "up_proj", "down_proj"]),
@@ -210,7 +210,7 @@ def test_scales_that_cannot_be_and_tensors_that_are_not_there_are_refused_by_nam
             assert refused_or_right(tmp_path, checkpoint.numbers, chosen) or ("g_idx" in chosen and not KINDS[name].ordered)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(name=st.sampled_from(["awq", "packed asymmetric", "fp8 blocks"]), changes=CHANGES)
 def test_a_changed_header_is_refused_or_gives_the_same(checkpoints: dict[str, Checkpoint], name: str, changes: list[Change]) -> None:
     checkpoint = checkpoints[name]
