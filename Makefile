@@ -9,7 +9,7 @@
 #   make check                                                    ruff, mypy, import rules, drift of generated files, helm lint
 #   make test PYTEST_FLAGS="-k client"                            the quick tests; TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make test-all                                                 the others: processes, faults, chart, browser
-#   make test-exhaustive compile-kernels                                          every family and format where those have examples
+#   make test-exhaustive compile-kernels                                          every family, format and form where those have examples
 #   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"      with pauses at random moments, as a busy machine makes them
 #   make test-outside OUTSIDE_FLAGS="--only openai lm_eval"       what public clients do, against a small system
 #   make generated                                                all that is generated: code of protos/, pages of metrics, settings, values and models, dashboard
@@ -100,7 +100,7 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "system and not smoke and not exhaustive" $(PYTEST_FLAGS)
 
-# Every family, format and kind that the tiers have examples of.
+# Every family, format and kind that the tiers have examples of, and more random worlds.
 test-exhaustive: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) -m exhaustive $(PYTEST_FLAGS)
 
