@@ -52,7 +52,7 @@ def test_conversations_find_what_was_said_in_the_pool_or_in_host_memory(tiny_lla
         for number in range(7):
             wanted = talk.num_prompt_tokens // BLOCK_SIZE * BLOCK_SIZE, max(0, len(talk.history) - 1) // BLOCK_SIZE
             assert talk.turn() == wanted, f"turn {number}"
-        for _ in range(20):
+        for _ in range(30):
             # A little at a time: what is cached is saved ahead of being given up, not all at once.
             Talk(client, oracle, rng).turn()
         wanted = talk.num_prompt_tokens // BLOCK_SIZE * BLOCK_SIZE, max(0, len(talk.history) - 1) // BLOCK_SIZE
