@@ -48,7 +48,7 @@ def curls() -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize(("kind", "embeds"), [("aggregated", False), ("named_pair", True)])
+@pytest.mark.parametrize(("kind", "embeds"), [("named_pair", True), ("aggregated", False)])
 def test_every_curl_is_answered(request: pytest.FixtureRequest, kind: str, embeds: bool) -> None:
     """Decode workers that never compute prompts for others give no embeddings: those are asked of a pair."""
     commands = [(page, command) for page, command in curls() if ("/v1/embeddings" in command) == embeds]

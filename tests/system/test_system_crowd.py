@@ -80,8 +80,8 @@ async def outcomes(system: System, requests: list[Asked]) -> list[str | tuple[in
         return await asyncio.gather(*(outcome(client, it) for it in requests))
 
 
-@pytest.mark.parametrize("shared", [pytest.param("pairs", id="all handed over"), pytest.param("both_ways", id="as routers choose")])
-def test_soak(request: pytest.FixtureRequest, oracle: Oracle, shared: str) -> None:
+@pytest.mark.parametrize("shared", [pytest.param("both_ways", id="as routers choose"), pytest.param("pairs", id="all handed over")])
+def test_each_is_answered_and_nothing_is_left(request: pytest.FixtureRequest, oracle: Oracle, shared: str) -> None:
     system: System = request.getfixturevalue(shared)
     requests = asked(oracle.vocab_size)
     ends = asyncio.run(outcomes(system, requests))
