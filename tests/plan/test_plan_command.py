@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from twostep.cli import main
 from twostep.lab.bench.shapes import LLAMA_8B
-from twostep.lab.plan.planner import plan_for_rate
 
 # Finds nothing but the base install's packages.
 GUARD = """
@@ -44,8 +42,7 @@ def plan(*words: str) -> int | str | None:
     return status.value.code
 
 
-def test_a_plan_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostep.cli._plan.plan_for_rate", functools.cache(plan_for_rate))  # the same plan twice
+def test_a_plan_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "curves.json").write_text(json.dumps(CURVES))
     words = ["--preset", str(tmp_path / "curves.json"), *QUICK, "--slo", "ttft=800,gap=40", "--rate", "12", "--gpu-hour-price", "3.6"]
     assert plan(*words, "--json") == 0
