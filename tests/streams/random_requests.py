@@ -71,7 +71,7 @@ class Requests:
             # A grammar may need each token: without some, it can be a dead end, which is refused.
             options.pop("stop_token_ids", None)
         options |= {"request_class": rng.choice(["interactive", "standard", "batch"]), "speculate": rng.random() < 0.95}
-        breaks_after = rng.randrange(1, 12) if options["n"] == 1 and rng.random() < 0.15 else 0
+        breaks_after = rng.randrange(1, 8) if options["n"] == 1 and rng.random() < 0.4 else 0
         return RandomRequest(self._prompt(self._longest - options["max_tokens"]), options, breaks_after)  # type: ignore[arg-type]
 
     def _grammar(self) -> dict[str, Any]:
