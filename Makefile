@@ -1,7 +1,7 @@
 # Everything lands in .venv; a stamp says what is there already.
 #
 # Use it
-#   make demo PROMPT="What is the capital of France?"             starts the system, streams the answer, shows how it went, stops
+#   make demo PROMPT="What is the capital of Japan?"             starts the system, streams the answer, shows how it went, stops
 #   make up UP_FLAGS="--prefill 2"                                keeps it running until Ctrl-C
 #   make bench                                                    figures of this machine's CPU
 #
@@ -46,7 +46,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-PROMPT ?= What is the capital of France?
+PROMPT ?= What is the capital of Japan?
 PYTEST_FLAGS ?= -q
 TEST_PROCESSES ?= 2
 JITTER ?= 0.02

@@ -121,7 +121,7 @@ def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 _MESSAGES = {
-    404: "there is nothing at this path; see the API's description at /openapi.json",
+    404: "there is nothing at this path; the page is at /ui, the API's description at /openapi.json",
     405: "this path does not take that method; see the API's description at /openapi.json",
     413: "the request's body is too large; send less, or raise the router's --max-body-bytes",
 }

@@ -39,6 +39,7 @@ def test_the_kernels_own_count_tells_its_kills_from_others(tmp_path: Path) -> No
     by_somebody = how_it_ended(-9, oom_kills_before=3, proc=tmp_path)
     assert "--kv-cache-memory-bytes" in by_kernel
     assert "--kv-cache-memory-bytes" not in by_somebody
+    assert "killed it on purpose" in by_somebody
     (tmp_path / "vmstat").write_text("pgfault 7\n")
     assert oom_kills(tmp_path) is None
     assert "most likely" in how_it_ended(-9, oom_kills_before=None, proc=tmp_path)

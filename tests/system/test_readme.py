@@ -1,4 +1,4 @@
-"""The commands on the pages work as printed: every `curl`, and the README's Python with OpenAI's client."""
+"""The commands on the pages work as printed: every `curl`, and the Python with OpenAI's client: the README's, and that of batches."""
 
 from __future__ import annotations
 
@@ -94,3 +94,16 @@ def test_openais_client_as_the_readme_has_it(aggregated: System) -> None:
     with contextlib.redirect_stdout(out):
         exec(compile(program.replace(PRINTED, aggregated.http_url), "README.md", "exec"), {})
     assert out.getvalue()
+
+
+def test_a_batch_as_the_page_has_it(aggregated: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program waits for the batch by itself, and prints an answer for each request of the file."""
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks("docs/batches.md", "python")
+    (line,) = blocks("docs/batches.md", "json")
+    body = '"body": {"max_tokens": 8, '
+    Path("requests.jsonl").write_text("".join(line.replace('"body": {', body).replace('"1"', f'"{i}"') for i in range(2)))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program.replace(PRINTED, aggregated.http_url), "docs/batches.md", "exec"), {})
+    assert [json.loads(answer)["custom_id"] for answer in out.getvalue().split("\n") if answer] == ["0", "1"]

@@ -357,11 +357,22 @@ async def _shown(label: str, extent: Extent, progress: RunProgress, *, wanted: b
         terminal.write("\r\x1b[K" if terminal.live else "")
 
 
+def progress_line(label: str, extent: Extent, progress: RunProgress) -> str:
+    """Returns how far a run is: the seconds of its load, or requests that ended; once nothing more comes, how long it has waited since."""
+    failed = f", {progress.num_failed} failed" if progress.num_failed else ""
+    doing = f"{progress.in_flight} under way"
+    if not extent.duration_s:
+        done = f"{progress.num_ended}/{extent.num_requests}"
+    else:
+        done = f"{min(progress.elapsed_s, extent.end_s):.0f}/{extent.end_s:.0f} s"
+    if progress.none_to_come:
+        waited = f" for {progress.elapsed_s - extent.end_s:.0f} s" if progress.elapsed_s > extent.end_s else ""
+        doing = f"waiting{waited} for the last {progress.in_flight} answers"
+    return f"{label}: {done}, {progress.num_sent} sent, {doing}{failed}"
+
+
 async def _follow(terminal: Terminal, label: str, extent: Extent, progress: RunProgress) -> None:
     while True:
         await asyncio.sleep(_DRAW_EVERY_S if terminal.live else _LINE_EVERY_S)
-        done = f"{progress.elapsed_s:.0f}/{extent.end_s:.0f} s" if extent.duration_s else f"{progress.num_ended}/{extent.num_requests}"
-        failed = f", {progress.num_failed} failed" if progress.num_failed else ""
-        doing = f"waiting for the last {progress.in_flight} answers" if progress.none_to_come else f"{progress.in_flight} under way"
-        line = f"{label}: {done}, {progress.num_sent} sent, {doing}{failed}"
+        line = progress_line(label, extent, progress)
         terminal.write(f"\r\x1b[K{clipped(line, terminal.size().columns - 1)}" if terminal.live else f"{line}\n")

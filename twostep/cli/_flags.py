@@ -138,7 +138,7 @@ def parser() -> FlagParser:
         "the flags of `twostep up`.",
     )
     _system(demo)
-    demo.add_argument("prompt", nargs="?", default="What is the capital of France?", help="the question")
+    demo.add_argument("prompt", nargs="?", default="What is the capital of Japan?", help="the question")
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens to generate at most")
 
     bench = commands.add_parser("bench", help="measure", description="Measures on this machine, beside the machine's own limits.")

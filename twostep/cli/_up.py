@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"  {command} chat{target}")
         say(f'  {command} generate "Once upon a time"{target}')
         say(f"OpenAI's API: {system.http_url}/v1, the page: {system.http_url}/ui")
-        say(f"Workers: {', '.join(f'{worker.worker_id} {worker.address}' for worker in system.plan.workers)}")
+        pids = {worker.worker_id: system.supervisor.pid_of(worker.worker_id) for worker in system.plan.workers}
+        say(f"Workers: {', '.join(f'{each.worker_id} {each.address} (process {pids[each.worker_id]})' for each in system.plan.workers)}")
         if system.plan.scale is not None:
             say(to_come(system.plan.scale, options.num_workers))
         if options.num_prefill:

@@ -368,7 +368,7 @@ def _check_cores(options: LocalOptions, on_gpu: bool, progress: Callable[[str], 
     if wanted > _MOST_OVERCOMMITTED * num_cores() and not options.overcommit:
         raise SetupError(f"{said}: lower --prefill, --decode or --tensor-parallel-size, or give --overcommit to start them all the same")
     if wanted > num_cores():
-        progress(f"{said}: they wait for each other")
+        progress(f"{said}: they share them, and all are slower")
 
 
 def _check_store(options: LocalOptions, directory: Path = Path("/dev/shm")) -> None:

@@ -62,4 +62,4 @@ def _why_killed(before: int | None, now: int | None) -> str:
         return f"most likely by the kernel, because {_OUT_OF_MEMORY}"
     if now > before:
         return f"the kernel kills for want of memory, and did so just now: {_OUT_OF_MEMORY}"
-    return "not by the kernel for want of memory, of which it has counted none: somebody or something killed it on purpose"
+    return "somebody or something killed it on purpose, since the kernel has killed nothing for want of memory"

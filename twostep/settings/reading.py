@@ -66,7 +66,11 @@ class FlagParser(argparse.ArgumentParser):  # noqa: TID251
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown[:1]
-            problem = f"unrecognized arguments: {' '.join(unknown)}{''.join(hint(flag, known) for flag in flags)}"
+            meant = "".join(hint(flag, known) for flag in flags)
+            if not flags[0].startswith("-") and "--model" in known and all(action.option_strings for action in self._actions):
+                # As `vllm serve MODEL` takes it.
+                meant = f"; did you mean --model {flags[0]}?"
+            problem = f"unrecognized arguments: {' '.join(unknown)}{meant}"
             if not self._unknown_later:
                 self.error(problem)
             setattr(namespace, _UNKNOWN, problem)
