@@ -119,6 +119,16 @@ def test_what_a_checkpoint_cannot_be_held_in_is_refused_before_anything_starts(
         planned(told("up", "--model", str(model), "--port", "0", *words))
 
 
+def test_a_draft_model_is_looked_for_before_anything_starts(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    def drafting_with(model: Path) -> list[str]:
+        config = json.dumps({"method": "draft_model", "model": str(model)})
+        return ["up", "--model", str(tiny_llama_dir), "--port", "0", "--http-port", "0", "--speculative-config", config]
+
+    with pytest.raises(SetupError, match=r"--speculative-config, model .*missing is neither a directory nor a known name"):
+        planned(told(*drafting_with(tmp_path / "missing")))
+    assert "decode-0" in planned(told(*drafting_with(tiny_llama_dir))).components
+
+
 def test_a_port_that_was_given_goes_to_no_other_process(tiny_llama_dir: Path) -> None:
     (port,) = free_ports(1)
     for _ in range(3):
@@ -184,6 +194,18 @@ def test_files_are_found_from_wherever_a_process_runs(tiny_llama_dir: Path, tmp_
     assert router.env["TWOSTEP_API_KEYS_FILE"] == str(tmp_path / "keys")
     assert router.env["TWOSTEP_PLACEMENT_LOG"] == str(tmp_path / "log")
     assert f"--batch-dir={tmp_path / 'kept'}" in router.argv
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_what_drafts_is_found_from_wherever_a_worker_runs(
+    method: str, tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").symlink_to(tiny_llama_dir)
+    config = json.dumps({"method": method, "model": "./small", "num_speculative_tokens": 3})
+    worker = planned(told("up", "--model", str(tiny_llama_dir), "--port", "0", "--speculative-config", config)).components["decode-0"]
+    drafts = json.loads(worker.env["TWOSTEP_SPECULATIVE_CONFIG"])
+    assert drafts == {"method": method, "model": str(tmp_path / "small"), "num_speculative_tokens": 3}
 
 
 def test_batches_go_with_the_system_unless_told(tiny_llama_dir: Path) -> None:

@@ -43,6 +43,7 @@ from twostep.process.ports import check_free
 from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.reading import Texts, build
 from twostep.settings.router import RouterSettings
+from twostep.settings.speculative import DRAFT_MODEL, SpeculativeConfig, from_any_directory
 from twostep.settings.table import Rule
 from twostep.settings.up import ALL, FORWARDED, UpSettings
 from twostep.settings.worker import WorkerSettings
@@ -85,6 +86,8 @@ class LocalOptions(UpSettings):
             if each.name in texts:
                 text = texts[each.name].text
                 # The processes have a directory of their own.
+                if each.name == "speculative-config":
+                    text = from_any_directory(text)
                 variables[each.variable] = os.path.abspath(text) if each.read is Path else text
         problems: list[str] = []
         options: dict[str, Any] = {"variables": variables, "given": frozenset(texts)}
@@ -302,6 +305,7 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     )
     model_dir = found.resolve()
     _check_all([*checks, lambda: _check_model(options, model_dir, on_gpu)])
+    _fetch_draft(options, environ, progress)
     scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
     ports = iter(free_ports(8))
     port = options.port or next(ports)
@@ -496,6 +500,20 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
     if not on_gpu:
         checks.append(lambda: _check_memory(options, model_dir, kv_bytes))
     return _problems(checks)
+
+
+def _fetch_draft(options: LocalOptions, environ: Mapping[str, str], progress: Callable[[str], None]) -> None:
+    """Fetches the draft model, if one is asked for, once for all workers and before their start is timed. Raises SetupError."""
+    worker = options.worker
+    if not worker.speculative_config or worker.runner == "fake":
+        return
+    speculative = SpeculativeConfig.parse(worker.speculative_config)
+    if speculative.method != DRAFT_MODEL:
+        return
+    try:
+        resolve(speculative.model, weights=not worker.dummy_weights, cache_dir=default_cache_dir(environ), progress=progress)
+    except SetupError as error:
+        raise SetupError(f"--speculative-config, model {speculative.model}: {error.message}") from error
 
 
 def _make_run_dir() -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from twostep.errors import SetupError
 
@@ -62,3 +64,12 @@ class SpeculativeConfig:
         if "prompt_lookup_min" not in given and isinstance(longest := given.get("prompt_lookup_max"), int):
             given["prompt_lookup_min"] = min(longest, _USUAL_SHORTEST)
         return cls(**given)
+
+
+def from_any_directory(text: str) -> str:
+    """Returns --speculative-config so that a process in another directory finds the same model. What is wrong with it stays as it is."""
+    try:
+        model = SpeculativeConfig.parse(text).model
+    except SetupError:
+        return text
+    return json.dumps(json.loads(text) | {"model": os.path.abspath(model)}) if model and Path(model).is_dir() else text
