@@ -144,6 +144,23 @@ async def test_a_run_that_can_no_longer_pass_is_stopped() -> None:
     assert not (await running(FakeTarget(fails=[3]), 20, stop=doom).open_loop((0.0, s) for s in sessions(20))).stopped
 
 
+async def test_an_interrupted_run_tells_what_was_answered_until_then() -> None:
+    class AnswersThree(FakeTarget):
+        async def ask(self, prepared: Any, record: RequestRecord, clock: Clock, *, keep: bool) -> array[int]:
+            self.gate = None if len(self.prompts) < 3 else asyncio.Event()
+            return await super().ask(prepared, record, clock, keep=keep)
+
+    progress = RunProgress()
+    run = asyncio.create_task(running(AnswersThree(), 100, progress=progress).closed_loop(sessions(100), 4))
+    while progress.num_sent < 7:
+        assert not run.done()
+        await asyncio.sleep(0)
+    run.cancel()
+    result = await run
+    assert (result.interrupted, result.stopped) == (True, True)
+    assert [r.error for r in result.records] == [""] * 3 + ["stopped"] * 4
+
+
 async def test_what_is_under_way_when_a_run_is_stopped_was_not_answered() -> None:
     class FirstFails(FakeTarget):
         async def ask(self, *args: Any, **more: Any) -> array[int]:

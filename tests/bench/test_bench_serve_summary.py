@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -40,7 +41,9 @@ def failed(at: float, kind: str) -> RequestRecord:
 
 
 def result_of(records: list[RequestRecord]) -> RunResult:
-    return RunResult(records=records, wall_s=60.0, cpu_s=6.0, stopped=False, exhausted=False, loop_lag_s=Distribution.of([0.001]))
+    return RunResult(
+        records=records, wall_s=60.0, cpu_s=6.0, stopped=False, interrupted=False, exhausted=False, loop_lag_s=Distribution.of([0.001])
+    )
 
 
 def test_a_minute_of_a_hundred_requests_thirty_of_which_are_good() -> None:
@@ -180,6 +183,7 @@ def test_no_table_says_nan(records: list[RequestRecord], by_time: bool, open_loo
     point = point_of(records, windows, targets, 1.0)
     assert "nan" not in table(point, targets)
     assert "nan" not in sweep_table([point], point, 0.95)
+    assert "met all targets" not in sweep_table([replace(point, summary=replace(point.summary, goodput=None))], None, 0.95)
 
 
 def test_a_generator_that_lags_says_so() -> None:
@@ -187,7 +191,9 @@ def test_a_generator_that_lags_says_so() -> None:
     for r in late:
         r.sent_s += 0.05
     summary = summarize(late, Windows.of_duration(0.0, 30.0), targets=LatencyTargets(ttft_ms=1))
-    slow = RunResult(records=late, wall_s=30.0, cpu_s=29.0, stopped=False, exhausted=False, loop_lag_s=Distribution.of([0.2]))
+    slow = RunResult(
+        records=late, wall_s=30.0, cpu_s=29.0, stopped=False, interrupted=False, exhausted=False, loop_lag_s=Distribution.of([0.2])
+    )
     said = warnings_of(slow, summary, max_slip_s=0.01, measured_s=30.0)
     assert len(said) == 3
     assert "50.0 ms late" in said[0]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from twostep.cli import INTERRUPTED
 from twostep.cli._terminal import Terminal, clipped
 from twostep.errors import InvalidRequest, SetupError
 from twostep.extras import install
@@ -105,6 +106,8 @@ class _Session:
             else:
                 for at_rate in loads:
                     await self._point(target, served, at_rate)
+                    if self._interrupted:
+                        break
         finally:
             await target.close()
         best = self._knee()
@@ -122,6 +125,8 @@ class _Session:
             runs = [PageRun(label=p.label, records=p.result.records, summary=p.summary, targets=self.targets) for p in self.points]
             args.page.write_text(page(runs, f"{served.model} under load", self._about()), encoding="utf-8")
             print(f"drawn: {args.page}", file=sys.stderr)
+        if self._interrupted:
+            return INTERRUPTED
         # A run in which nothing was answered has measured nothing.
         return 0 if any(p.summary.num_completed for p in self.points) else 1
 
@@ -130,6 +135,8 @@ class _Session:
         tried: list[Tried] = []
         while (rate := search.next_rate(tried)) is not None:
             point = await self._point(target, served, load.at_rate(rate))
+            if self._interrupted:
+                break
             tried.append(Tried(rate, self._passed(point)))
             if not self.args.json:
                 print(f"  {rate:.4g} requests/s: {'kept' if tried[-1].passed else 'not kept'}\n", flush=True)
@@ -157,6 +164,10 @@ class _Session:
         if not args.json:
             print(report.table(point, self.targets), flush=True)
         return point
+
+    @property
+    def _interrupted(self) -> bool:
+        return bool(self.points) and self.points[-1].result.interrupted
 
     def _about(self) -> str:
         args = self.args

@@ -28,7 +28,9 @@ class Point:
 def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measured_s: float | None) -> tuple[str, ...]:
     """Returns the reasons to doubt the figures. `measured_s`: the measured duration if targets are judged over it."""
     found = []
-    if result.stopped:
+    if result.interrupted:
+        found.append("interrupted: these figures are of what was sent until then, and what was under way counts as not answered")
+    elif result.stopped:
         found.append("stopped when it could no longer pass: these figures are of its beginning, and flatter it")
     if summary.slip_s.count and summary.slip_s.p99 > max_slip_s:
         found.append(
@@ -109,6 +111,9 @@ def sweep_table(points: Sequence[Point], knee: Point | None, attainment: float) 
             cells += [_ms(values.p50), _ms(values.p99)]
         cells += [_figure(s.throughput.output_tokens_per_s, ",.0f"), f"{sum(s.errors.values())}"]
         lines.append(_row(f"{point.rate or 0.0:,.3g}{' *' if point is knee else ''}", cells))
+    if all(point.summary.goodput is None for point in points):
+        # No targets were given.
+        return "\n".join(lines)
     if knee is None:
         lines.append(f"  No rate was kept up with: none had {attainment:.0%} of its requests meet all targets.")
     elif knee.summary.goodput is not None:

@@ -81,7 +81,8 @@ class RunResult:
     records: list[RequestRecord]  # in the order in which they were sent
     wall_s: float
     cpu_s: float  # CPU time of this process, all threads
-    stopped: bool  # it was ended before its time, for it could no longer pass
+    stopped: bool  # it was ended before its time, for it could no longer pass, or because it was interrupted
+    interrupted: bool  # by Ctrl-C
     exhausted: bool  # the workload ended before the run did
     loop_lag_s: Distribution  # how late the event loop was at its own appointments: every recorded time may be late by as much
 
@@ -119,7 +120,7 @@ class LoadRunner:
 
     async def _measured(self, load: Coroutine[Any, Any, None]) -> RunResult:
         lags: list[float] = []
-        stopped = False
+        stopped = interrupted = False
         with _quiet_collector():
             cpu, self._start = time.process_time(), time.perf_counter()
             watch = asyncio.create_task(self._watch(lags))
@@ -127,6 +128,12 @@ class LoadRunner:
                 await load
             except* _StopRun:
                 stopped = True
+            except* asyncio.CancelledError:
+                # The first Ctrl-C cancels this task (asyncio.Runner), the second ends the process: what was answered until then is told.
+                stopped = interrupted = True
+                cancelled = asyncio.current_task()
+                assert cancelled is not None
+                cancelled.uncancel()
             finally:
                 watch.cancel()
             wall, cpu = self._clock(), time.process_time() - cpu
@@ -135,6 +142,7 @@ class LoadRunner:
             wall_s=wall,
             cpu_s=cpu,
             stopped=stopped,
+            interrupted=interrupted,
             exhausted=self._exhausted,
             loop_lag_s=Distribution.of(lags),
         )
