@@ -19,15 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 AREAS = {
-    "engine": ["twostep/engine/engine.py", "twostep/engine/block_pool.py", "twostep/engine/ledger.py", "twostep/engine/reuse.py",
-               "twostep/engine/batch_builder.py", "twostep/engine/sequence.py", "twostep/engine/host_tier.py", "twostep/engine/sampler.py"],
-    "hand-over": ["kv_transfer/lease.py", "kv_transfer/reader.py", "kv_transfer/reader_events.py", "kv_transfer/chunking.py",
-                  "kv_transfer/wire_encoding.py", "kv_transfer/object_book.py", "prefill_worker/hand_over.py", "decode_worker/fetching.py",
-                  "decode_worker/paths.py", "decode_worker/sequences.py", "decode_worker/outbox.py"],
-    "router": ["router/placement.py", "router/dispatch.py", "router/attempt.py", "router/fair_queue.py", "router/prediction.py",
-               "router/prefix_index.py", "router/inference.py", "router/replay.py", "router/quota.py", "router/http/choices.py"],
-    "scheduler": ["twostep/engine/scheduler.py", "twostep/engine/step_planner.py", "twostep/engine/admission.py",
-                  "twostep/engine/preemptor.py", "twostep/engine/ageing.py", "twostep/engine/pacing.py", "twostep/engine/step_work.py"],
+    "engine": ["twostep/engine/engine.py", "twostep/engine/block_pool.py", "twostep/engine/block_manager.py", "twostep/engine/reuse.py",
+               "twostep/engine/batch.py", "twostep/engine/sequence.py", "twostep/engine/host_tier.py", "twostep/model/runner/sampler.py"],
+    "hand-over": ["kv_transfer/lease.py", "kv_transfer/reader.py", "kv_transfer/chunking.py", "kv_transfer/wire_encoding.py",
+                  "kv_transfer/object_book.py", "prefill_worker/hand_over.py", "decode_worker/pull.py", "decode_worker/paths.py",
+                  "decode_worker/sequences.py", "decode_worker/outbox.py"],
+    "router": ["router/placing/placement.py", "router/placing/replay.py", "router/serving/dispatch.py", "router/serving/attempt.py",
+               "router/serving/inference.py", "router/waiting/fair_queue.py", "router/waiting/quota_share.py",
+               "router/workers/prefix_index.py", "router/http/choices.py", "twostep/cluster/prediction.py"],
+    "scheduler": ["twostep/engine/scheduler.py", "twostep/engine/step_plan.py", "twostep/engine/step_bound.py",
+                  "twostep/engine/constrained.py", "twostep/engine/pacing.py", "twostep/engine/step_work.py"],
 }  # fmt: skip
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is",
